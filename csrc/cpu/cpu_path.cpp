@@ -1,0 +1,33 @@
+#include "cpu_path.h"
+
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdlib>
+#include <cstring>
+
+namespace zclip::cpu {
+namespace {
+
+bool machine_has_avx2() {
+#if ZCLIP_HAS_AVX2
+  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  return has;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+bool use_avx2() {
+  // Read at every call, about 50 ns, so that a test can force either path in one process.
+  const char* wanted = std::getenv("ZCLIP_CPU");
+  if (wanted == nullptr || std::strcmp(wanted, "auto") == 0) return machine_has_avx2();
+  if (std::strcmp(wanted, "portable") == 0) return false;
+  STD_TORCH_CHECK(std::strcmp(wanted, "avx2") == 0, "ZCLIP_CPU is '", wanted,
+                  "'; wanted auto, avx2 or portable");
+  STD_TORCH_CHECK(machine_has_avx2(), "ZCLIP_CPU=avx2, but this machine has no AVX2 and F16C");
+  return true;
+}
+
+}  // namespace zclip::cpu

@@ -1,0 +1,18 @@
+// Which instructions the CPU kernels use, chosen at run time so that one wheel runs on any x86-64.
+
+#pragma once
+
+#if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
+#define ZCLIP_HAS_AVX2 1
+#define ZCLIP_AVX2 __attribute__((target("avx2,f16c")))
+#else
+#define ZCLIP_HAS_AVX2 0
+#endif
+
+namespace zclip::cpu {
+
+// True if this machine has AVX2 and F16C and the environment does not say ZCLIP_CPU=portable. Both
+// paths give the same bits; the portable one serves every other machine.
+bool use_avx2();
+
+}  // namespace zclip::cpu

@@ -1,0 +1,107 @@
+#include "tensor_list.h"
+
+#include <torch/headeronly/core/Layout.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace zclip::cpu {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+// What a chunk costs beyond its elements, in elements. It keeps thousands of tiny tensors from
+// weighing nothing beside one huge one when work is split among threads.
+constexpr int64_t kWorkPerChunk = 128;
+
+struct Layout {
+  bool dense;
+  bool overlaps;  // some element is another's memory, as after expand()
+};
+
+// Walks the dimensions from the smallest stride up. Memory is dense if each stride is the size of
+// everything inside it.
+Layout layout_of(const Span& span) {
+  std::vector<int64_t> order(span.dim);
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(),
+            [&](int64_t a, int64_t b) { return span.strides[a] < span.strides[b]; });
+  int64_t inside = 1;
+  Layout layout = {true, false};
+  for (const int64_t d : order) {
+    if (span.sizes[d] == 1) continue;
+    layout.dense &= span.strides[d] == inside;
+    layout.overlaps |= span.strides[d] < inside;
+    inside = std::max(inside, span.strides[d]) * span.sizes[d];
+  }
+  return layout;
+}
+
+bool find_format(ScalarType type, Format* format) {
+  switch (type) {
+    case ScalarType::Float:
+      *format = Format::kFloat32;
+      return true;
+    case ScalarType::BFloat16:
+      *format = Format::kBfloat16;
+      return true;
+    case ScalarType::Half:
+      *format = Format::kFloat16;
+      return true;
+    case ScalarType::Double:
+      *format = Format::kFloat64;
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+TensorList::TensorList(const std::vector<Tensor>& tensors, Access access, const char* op,
+                       const char* argument) {
+  spans_.resize(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& tensor = tensors[i];
+    Span& span = spans_[i];
+    STD_TORCH_CHECK(tensor.is_cpu(), "zclip::", op, ": ", argument, "[", i,
+                    "] is not on the CPU like the others; give one call one device");
+    STD_TORCH_CHECK(find_format(tensor.scalar_type(), &span.format), "zclip::", op, ": ", argument,
+                    "[", i, "] has an unsupported dtype; wanted float32, bfloat16, float16 or "
+                    "float64");
+    span.data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
+    span.numel = tensor.numel();
+    span.dense = tensor.is_contiguous();
+    has_float64_ |= span.format == Format::kFloat64;
+    if (span.dense) continue;
+
+    span.dim = tensor.dim();
+    span.sizes = tensor.sizes().data();
+    span.strides = tensor.strides().data();
+    const Layout layout = layout_of(span);
+    span.dense = layout.dense;
+    STD_TORCH_CHECK(access == Access::kRead || !layout.overlaps, "zclip::", op, ": ", argument, "[",
+                    i, "] has elements that share memory (expand()?) and cannot be written in "
+                    "place; wanted a clone()");
+  }
+  cut_into_chunks();
+}
+
+void TensorList::cut_into_chunks() {
+  chunks_.reserve(spans_.size());
+  for (size_t i = 0; i < spans_.size(); ++i) {
+    for (int64_t begin = 0; begin < spans_[i].numel; begin += kChunk) {
+      const int64_t len = std::min(kChunk, spans_[i].numel - begin);
+      chunks_.push_back({static_cast<int32_t>(i), begin, len});
+    }
+  }
+  work_before_.resize(chunks_.size() + 1);
+  work_before_[0] = 0;
+  for (size_t c = 0; c < chunks_.size(); ++c) {
+    work_before_[c + 1] = work_before_[c] + chunks_[c].len + kWorkPerChunk;
+  }
+}
+
+}  // namespace zclip::cpu

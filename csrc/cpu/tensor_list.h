@@ -1,0 +1,85 @@
+// A list of tensors as the CPU kernels see it: addresses, lengths, formats, and the fixed chunks
+// they are cut into. This is the only place where the CPU backend looks inside a torch tensor.
+
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "../math/grad_stats.h"
+
+namespace zclip::cpu {
+
+using torch::stable::Tensor;
+
+// One tensor. Dense means that its elements fill one run of memory in some order: sums and
+// scalings do not care which, so transposed and channels-last gradients need no copy.
+struct Span {
+  char* data;
+  int64_t numel;
+  Format format;
+  bool dense;
+  int64_t dim;
+  const int64_t* sizes;
+  const int64_t* strides;  // in elements
+};
+
+struct Chunk {
+  int32_t tensor;
+  int64_t begin;  // in elements
+  int64_t len;
+};
+
+class TensorList {
+ public:
+  enum class Access { kRead, kWrite };
+
+  // Raises, before anything is written, if a tensor cannot be served; `op` and `argument` name the
+  // place in the message.
+  TensorList(const std::vector<Tensor>& tensors, Access access, const char* op,
+             const char* argument);
+
+  const std::vector<Span>& spans() const { return spans_; }
+  const std::vector<Chunk>& chunks() const { return chunks_; }
+  // Work in front of each chunk, in elements plus a fixed price per chunk, with the total last.
+  const std::vector<int64_t>& work_before() const { return work_before_; }
+  bool has_float64() const { return has_float64_; }
+
+ private:
+  void cut_into_chunks();
+
+  std::vector<Span> spans_;
+  std::vector<Chunk> chunks_;
+  std::vector<int64_t> work_before_;
+  bool has_float64_ = false;
+};
+
+inline int64_t bytes_per_element(Format format) {
+  switch (format) {
+    case Format::kFloat32:
+      return 4;
+    case Format::kFloat64:
+      return 8;
+    default:
+      return 2;
+  }
+}
+
+// Calls visit(pointer) with the pointer typed after the format.
+template <typename Visit>
+decltype(auto) visit_as(Format format, char* data, Visit&& visit) {
+  switch (format) {
+    case Format::kFloat32:
+      return visit(reinterpret_cast<float*>(data));
+    case Format::kBfloat16:
+      return visit(reinterpret_cast<Bfloat16*>(data));
+    case Format::kFloat16:
+      return visit(reinterpret_cast<Float16*>(data));
+    default:
+      return visit(reinterpret_cast<double*>(data));
+  }
+}
+
+}  // namespace zclip::cpu

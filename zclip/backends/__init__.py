@@ -1,0 +1,50 @@
+"""Which implementation answers for which operator, decided once, at import.
+
+``ZCLIP_BACKEND`` forces one of them and raises if it cannot load; otherwise the best that loads
+is taken and :mod:`zclip.info` says which and why.
+"""
+
+from zclip import reference
+from zclip.backends import native
+from zclip.config import wanted_backend
+from zclip.schemas import library
+
+OPS = (
+    "grad_stats",
+    "power_stats",
+    "global_norm_",
+    "scale_",
+    "zero_nonfinite_",
+    "clamp_",
+    "clip_by_global_norm_",
+    "read_probe",
+)
+"""Every operator that a backend may implement, by its one name."""
+
+
+def load() -> dict[str, str]:
+    """Register the backends; return for each the reason why it is active or not.
+
+    Raises:
+        RuntimeError: ``ZCLIP_BACKEND`` asks for a backend that cannot load.
+    """
+    wanted = wanted_backend()
+    for name in OPS:
+        library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
+    reasons = {"reference": "plain torch; answers wherever nothing faster does"}
+
+    if wanted in ("auto", "native"):
+        problem = native.load()
+        if problem and wanted == "native":
+            raise RuntimeError(f"ZCLIP_BACKEND=native, but {problem}")
+        reasons["native"] = problem or f"loaded, {native.describe()}"
+    else:
+        reasons["native"] = f"not loaded: ZCLIP_BACKEND={wanted}"
+    if wanted == "triton":
+        raise RuntimeError(
+            "ZCLIP_BACKEND=triton, but this version has no Triton backend; "
+            "wanted auto, native or reference"
+        )
+    if not native.is_loaded():
+        library.impl("native_features", reference.native_features, "CompositeExplicitAutograd")
+    return reasons

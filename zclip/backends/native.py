@@ -1,0 +1,39 @@
+"""The compiled extension: finds it, loads it, and explains itself if it cannot."""
+
+from pathlib import Path
+
+import torch
+
+USES_AVX2, HAS_CUDA = 1, 2
+"""Bits of ``zclip::native_features``, as in csrc/library.cpp."""
+
+_BUILD_HINT = "build it with: pip install --no-build-isolation . (needs a C++ compiler and torch)"
+
+_loaded = False
+
+
+def load() -> str | None:
+    """Load the extension if it was built; return what is wrong, or None."""
+    global _loaded
+    found = sorted(Path(__file__).parents[1].glob("_C*.so"))
+    if not found:
+        return f"the extension was not built; {_BUILD_HINT}"
+    try:
+        torch.ops.load_library(found[0])
+    except OSError as error:
+        return f"{found[0].name} does not load with torch {torch.__version__}: {error}"
+    _loaded = True
+    return None
+
+
+def is_loaded() -> bool:
+    """Return whether the extension answers."""
+    return _loaded
+
+
+def describe() -> str:
+    """Return one line about what the loaded extension can do here."""
+    features = torch.ops.zclip.native_features()
+    cpu = "AVX2" if features & USES_AVX2 else "portable"
+    cuda = "with" if features & HAS_CUDA else "without"
+    return f"CPU path {cpu}, built {cuda} CUDA"

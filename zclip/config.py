@@ -1,0 +1,17 @@
+"""Settings from the environment. Plain data: imports nothing of ours and nothing of torch's."""
+
+import os
+
+BACKENDS = ("auto", "native", "triton", "reference")
+
+
+def wanted_backend() -> str:
+    """Return ``ZCLIP_BACKEND``, "auto" if unset.
+
+    Raises:
+        ValueError: it is set to something that is not a backend.
+    """
+    wanted = os.environ.get("ZCLIP_BACKEND", "auto") or "auto"
+    if wanted not in BACKENDS:
+        raise ValueError(f"ZCLIP_BACKEND is {wanted!r}; wanted one of {', '.join(BACKENDS)}")
+    return wanted

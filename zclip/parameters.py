@@ -1,0 +1,64 @@
+"""From what a user hands over to a list of gradients, and from an index back to a name."""
+
+import types
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+Parameters = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+"""One tensor, any iterable of them, or ``model.named_parameters()``."""
+
+
+def as_list(parameters: Parameters) -> list[Tensor]:
+    """Return the parameters as a list, in their order; pairs of name and tensor lose the name.
+
+    Raises:
+        TypeError: an element is not a tensor.
+    """
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    listed = list(parameters)
+    if not listed and isinstance(parameters, types.GeneratorType):
+        warnings.warn(
+            "parameters is an empty generator, so nothing is clipped; was it used up before?",
+            stacklevel=4,
+        )
+    return listed  # type: ignore[return-value]  # grads_of looks closer, at no cost if all is well
+
+
+def grads_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return every gradient once, in order of first appearance.
+
+    Raises:
+        TypeError: an element is neither a tensor nor a pair of name and tensor.
+    """
+    try:
+        grads = [g for p in parameters if (g := p.grad) is not None]
+    except AttributeError:
+        return grads_of([_tensor_at(i, p) for i, p in enumerate(parameters)])
+    if len(set(map(id, grads))) != len(grads):  # tied parameters count once
+        grads = list({id(g): g for g in grads}.values())
+    return grads
+
+
+def name_of_grad(parameters: Sequence[Tensor], grad: Tensor) -> str:
+    """Return the name of the first parameter whose gradient this is, or its place in the list."""
+    for i, entry in enumerate(parameters):
+        if _tensor_at(i, entry).grad is grad:
+            return str(entry[0]) if isinstance(entry, tuple) else f"parameters[{i}]"
+    raise ValueError("this is not the gradient of any of the parameters")
+
+
+def device_of(parameters: Sequence[Tensor]) -> torch.device:
+    """Return where the first parameter lives; the CPU if there is none."""
+    return _tensor_at(0, parameters[0]).device if parameters else torch.device("cpu")
+
+
+def _tensor_at(i: int, entry: object) -> Tensor:
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
+        entry = entry[1]
+    if not isinstance(entry, Tensor):
+        raise TypeError(f"parameters[{i}] is {type(entry).__name__} {entry!r:.60}; wanted a Tensor")
+    return entry
