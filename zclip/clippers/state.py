@@ -1,0 +1,173 @@
+"""The statistics of a clipper: where they live, how they are saved, loaded and made to fit."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zclip.layout import CLIP_COUNT, NUM_COUNTERS, SKIP_COUNT, STEPS
+from zclip.schemas import wide_dtype
+from zclip.targets import Targets
+
+if TYPE_CHECKING:
+    from zclip.clippers.clipper import Clipper
+
+COUNTERS: Mapping[str, int] = {"steps": STEPS, "clips": CLIP_COUNT, "skips": SKIP_COUNT}
+
+_NAMES_SHOWN = 5  # names in an error before "and N more"
+
+
+class ClipState:
+    """One float64 vector per group, on the device; zeros are a fresh one.
+
+    Where the state has one entry per parameter, entries belong to names, so that a state may be
+    loaded into a model that lists its parameters in another order.
+    """
+
+    def __init__(self, owner: "Clipper") -> None:
+        self.states: list[Tensor] = []
+        self.counters = torch.zeros(NUM_COUNTERS)  # of the whole, where there are several groups
+        self._owner = owner
+        self._rows: list[list[str]] = []
+        self._fitted: Targets | None = None
+        self._is_loaded = False
+
+    def fit(self, targets: Targets, device: torch.device) -> None:
+        """Make the states match the parameters and their device; nearly free if they do.
+
+        Raises:
+            ValueError: a loaded state does not fit, or a setting that sizes the state has changed.
+        """
+        if (
+            targets is self._fitted
+            and self.states[0].device == device
+            and self.states[0].numel() == self._size(targets, 0)
+        ):
+            return
+        num_groups = len(targets.sizes) if self._owner.per_group else 1
+        self._check_groups(targets, num_groups)
+        rows = [targets.group_names(g) if num_groups > 1 else targets.names for g in range(num_groups)]
+        fresh = [torch.zeros(self._size(targets, g), dtype=wide_dtype(device)) for g in range(num_groups)]
+        self.states = [
+            self._fitting(g, fresh[g], rows[g], device) for g in range(num_groups)
+        ]
+        self.counters = self.counters.to(device, wide_dtype(device))
+        self._rows, self._fitted, self._is_loaded = rows, targets, False
+
+    def ensure(self) -> list[Tensor]:
+        """Return the states, made on the CPU if there was no step yet."""
+        if not self.states:
+            self.states = [torch.zeros(self._owner._state_size(0), dtype=torch.float64)]
+        return self.states
+
+    def reset(self) -> None:
+        """Make every state a fresh one, in place."""
+        for state in (*self.states, self.counters):
+            state.zero_()
+
+    def save(self) -> dict[str, Any]:
+        groups: list[dict[str, Any]] = []
+        for g, state in enumerate(self.states):
+            group: dict[str, Any] = {
+                name: state[where].clone() for name, where in self._columns().items()
+            }
+            if self._owner.is_per_tensor:
+                group["names"] = list(self._rows[g]) if self._rows else []
+            groups.append(group)
+        saved: dict[str, Any] = {"clipper": type(self._owner).__name__, "groups": groups}
+        if len(self.states) > 1:
+            saved["counters"] = self.counters.clone()
+        return saved
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        kind = saved.get("clipper")
+        if kind != type(self._owner).__name__:
+            raise ValueError(f"the state is of {kind}, this clipper is {type(self._owner).__name__}")
+        before = self.__dict__.copy()
+        device = self.states[0].device if self.states else torch.device("cpu")
+        self.states = [self._unpacked(g, group) for g, group in enumerate(saved["groups"])]
+        self._rows = [list(group.get("names", ())) for group in saved["groups"]]
+        self.counters = saved.get("counters", torch.zeros(NUM_COUNTERS)).clone()
+        self._fitted, self._is_loaded = None, True
+        try:
+            if before["_fitted"] is not None and self.states:
+                self.fit(before["_fitted"], device)
+        except ValueError:
+            self.__dict__.update(before)
+            raise
+        if not self.states:  # saved before the first step: start afresh
+            self._fitted, self._is_loaded = None, False
+        self._keep_addresses(before["states"])
+
+    def _keep_addresses(self, old: list[Tensor]) -> None:
+        """Load into the tensors that were there, because a captured graph writes to these."""
+        if len(old) != len(self.states):
+            return
+        for g, (there, loaded) in enumerate(zip(old, self.states, strict=True)):
+            if there.shape == loaded.shape and there.device == loaded.device:
+                self.states[g] = there.copy_(loaded)
+
+    def _size(self, targets: Targets, group: int) -> int:
+        several = self._owner.per_group and len(targets.sizes) > 1
+        return self._owner._state_size(targets.sizes[group] if several else len(targets.names))
+
+    def _columns(self) -> dict[str, int | slice]:
+        return {**COUNTERS, **self._owner.fields}
+
+    def _unpacked(self, group: int, saved: Mapping[str, Any]) -> Tensor:
+        columns = self._columns()
+        if missing := columns.keys() - saved.keys():
+            raise ValueError(f"the state of group {group} lacks {', '.join(sorted(missing))}")
+        saved = self._owner._adapted(saved)
+        return torch.cat([saved[name].double().reshape(-1) for name in columns])
+
+    def _fitting(self, g: int, fresh: Tensor, names: list[str], device: torch.device) -> Tensor:
+        if g >= len(self.states) or (self._owner.is_per_tensor and not self._rows):
+            return fresh.to(device)
+        state = self.states[g]
+        if self._owner.is_per_tensor and self._rows[g] != names:
+            state = self._by_name(state, self._rows[g], names)
+        if state.shape != fresh.shape:
+            raise ValueError(
+                f"the state has {state.numel()} entries, but the settings of this "
+                f"{type(self._owner).__name__} need {fresh.numel()}: {self._owner._size_hint()}"
+            )
+        return state.to(device, fresh.dtype)
+
+    def _by_name(self, state: Tensor, old: list[str], new: list[str]) -> Tensor:
+        missing = [name for name in new if name not in set(old)]
+        unexpected = [name for name in old if name not in set(new)]
+        if self._is_loaded and (missing or unexpected):
+            raise ValueError(
+                "the state does not fit these parameters: "
+                f"not in the state: {_listed(missing)}; only in the state: {_listed(unexpected)}"
+            )
+        entry = dict(zip(old, state[NUM_COUNTERS:].unbind(), strict=True))
+        unset = state.new_zeros(())
+        return torch.cat(
+            [state[:NUM_COUNTERS], torch.stack([entry.get(name, unset) for name in new])]
+        )
+
+    def _check_groups(self, targets: Targets, num_groups: int) -> None:
+        if self._is_loaded and self.states and len(self.states) != num_groups:
+            raise ValueError(
+                f"the state has {len(self.states)} groups; these parameters have {num_groups} "
+                f"(per_group={self._owner.per_group})"
+            )
+        key = self._owner.limit_key
+        given = [g for g, group in enumerate(targets.settings) if key is not None and key in group]
+        if given and not self._owner.per_group:
+            raise ValueError(
+                f"param_groups[{given[0]}] has {key}, but this clipper treats all groups as one; "
+                "wanted per_group=True"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fitted": None}
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN]) or "nothing"
+    more = len(names) - _NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
