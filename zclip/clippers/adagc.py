@@ -7,15 +7,15 @@ import torch
 
 from zclip.checks import check_fraction, check_limit
 from zclip.clippers.clipper import Clipper, FusedRule, Rule
-from zclip.layout import GAMMA_COLUMN, ON_NONFINITE, ADAGC_SEEDS
+from zclip.layout import ADAGC_SEEDS, GAMMA_COLUMN, ON_NONFINITE
 
 
 class AdaGC(Clipper):
     """Adaptive gradient clipping per tensor (arXiv 2502.11034).
 
-    For ``warmup_steps`` steps all gradients are clipped together to ``lambda_abs`` while each tensor
-    learns its gamma. Then a tensor whose norm exceeds ``lambda_rel * gamma`` is scaled down to
-    that, and gamma follows the clipped norm with factor ``beta``. Unlike the published code a
+    For ``warmup_steps`` steps all gradients are clipped together to ``lambda_abs`` while each
+    tensor learns its gamma. Then a tensor whose norm exceeds ``lambda_rel * gamma`` is scaled down
+    to that, and gamma follows the clipped norm with factor ``beta``. Unlike the published code, a
     tensor with a zero gradient, or with none, learns nothing, so that it is not frozen for good.
 
     Args:

@@ -17,7 +17,7 @@ from zclip.clippers.result import ClipResult, merge_verdicts
 from zclip.clippers.state import ClipState
 from zclip.layout import NAN, NUM_COUNTERS, ON_NONFINITE, PROPAGATE, SUMSQ, WORST
 from zclip.reference import reported_norm
-from zclip.schemas import norm_dtype
+from zclip.schemas import norm_dtype, wide_dtype
 from zclip.targets import Target, TargetCache, Targets
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
@@ -234,7 +234,7 @@ class Clipper(ABC):
 
         The step is refused as a whole, so no group may learn from it.
         """
-        parts = stats.split(sizes)
+        parts = torch.split(stats, sizes)
         if len(parts) == 1 or self.on_nonfinite != "skip":
             return parts
         bad = stats[:, NAN:].sum(dim=0)
@@ -262,4 +262,4 @@ class Clipper(ABC):
 
 
 def _inverse(grad_scale: Tensor) -> Tensor:
-    return grad_scale.to(ops.wide_dtype(grad_scale.device)).reciprocal()
+    return grad_scale.to(wide_dtype(grad_scale.device)).reciprocal()

@@ -13,20 +13,18 @@ from zclip.layout import (
     CLIPPED_NORM,
     CLIPS,
     FLAGS,
-    INF,
     MEAN,
-    NAN,
     NORM,
     SKIP_COUNT,
     SKIPS,
     STD,
     STEP,
     STEPS,
-    SUMSQ,
     THRESHOLD,
     WORST,
     Z,
 )
+from zclip.reference.report import norms_of, worst_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +56,7 @@ class ClipResult:
     @property
     def norms(self) -> Tensor:
         """[N]: the norm of each gradient before clipping; NaN or Inf where an element was."""
-        norms = self.stats[:, SUMSQ].sqrt()
-        norms = torch.where(self.stats[:, INF] > 0, math.inf, norms)
-        return torch.where(self.stats[:, NAN] > 0, math.nan, norms)
+        return norms_of(self.stats)
 
 
 def merge_verdicts(verdicts: list[Tensor], stats: Tensor, counters: Tensor) -> Tensor:
@@ -87,15 +83,9 @@ def merge_verdicts(verdicts: list[Tensor], stats: Tensor, counters: Tensor) -> T
     stands_out = table.index_select(0, table[:, Z].nan_to_num(nan=-math.inf).argmax().view(1))[0]
     for column in (Z, THRESHOLD, MEAN, STD):
         merged[column] = stands_out[column]
-    merged[WORST] = _worst(stats)
+    merged[WORST] = worst_of(stats)
     clipped = ~blocked & (flags & CLIPPED > 0)
     counters += torch.stack([torch.ones_like(blocked), clipped, blocked])
     for column, counter in ((STEP, STEPS), (CLIPS, CLIP_COUNT), (SKIPS, SKIP_COUNT)):
         merged[column] = counters[counter]
     return merged
-
-
-def _worst(stats: Tensor) -> Tensor:
-    """Index of the first tensor with a bad element, else of the one with the largest norm."""
-    bad = stats[:, NAN] + stats[:, INF] > 0
-    return torch.where(bad.any(), bad.to(torch.uint8).argmax(), stats[:, SUMSQ].argmax())

@@ -47,10 +47,11 @@ class ClipState:
             return
         num_groups = len(targets.sizes) if self._owner.per_group else 1
         self._check_groups(targets, num_groups)
-        rows = [targets.group_names(g) if num_groups > 1 else targets.names for g in range(num_groups)]
-        fresh = [torch.zeros(self._size(targets, g), dtype=wide_dtype(device)) for g in range(num_groups)]
+        rows = [targets.names]
+        if num_groups > 1:
+            rows = [targets.group_names(g) for g in range(num_groups)]
         self.states = [
-            self._fitting(g, fresh[g], rows[g], device) for g in range(num_groups)
+            self._fitting(g, self._size(targets, g), rows[g], device) for g in range(num_groups)
         ]
         self.counters = self.counters.to(device, wide_dtype(device))
         self._rows, self._fitted, self._is_loaded = rows, targets, False
@@ -83,7 +84,9 @@ class ClipState:
     def load(self, saved: Mapping[str, Any]) -> None:
         kind = saved.get("clipper")
         if kind != type(self._owner).__name__:
-            raise ValueError(f"the state is of {kind}, this clipper is {type(self._owner).__name__}")
+            raise ValueError(
+                f"the state is of {kind}, this clipper is {type(self._owner).__name__}"
+            )
         before = self.__dict__.copy()
         device = self.states[0].device if self.states else torch.device("cpu")
         self.states = [self._unpacked(g, group) for g, group in enumerate(saved["groups"])]
@@ -122,18 +125,18 @@ class ClipState:
         saved = self._owner._adapted(saved)
         return torch.cat([saved[name].double().reshape(-1) for name in columns])
 
-    def _fitting(self, g: int, fresh: Tensor, names: list[str], device: torch.device) -> Tensor:
+    def _fitting(self, g: int, size: int, names: list[str], device: torch.device) -> Tensor:
         if g >= len(self.states) or (self._owner.is_per_tensor and not self._rows):
-            return fresh.to(device)
+            return torch.zeros(size, dtype=wide_dtype(device), device=device)
         state = self.states[g]
         if self._owner.is_per_tensor and self._rows[g] != names:
             state = self._by_name(state, self._rows[g], names)
-        if state.shape != fresh.shape:
+        if state.numel() != size:
             raise ValueError(
                 f"the state has {state.numel()} entries, but the settings of this "
-                f"{type(self._owner).__name__} need {fresh.numel()}: {self._owner._size_hint()}"
+                f"{type(self._owner).__name__} need {size}: {self._owner._size_hint()}"
             )
-        return state.to(device, fresh.dtype)
+        return state.to(device, wide_dtype(device))
 
     def _by_name(self, state: Tensor, old: list[str], new: list[str]) -> Tensor:
         missing = [name for name in new if name not in set(old)]

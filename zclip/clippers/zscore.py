@@ -21,6 +21,7 @@ from zclip.layout import (
     VAR_COLUMN,
     ZCLIP_MODES,
 )
+from zclip.schemas import wide_dtype
 from zclip.targets import Targets
 
 NORM_EPS = 1e-6  # added to the norm before dividing, as torch and the published package do
@@ -251,7 +252,7 @@ def apply_in_place_clipping(
     device = grads[0].device
     if not isinstance(global_norm, Tensor):
         global_norm = torch.full((), global_norm, device=device)
-    norm = global_norm.to(device, ops.wide_dtype(device), non_blocking=True)
+    norm = global_norm.to(device, wide_dtype(device), non_blocking=True)
     coef = torch.where(norm > max_global_norm, max_global_norm / (norm + NORM_EPS), 1.0)
     ops.scale_(grads, coef.clamp(max=1.0).to(norm.dtype).repeat(len(grads)))
 
