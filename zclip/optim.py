@@ -173,6 +173,9 @@ class ClippedOptimizer(Optimizer):
             refused = torch.maximum(refused, seen)
         return refused
 
+    def _must_wait(self) -> bool:
+        return isinstance(self.inner, SGD) and self._momentum.prepare(self.inner)
+
     def _guarded_step(self, result: ClipResult, refused: Tensor, grad_scale: Tensor | None) -> None:
         inner: Any = self.inner
         inner.found_inf = refused
@@ -315,8 +318,8 @@ class ClippedOptimizer(Optimizer):
         self.inner.defaults = value
 
     def __getattr__(self, name: str) -> Any:
-        """Anything else is the wrapped optimizer's."""
-        if name == "inner" or name.startswith("__") or "inner" not in self.__dict__:
+        """Anything else that is public is the wrapped optimizer's."""
+        if name.startswith("_") or "inner" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.inner, name)
 

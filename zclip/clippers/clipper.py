@@ -224,7 +224,7 @@ class Clipper(ABC):
             coef, verdict = self._ops()[0](states[group], rows, *measured, *settings)
             coefs.append(coef)
             verdicts.append(verdict)
-        if len(states) > 1:
+        if self._state.counters is not None:
             verdict = merge_verdicts(verdicts, stats, self._state.counters)
         norm = reported_norm(stats, PROPAGATE).to(norm_dtype(grads))
         return ClipResult(norm, stats, torch.cat(coefs), verdict)

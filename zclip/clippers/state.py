@@ -27,7 +27,7 @@ class ClipState:
 
     def __init__(self, owner: "Clipper") -> None:
         self.states: list[Tensor] = []
-        self.counters = torch.zeros(NUM_COUNTERS)  # of the whole, where there are several groups
+        self.counters: Tensor | None = None  # of the whole, where there are several groups
         self._owner = owner
         self._rows: list[list[str]] = []
         self._fitted: Targets | None = None
@@ -53,7 +53,9 @@ class ClipState:
         self.states = [
             self._fitting(g, self._size(targets, g), rows[g], device) for g in range(num_groups)
         ]
-        self.counters = self.counters.to(device, wide_dtype(device))
+        if num_groups > 1:
+            zeros = torch.zeros(NUM_COUNTERS, dtype=wide_dtype(device), device=device)
+            self.counters = zeros if self.counters is None else self._moved(self.counters, device)
         self._rows, self._fitted, self._is_loaded = rows, targets, False
 
     def ensure(self) -> list[Tensor]:
@@ -64,8 +66,10 @@ class ClipState:
 
     def reset(self) -> None:
         """Make every state a fresh one, in place."""
-        for state in (*self.states, self.counters):
+        for state in self.states:
             state.zero_()
+        if self.counters is not None:
+            self.counters.zero_()
 
     def save(self) -> dict[str, Any]:
         groups: list[dict[str, Any]] = []
@@ -77,7 +81,7 @@ class ClipState:
                 group["names"] = list(self._rows[g]) if self._rows else []
             groups.append(group)
         saved: dict[str, Any] = {"clipper": type(self._owner).__name__, "groups": groups}
-        if len(self.states) > 1:
+        if self.counters is not None:
             saved["counters"] = self.counters.clone()
         return saved
 
@@ -91,7 +95,8 @@ class ClipState:
         device = self.states[0].device if self.states else torch.device("cpu")
         self.states = [self._unpacked(g, group) for g, group in enumerate(saved["groups"])]
         self._rows = [list(group.get("names", ())) for group in saved["groups"]]
-        self.counters = saved.get("counters", torch.zeros(NUM_COUNTERS)).clone()
+        counters = saved.get("counters")
+        self.counters = None if counters is None else counters.clone()
         self._fitted, self._is_loaded = None, True
         try:
             if before["_fitted"] is not None and self.states:
@@ -136,7 +141,11 @@ class ClipState:
                 f"the state has {state.numel()} entries, but the settings of this "
                 f"{type(self._owner).__name__} need {size}: {self._owner._size_hint()}"
             )
-        return state.to(device, wide_dtype(device))
+        return self._moved(state, device)
+
+    @staticmethod
+    def _moved(state: Tensor, device: torch.device) -> Tensor:
+        return state.to(device, wide_dtype(device), non_blocking=True)
 
     def _by_name(self, state: Tensor, old: list[str], new: list[str]) -> Tensor:
         missing = [name for name in new if name not in set(old)]
