@@ -35,7 +35,7 @@ def grads_of(parameters: Sequence[Tensor]) -> list[Tensor]:
         TypeError: an element is neither a tensor nor a pair of name and tensor.
     """
     try:
-        grads = [g for p in parameters if (g := p.grad) is not None]
+        grads = [g for g in [p.grad for p in parameters] if g is not None]
     except AttributeError:
         return grads_of([_tensor_at(i, p) for i, p in enumerate(parameters)])
     if len(set(map(id, grads))) != len(grads):  # tied parameters count once
