@@ -5,6 +5,7 @@ Whoever asks for a value, or copies in a way that would make the host wait, gets
 
 import ctypes
 import functools
+import os
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,9 +95,11 @@ def _install_guard():
         built.parent.mkdir(exist_ok=True)
         includes = [f"-I{path}" for path in cpp_extension.include_paths()]
         libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10"]
-        temporary = built.with_suffix(".part")
+        temporary = built.with_suffix(f".{os.getpid()}")  # workers may race
         command = ["g++", "-shared", "-fPIC", "-std=c++20", "-O0", *includes, str(source)]
-        subprocess.run([*command, *libraries, "-o", str(temporary)], check=True, capture_output=True)
+        subprocess.run(
+            [*command, *libraries, "-o", str(temporary)], check=True, capture_output=True
+        )
         temporary.replace(built)
     ctypes.CDLL(str(built))
 

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from zclip.checks import check_limit, check_tensors, check_writable
+from zclip import ops
+from zclip.checks import check_limit
 from zclip.clippers.clipper import Clipper, FusedRule, Rule
 from zclip.clippers.result import ClipResult
 from zclip.layout import ON_NONFINITE
-from zclip.ops import by_device
 from zclip.targets import Targets
 
 
@@ -48,16 +48,9 @@ class AGC(Clipper):
         if self._present is not None:
             params = [params[i] for i in self._present]
         state = self._state.states[0]
-        try:
-            return ClipResult(
-                *torch.ops.zclip.agc_.default(grads, params, state, *self._settings({}))
-            )
-        except (RuntimeError, ValueError):
-            check_tensors(grads)
-            check_writable(grads)
-            devices = [str(device) for device in by_device(grads)]
-            if len(devices) == 1:
-                raise
-            raise ValueError(
-                f"AGC got parameters on {', '.join(devices)}; wanted one device per clipper"
-            ) from None
+        arguments = (params, state, *self._settings({}))
+        served = ops.serve(torch.ops.zclip.agc_.default, grads, *arguments, name=self._name)
+        if served is None:
+            devices = ", ".join(str(device) for device in ops.by_device(grads))
+            raise ValueError(f"AGC got parameters on {devices}; wanted one device per clipper")
+        return ClipResult(*served[0])

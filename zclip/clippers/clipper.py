@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from zclip import ops
-from zclip.checks import check_tensors, check_writable
 from zclip.clippers.result import ClipResult, merge_verdicts
 from zclip.clippers.state import ClipState
 from zclip.layout import NAN, NUM_COUNTERS, ON_NONFINITE, PROPAGATE, SUMSQ, WORST
@@ -112,11 +111,11 @@ class Clipper(ABC):
         if not grads:
             return self._nothing(found)
         if grad_scale is not None:
-            self._scale(grads, _inverse(grad_scale).expand(len(grads)))
+            ops.scale_(grads, _inverse(grad_scale, grads[0].device).repeat(len(grads)))
         result = self._clip_at_once(found, grads, loss) if len(self._state.states) == 1 else None
         if result is None:
             result = self._decide(found, grads, loss, None)
-            self._scale(grads, result.coefs)
+            ops.scale_(grads, result.coefs)
         self.result = result
         return result.total_norm
 
@@ -186,21 +185,11 @@ class Clipper(ABC):
     def _clip_at_once(
         self, found: Targets, grads: list[Tensor], loss: Tensor | None
     ) -> ClipResult | None:
-        """One group, one device, one call; None if there are several devices.
-
-        The list is walked in Python only if the kernel refuses it, to say why.
-        """
+        """One group, one device, one call; None if there are several devices."""
         state = self._state.states[0]
-        measured = self._measured(loss, state)
-        try:
-            clipped = self._ops()[1](grads, state, *measured, *self._settings(found.settings[0]))
-        except (RuntimeError, ValueError):
-            check_tensors(grads)
-            check_writable(grads)
-            if len(ops.by_device(grads)) == 1:
-                raise
-            return None
-        return ClipResult(*clipped)
+        arguments = (*self._measured(loss, state), *self._settings(found.settings[0]))
+        served = ops.serve(self._ops()[1], grads, state, *arguments, name=self._name)
+        return ClipResult(*served[0]) if served else None
 
     def _decide(
         self,
@@ -212,7 +201,7 @@ class Clipper(ABC):
         """Any number of groups and devices: the same operators, one at a time."""
         stats = ops.grad_stats(grads)
         if grad_scale is not None:
-            stats[:, SUMSQ] *= _inverse(grad_scale).to(stats.device, non_blocking=True).square()
+            stats[:, SUMSQ] *= _inverse(grad_scale, stats.device).square()
         states = self._state.states
         sizes = found.sizes_of(self._present) if len(states) > 1 else [len(grads)]
         coefs, verdicts = [], []
@@ -245,11 +234,8 @@ class Clipper(ABC):
             told.append(rows)
         return tuple(told)
 
-    def _scale(self, grads: list[Tensor], coefs: Tensor) -> None:
-        try:
-            torch.ops.zclip.scale_.default(grads, coefs)
-        except (RuntimeError, ValueError):
-            ops.scale_(grads, coefs)
+    def _name(self, i: int) -> str:
+        return f"the gradient of {self._names()[i]}"
 
     def _names(self) -> list[str]:
         targets = self._cache.targets
@@ -261,5 +247,5 @@ class Clipper(ABC):
         return {**self.__dict__, "_cache": TargetCache(), "_present": None, "result": None}
 
 
-def _inverse(grad_scale: Tensor) -> Tensor:
-    return grad_scale.to(wide_dtype(grad_scale.device)).reciprocal()
+def _inverse(grad_scale: Tensor, device: torch.device) -> Tensor:
+    return grad_scale.to(device, wide_dtype(device), non_blocking=True).reciprocal()

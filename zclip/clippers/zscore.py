@@ -207,7 +207,7 @@ class ZClip(Clipper):
         stats[0, SUMSQ] = norm**2
         coef, verdict = self._ops()[0](state, stats, *self._settings(found.settings[0]))
         coefs = coef.repeat(len(grads))
-        self._scale(grads, coefs)
+        ops.scale_(grads, coefs)
         return ClipResult(state.new_tensor(norm), stats.expand(len(grads), 3), coefs, verdict)
 
     def _compute_grad_norm(self, model: Module) -> float:
