@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from tests.backends import BACKENDS
 from tests.grads import DTYPES, dtype_name, make_grads
 from tests.rule_runs import DEFAULTS, NO_LOSS, fresh_state, noisy_norms, run, settings_of
 from zclip import reference
-from zclip.layout import NUM_LOSS_STATE, NUM_VERDICT, ON_NONFINITE
+from zclip.layout import NORM, NUM_LOSS_STATE, NUM_VERDICT, ON_NONFINITE
 
 NATIVE = [name for name in BACKENDS if name != "reference"]
 SHORT = {  # settings that reach every branch in a short run
@@ -89,11 +89,7 @@ def test_the_fused_operator_is_the_separate_ones(backend, rule, dtype):
         )
         backend.scale_(grads, coefs)
         assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert (
-            torch.equal(norm, reference.reported_norm(stats).to(norm.dtype))
-            or norm.isnan()
-            or (norm.item() == pytest.approx(verdict[2].item(), rel=1e-6))
-        )
+        assert norm.item() == pytest.approx(verdict[NORM].item(), rel=1e-6, nan_ok=True)
         for ours, want in (
             (fused_stats, stats),
             (fused_coefs, coefs),
@@ -167,9 +163,9 @@ def test_fake_cuda_tensors_pass_through_every_operator():
 
 
 def test_the_reference_never_reads_a_value():
-    """A fake tensor has none: reading one raises."""
+    """A fake tensor has none, so reading one raises, on whatever device it pretends to be."""
     with FakeTensorMode():
-        for name, args in operator_calls("cuda"):
+        for name, args in operator_calls("cpu"):
             getattr(reference, name)(*args)
-        with pytest.raises(Exception, match="[Dd]ata"):
-            torch.zeros((), device="cuda").item()
+        with pytest.raises(DataDependentOutputException):
+            torch.zeros(()).item()
