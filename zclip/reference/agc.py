@@ -31,7 +31,7 @@ def agc_(
         look at: the gradients are scaled already) and the verdict.
     """
     check_tensors(grads)
-    check_tensors(params, "params")
+    check_tensors(params, "params[{}]".format)
     check_one_device([*grads, *params])
     check_writable(grads)
     stats = grad_stats(grads)

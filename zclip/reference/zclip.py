@@ -26,7 +26,7 @@ def zclip_(
     max_grad_norm: float,
     eps: float,
     warmup_steps: int,
-    mode: int,
+    clip_mode: int,
     clip_factor: float,
     skip_update_on_spike: bool,
     skip_step_on_spike: bool,
@@ -46,14 +46,14 @@ def zclip_(
 
     std = var.sqrt()
     z = (norm - mean) / (std + eps)
-    if mode == ZCLIP_MODES["percentile"]:
+    if clip_mode == ZCLIP_MODES["percentile"]:
         threshold = target = mean + z_thresh * std
         is_outlier = norm > threshold
     else:
         threshold = mean + z_thresh * (std + eps)
         is_outlier = z > z_thresh
         target = mean
-        if mode == ZCLIP_MODES["adaptive_scaling"]:
+        if clip_mode == ZCLIP_MODES["adaptive_scaling"]:
             target = (mean + z_thresh * std / (z / z_thresh)) * clip_factor
     spike = is_outlier & ~warming & ~refused
 

@@ -10,13 +10,15 @@ from torch import Tensor
 from zclip.schemas.library import library
 from zclip.schemas.shapes import empty_fused, empty_judgement
 
-# Rule: (tensors it reads besides the stats, settings).
+# Rule: (tensors it reads besides the stats, settings). No argument may be called "mode":
+# torch.compile passes arguments by name to a function of its own that has one of that name.
 _RULES = {
     "global_norm_": ("", "float max_norm, int nonfinite"),
     "zclip_": (
         "",
-        "float alpha, float z_thresh, float max_grad_norm, float eps, int warmup_steps, int mode,"
-        " float clip_factor, bool skip_update_on_spike, bool skip_step_on_spike, int on_nonfinite",
+        "float alpha, float z_thresh, float max_grad_norm, float eps, int warmup_steps,"
+        " int clip_mode, float clip_factor, bool skip_update_on_spike, bool skip_step_on_spike,"
+        " int on_nonfinite",
     ),
     "adagc_": (
         "",
