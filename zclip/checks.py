@@ -4,7 +4,7 @@ Compiled backends check as they read, in nanoseconds; only when one of them refu
 walked here, in Python, to raise the error that names the index, what came and what was wanted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WANTED = "float32, bfloat16, float16 or float64"
 
 
-def check_tensors(tensors: Sequence[object], argument: str = "grads") -> None:
+Name = Callable[[int], str]
+"""From an index in the list to what a user calls that element."""
+
+PLACE: Name = "grads[{}]".format
+
+
+def check_tensors(tensors: Sequence[object], name: Name = PLACE) -> None:
     """Raise if one of ``tensors`` cannot be measured.
 
     Raises:
@@ -21,38 +27,40 @@ def check_tensors(tensors: Sequence[object], argument: str = "grads") -> None:
         ValueError: an element has no memory (the meta device).
     """
     for i, tensor in enumerate(tensors):
-        where = f"{argument}[{i}]"
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{where} is {type(tensor).__name__} {tensor!r:.60}; wanted a Tensor")
+            what = f"{type(tensor).__name__} {tensor!r:.60}"
+            raise TypeError(f"{name(i)} is {what}; wanted a Tensor")
         if type(tensor).__name__ == "DTensor":
-            raise TypeError(f"{where} is a DTensor; wanted a plain Tensor: pass .to_local()")
+            raise TypeError(f"{name(i)} is a DTensor; wanted a plain Tensor: pass .to_local()")
         if tensor.layout != torch.strided:
             raise TypeError(
-                f"{where} is {tensor.layout}; wanted a dense tensor: use .to_dense(), or build "
+                f"{name(i)} is {tensor.layout}; wanted a dense tensor: use .to_dense(), or build "
                 "the embedding with sparse=False"
             )
         if tensor.dtype not in DTYPES:
-            raise TypeError(f"{where} is {tensor.dtype}; wanted {_WANTED}")
+            raise TypeError(f"{name(i)} is {tensor.dtype}; wanted {_WANTED}")
         if tensor.device.type == "meta":
-            raise ValueError(f"{where} is on the meta device and has no values; wanted real memory")
+            raise ValueError(
+                f"{name(i)} is on the meta device and has no values; wanted real memory"
+            )
 
 
-def check_one_device(tensors: Sequence[Tensor], argument: str = "grads") -> None:
+def check_one_device(tensors: Sequence[Tensor], name: Name = PLACE) -> None:
     """Raise ValueError if ``tensors`` do not share a device."""
     for i, tensor in enumerate(tensors):
         if tensor.device != tensors[0].device:
             raise ValueError(
-                f"{argument}[{i}] is on {tensor.device} but {argument}[0] is on "
-                f"{tensors[0].device}; wanted one device per call"
+                f"{name(i)} is on {tensor.device} but {name(0)} is on {tensors[0].device}; "
+                "wanted one device per call"
             )
 
 
-def check_writable(tensors: Sequence[Tensor], argument: str = "grads") -> None:
+def check_writable(tensors: Sequence[Tensor], name: Name = PLACE) -> None:
     """Raise ValueError if an element of a tensor shares memory with another of the same tensor."""
     for i, tensor in enumerate(tensors):
         if torch._debug_has_internal_overlap(tensor) == 1:
             raise ValueError(
-                f"{argument}[{i}] of shape {tuple(tensor.shape)} has elements that share memory "
+                f"{name(i)} of shape {tuple(tensor.shape)} has elements that share memory "
                 "(expand()?) and cannot be written in place; wanted a clone()"
             )
 

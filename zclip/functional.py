@@ -1,13 +1,13 @@
 """Drop-in clipping: torch's own signatures and semantics, one read of memory, no wait."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from zclip import ops
-from zclip.checks import check_limit, check_tensors, check_writable
+from zclip.checks import Name, check_limit, check_tensors, check_writable
 from zclip.layout import ERROR, INF, NAN, NONFINITE, PROPAGATE, SUMSQ, ZERO
 from zclip.parameters import Parameters, as_list, device_of, grads_of, name_of_grad
 from zclip.reference import reported_norm
@@ -63,9 +63,13 @@ def clip_grad_norm_(
     grads = grads_of(listed)
     if not grads:
         return torch.zeros((), device=device_of(listed))
-    norm, stats = _clip(grads, max_norm, norm_type, mode)
+
+    def name(i: int) -> str:
+        return name_of_grad(listed, grads[i])
+
+    norm, stats = _clip(grads, max_norm, norm_type, mode, name)
     if mode == ERROR:
-        _raise_if_nonfinite(norm, stats, grads, lambda i: name_of_grad(listed, grads[i]))
+        _raise_if_nonfinite(norm, stats, grads, name)
     return norm
 
 
@@ -116,31 +120,25 @@ def clip_grad_value_(
         foreach: accepted for compatibility; there is one implementation.
     """
     limit = check_limit("clip_value", clip_value)
-    ops.clamp_(grads_of(as_list(parameters)), limit)
+    listed = as_list(parameters)
+    grads = grads_of(listed)
+    ops.clamp_(grads, limit, lambda i: f"the gradient of {name_of_grad(listed, grads[i])}")
 
 
 def _clip(
-    grads: list[Tensor], max_norm: float, norm_type: float, mode: int
+    grads: list[Tensor], max_norm: float, norm_type: float, mode: int, name: Name
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm and the stats. The list is walked in Python only if the kernel refuses it."""
+    """Return the norm and the stats, from one fused call where that is possible."""
+
+    def gradient(i: int) -> str:
+        return f"the gradient of {name(i)}"
+
     if norm_type == 2.0:
-        try:
-            norm, stats, _, _ = ops.clip_by_global_norm_(grads, max_norm, mode)
-        except (RuntimeError, ValueError):
-            check_tensors(grads)
-            check_writable(grads)
-            if len(ops.by_device(grads)) == 1:
-                raise
-        else:
-            return norm, stats
-    return _clip_in_pieces(grads, max_norm, norm_type, mode)
-
-
-def _clip_in_pieces(
-    grads: list[Tensor], max_norm: float, norm_type: float, mode: int
-) -> tuple[Tensor, Tensor]:
-    """Other norms, and several devices: the same operators, one at a time."""
-    check_writable(grads)
+        clipped = ops.clip_by_global_norm_(grads, max_norm, mode, gradient)
+        if clipped is not None:
+            return clipped[0], clipped[1]
+    check_tensors(grads, gradient)
+    check_writable(grads, gradient)
     stats = _measure(grads, norm_type)
     total = _as_one_row(stats, norm_type)
     coef, _ = torch.ops.zclip.global_norm_(stats.new_empty(0), total, max_norm, mode)
@@ -161,9 +159,7 @@ def _as_one_row(stats: Tensor, norm_type: float) -> Tensor:
     return torch.stack([norm.square(), stats[:, NAN].sum(), stats[:, INF].sum()]).unsqueeze(0)
 
 
-def _raise_if_nonfinite(
-    norm: Tensor, stats: Tensor, tensors: list[Tensor], name: Callable[[int], str]
-) -> None:
+def _raise_if_nonfinite(norm: Tensor, stats: Tensor, tensors: list[Tensor], name: Name) -> None:
     if norm.isfinite():  # waits for the device
         return
     rows = stats.tolist()

@@ -4,11 +4,12 @@ Lists whose tensors live on several devices are split here, so that each kernel 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zclip.checks import check_tensors, check_writable
+from zclip.checks import PLACE, Name, check_tensors, check_writable
 from zclip.layout import NUM_STATS
 from zclip.schemas import wide_dtype  # declares torch.ops.zclip
 
@@ -34,12 +35,12 @@ def grad_stats(tensors: Sequence[Tensor]) -> Tensor:
         >>> stats = zclip.grad_stats([p.grad for p in model.parameters()])
         >>> total_norm = stats[:, SUMSQ].sum().sqrt()  # still on the device
     """
-    return _stats(torch.ops.zclip.grad_stats.default, list(tensors))
+    return _measure(torch.ops.zclip.grad_stats.default, list(tensors))
 
 
 def power_stats(tensors: Sequence[Tensor], p: float) -> Tensor:
     """As :func:`grad_stats`, with the sum of ``|x|**p`` in the first column; the max if inf."""
-    return _stats(torch.ops.zclip.power_stats.default, list(tensors), p)
+    return _measure(torch.ops.zclip.power_stats.default, list(tensors), p)
 
 
 def scale_(tensors: Sequence[Tensor], coefs: Tensor) -> None:
@@ -51,40 +52,63 @@ def scale_(tensors: Sequence[Tensor], coefs: Tensor) -> None:
     Args:
         tensors: as for :func:`grad_stats`.
         coefs: float64, one per tensor.
+
+    Raises:
+        ValueError: there are not as many coefficients as tensors.
     """
     tensors = list(tensors)
     if coefs.shape != (len(tensors),):
         raise ValueError(
             f"coefs has shape {tuple(coefs.shape)}; wanted one per tensor: ({len(tensors)},)"
         )
-    _write(torch.ops.zclip.scale_.default, tensors, coefs)
+    _write_by_row(torch.ops.zclip.scale_.default, tensors, coefs)
 
 
 def zero_nonfinite_(tensors: Sequence[Tensor], stats: Tensor) -> None:
     """Replace NaN and Inf by zero in the tensors that ``stats`` says have any."""
-    _write(torch.ops.zclip.zero_nonfinite_.default, list(tensors), stats)
+    _write_by_row(torch.ops.zclip.zero_nonfinite_.default, list(tensors), stats)
+
+
+def clamp_(tensors: Sequence[Tensor], limit: float, name: Name = PLACE) -> None:
+    """Bound every element to ``[-limit, limit]``, in place, in one read and one write."""
+    tensors = list(tensors)
+    if tensors and serve(torch.ops.zclip.clamp_.default, tensors, limit, name=name) is None:
+        for members in by_device(tensors).values():
+            torch.ops.zclip.clamp_([tensors[i] for i in members], limit)
 
 
 def clip_by_global_norm_(
-    grads: list[Tensor], max_norm: float, nonfinite: int, state: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grads: list[Tensor], max_norm: float, nonfinite: int, name: Name = PLACE
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """Measure, choose one coefficient and scale, in one call; see :mod:`zclip.schemas`.
 
-    On the step path, so the list is taken as it is: tensors of one device, at least one of them.
+    Returns:
+        norm, stats, coefs and verdict; None if the gradients live on several devices.
     """
-    if state is None:
-        state = grads[0].new_empty(0, dtype=wide_dtype(grads[0].device))  # counts nothing
-    return torch.ops.zclip.clip_by_global_norm_.default(grads, state, max_norm, nonfinite)
+    device = grads[0].device
+    no_counters = torch.empty(0, dtype=wide_dtype(device), device=device)
+    op = torch.ops.zclip.clip_by_global_norm_.default
+    served = serve(op, grads, no_counters, max_norm, nonfinite, name=name)
+    return served[0] if served else None
 
 
-def clamp_(tensors: Sequence[Tensor], limit: float) -> None:
-    """Bound every element to ``[-limit, limit]``, in place, in one read and one write."""
-    tensors = list(tensors)
-    if not tensors:
-        return
-    check_all_writable(tensors)
-    for members in by_device(tensors).values():
-        torch.ops.zclip.clamp_([tensors[i] for i in members], limit)
+def serve(
+    op: Callable[..., Any], tensors: list[Tensor], *arguments: Any, name: Name = PLACE
+) -> tuple[Any] | None:
+    """Return ``(op(tensors, *arguments),)``; None if the tensors live on several devices.
+
+    Optimistic: kernels check while they read, before they write. Only a list that one of them
+    refused is walked in Python, to raise the error that names the culprit.
+    """
+    try:
+        return (op(tensors, *arguments),)
+    except (RuntimeError, TypeError, ValueError):
+        check_tensors(tensors, name)
+        if op._schema.is_mutable:  # type: ignore[attr-defined]
+            check_writable(tensors, name)
+        if len(by_device(tensors)) == 1:
+            raise
+    return None
 
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
@@ -95,32 +119,25 @@ def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
     return groups
 
 
-def check_all_writable(tensors: Sequence[Tensor]) -> None:
-    """Raise, before anything is written on any device, if some tensor cannot be."""
-    check_tensors(tensors)
-    check_writable(tensors)
-
-
-def _stats(op: Callable[..., Tensor], tensors: list[Tensor], *settings: float) -> Tensor:
+def _measure(op: Callable[..., Tensor], tensors: list[Tensor], *settings: float) -> Tensor:
     if not tensors:
         return torch.empty((0, NUM_STATS), dtype=torch.float64)
-    check_tensors(tensors)
-    groups = by_device(tensors)
-    if len(groups) == 1:
-        return op(tensors, *settings)
-    home = tensors[0].device
+    served = serve(op, tensors, *settings)
+    if served:
+        stats: Tensor = served[0]
+        return stats
     rows: list[Tensor] = [torch.empty(0)] * len(tensors)
-    for members in groups.values():
-        stats = op([tensors[i] for i in members], *settings).to(home, non_blocking=True)
+    for members in by_device(tensors).values():
+        stats = op([tensors[i] for i in members], *settings)
+        stats = stats.to(tensors[0].device, non_blocking=True)
         for i, row in zip(members, stats.unbind(), strict=True):
             rows[i] = row
     return torch.stack(rows)
 
 
-def _write(op: Callable[..., None], tensors: list[Tensor], per_tensor: Tensor) -> None:
-    if not tensors:
+def _write_by_row(op: Callable[..., None], tensors: list[Tensor], per_tensor: Tensor) -> None:
+    if not tensors or serve(op, tensors, per_tensor):
         return
-    check_all_writable(tensors)
     # Picking rows by a list of indices would upload that list, and wait; unbinding does not.
     rows = per_tensor.unbind()
     for device, members in by_device(tensors).items():

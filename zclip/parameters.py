@@ -12,10 +12,9 @@ Parameters = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def as_list(parameters: Parameters) -> list[Tensor]:
-    """Return the parameters as a list, in their order; pairs of name and tensor lose the name.
+    """Return the parameters as a list, in their order, pairs of name and tensor as they are.
 
-    Raises:
-        TypeError: an element is not a tensor.
+    Elements are looked at by :func:`grads_of`, which costs nothing more if all is well.
     """
     if isinstance(parameters, Tensor):
         return [parameters]
@@ -25,7 +24,7 @@ def as_list(parameters: Parameters) -> list[Tensor]:
             "parameters is an empty generator, so nothing is clipped; was it used up before?",
             stacklevel=4,
         )
-    return listed  # type: ignore[return-value]  # grads_of looks closer, at no cost if all is well
+    return listed
 
 
 def grads_of(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -35,7 +34,7 @@ def grads_of(parameters: Sequence[Tensor]) -> list[Tensor]:
         TypeError: an element is neither a tensor nor a pair of name and tensor.
     """
     try:
-        grads = [g for p in parameters if (g := p.grad) is not None]
+        grads = [g for g in [p.grad for p in parameters] if g is not None]
     except AttributeError:
         return grads_of([_tensor_at(i, p) for i, p in enumerate(parameters)])
     if len(set(map(id, grads))) != len(grads):  # tied parameters count once

@@ -139,7 +139,8 @@ def clamp_(grads: list[Tensor], limit: float) -> None:
     check_one_device(grads)
     check_writable(grads)
     for grad in grads:
-        grad.clamp_(-limit, limit)
+        if limit <= torch.finfo(grad.dtype).max:  # a larger limit bounds nothing, as infinity
+            grad.clamp_(-limit, limit)
 
 
 def clip_by_global_norm_(

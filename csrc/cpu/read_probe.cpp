@@ -8,6 +8,7 @@
 
 #include "for_each_chunk.h"
 #include "ops.h"
+#include "sum_of_squares.h"
 
 namespace zclip::cpu {
 
@@ -22,6 +23,8 @@ Tensor read_probe(std::vector<Tensor> tensors) {
     const char* data = span.data + chunk.begin * size;
     uint64_t lanes[16] = {};
     for (int64_t byte = 0; byte + 128 <= chunk.len * size; byte += 128) {
+      __builtin_prefetch(data + byte + kPrefetchBytes);
+      __builtin_prefetch(data + byte + kPrefetchBytes + 64);
       uint64_t words[16];
       std::memcpy(words, data + byte, sizeof words);
       for (int i = 0; i < 16; ++i) lanes[i] |= words[i];

@@ -15,6 +15,9 @@
 
 namespace zclip::cpu {
 
+// How far ahead of the reads to ask for memory. The hardware stops at page ends; this does not.
+constexpr int64_t kPrefetchBytes = 2048;
+
 // Adds the kWide sums by halves.
 inline double fold_wide(const double* wide) {
   const double a = wide[0] + wide[4], b = wide[1] + wide[5];
@@ -71,9 +74,6 @@ ZCLIP_AVX2 inline __m256 load(const Bfloat16* x) {
 ZCLIP_AVX2 inline __m256 load(const Float16* x) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 }
-
-// How far ahead of the reads to ask for memory. The hardware stops at page ends; this does not.
-constexpr int64_t kPrefetchBytes = 2048;
 
 // One row of kLanes elements, added lane by lane.
 template <typename number_t>

@@ -4,6 +4,8 @@
 is taken and :mod:`zclip.info` says which and why.
 """
 
+import torch
+
 from zclip import reference
 from zclip.backends import native
 from zclip.config import wanted_backend
@@ -48,3 +50,10 @@ def load() -> dict[str, str]:
     if not native.is_loaded():
         library.impl("native_features", reference.native_features, "CompositeExplicitAutograd")
     return reasons
+
+
+def answering(op: str, device_type: str) -> str:
+    """Return the name of the backend that serves ``op`` for tensors of a device type."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
+    served = key and torch._C._dispatch_has_kernel_for_dispatch_key(f"zclip::{op}", key)
+    return "native" if served else "reference"

@@ -1,0 +1,57 @@
+"""python -m zclip.info tells the truth about this machine."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from zclip import backends, info
+
+
+def page(**environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "zclip.info"],
+        env={**os.environ, "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_the_page_names_every_operator_backend_and_version():
+    text = page()
+    for word in (*backends.OPS, "native", "reference", "torch", "triton", "cpu path", "threads"):
+        assert word in text
+
+
+def test_it_says_which_cpu_path_is_taken():
+    assert "portable" in page(ZCLIP_CPU="portable")
+    assert "AVX2" in page(ZCLIP_CPU="avx2")
+
+
+def test_a_forced_backend_is_said_to_be_forced():
+    text = page(ZCLIP_BACKEND="reference")
+    assert "not loaded: ZCLIP_BACKEND=reference" in text
+    assert "A backend is forced" in text
+
+
+def test_who_answers_is_what_the_dispatcher_does():
+    collected = info.collect()
+    assert collected.answers["grad_stats"] == {"cpu": "native", "cuda": "reference"}
+    assert collected.advice == ["Nothing is missing."]
+
+
+def test_a_missing_extension_comes_with_what_to_do(monkeypatch):
+    monkeypatch.setattr("zclip.backends.native.is_loaded", lambda: False)
+    collected = info.collect()
+    assert any("Install a C++ compiler" in line for line in collected.advice)
+    with Console(file=open(os.devnull, "w")) as console:
+        info.show(collected, console)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "cuda"])
+def test_devices_without_kernels_fall_to_the_reference(device):
+    assert backends.answering("grad_stats", device) == "reference"

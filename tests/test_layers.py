@@ -1,0 +1,104 @@
+"""Imports point one way, the pure parts stay pure, and both languages number columns alike."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zclip import layout
+
+ROOT = Path(__file__).parent.parent
+
+FORBIDDEN = {
+    "zclip": {"heal"},
+    "zclip/config.py": {"torch", "zclip"},
+    "zclip/layout.py": {"torch", "zclip"},
+    "zclip/checks.py": {"zclip"},
+    "zclip/reference.py": {"triton", "zclip.ops", "zclip.backends", "zclip.functional"},
+    "zclip/schemas.py": {"zclip.reference", "zclip.ops", "zclip.backends"},
+    "zclip/ops.py": {"zclip.functional", "zclip.backends"},
+}
+
+
+def imported_names(path: Path) -> set[str]:
+    """Every module that a file imports, with all its parents: a.b.c, a.b and a."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {".".join(n.split(".")[:i]) for n in names for i in range(1, n.count(".") + 2)}
+
+
+@pytest.mark.parametrize("where", FORBIDDEN)
+def test_imports_point_one_way(where):
+    root = ROOT / where
+    for path in [root] if root.is_file() else sorted(root.rglob("*.py")):
+        assert not imported_names(path) & FORBIDDEN[where], path
+
+
+def test_the_shared_arithmetic_knows_no_torch_and_no_threads():
+    for path in (ROOT / "csrc/math").glob("*.h"):
+        includes = re.findall(r'#include [<"](.+)[>"]', path.read_text())
+        assert set(includes) <= {"cstdint", "cstring", "math.h"} | {
+            p.name for p in (ROOT / "csrc/math").glob("*.h")
+        }, path
+
+
+def test_importing_zclip_loads_nothing_heavy():
+    source = (
+        "import sys, torch; before = set(sys.modules); import zclip;"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True
+    ).stdout.split()
+    unwanted = {"heal", "triton", "transformers", "lightning", "matplotlib", "rich", "numpy"}
+    assert not set(loaded) & unwanted
+
+
+def enum_values(header: str, enum: str) -> dict[str, int]:
+    """The names and numbers of a C++ enum, worked out as the compiler would."""
+    text = re.sub(r"//.*", "", (ROOT / "csrc/math" / header).read_text())
+    body = re.search(rf"enum (?:class )?{enum}\b[^{{]*{{(.*?)}}", text, re.DOTALL).group(1)
+    values, following = {}, 0
+    for entry in filter(None, (part.strip() for part in body.split(","))):
+        name, _, number = (part.strip() for part in entry.partition("="))
+        following = int(number) if number else following
+        values[name] = following
+        following += 1
+    return values
+
+
+def shouted(name: str) -> str:
+    """kClippedNorm -> CLIPPED_NORM."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.removeprefix("k")).upper()
+
+
+@pytest.mark.parametrize(
+    ("header", "enum", "renamed"),
+    [
+        ("grad_stats.h", "StatColumn", {"SUM_SQ": "SUMSQ"}),
+        ("verdict.h", "VerdictColumn", {}),
+        ("verdict.h", "VerdictFlag", {}),
+        ("verdict.h", "NonFinite", {}),
+        ("global_norm.h", "CounterColumn", {}),
+    ],
+)
+def test_both_languages_number_alike(header, enum, renamed):
+    values = enum_values(header, enum)
+    assert len(values) > 2
+    for name, number in values.items():
+        python_name = renamed.get(shouted(name), shouted(name))
+        assert getattr(layout, python_name) == number, name
+
+
+def test_both_languages_agree_on_the_special_coefficients():
+    text = (ROOT / "csrc/math/verdict.h").read_text()
+    for name in ("Keep", "Refuse"):
+        value = float(re.search(rf"k{name} = (-?[\d.]+);", text).group(1))
+        assert getattr(layout, name.upper()) == value

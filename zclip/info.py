@@ -1,0 +1,112 @@
+"""``python -m zclip.info``: what is active on this machine, why, and what to do about the rest."""
+
+import os
+import platform
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import zclip
+from zclip import backends, config
+from zclip.backends import native
+
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass
+class Info:
+    """Everything the page shows, as data."""
+
+    versions: dict[str, str]
+    machine: dict[str, str]
+    settings: dict[str, str]
+    backends: dict[str, str]
+    """Backend to the reason why it is active or not."""
+    answers: dict[str, dict[str, str]]
+    """Operator to device type to the backend that serves it."""
+    advice: list[str] = field(default_factory=list)
+
+
+def collect() -> Info:
+    """Look around. Touches no device and loads nothing that is not loaded already."""
+    features = torch.ops.zclip.native_features()
+    info = Info(
+        versions={
+            "zclip-heal": zclip.__version__,
+            "torch": torch.__version__,
+            "triton": _version("triton"),
+            "python": platform.python_version(),
+        },
+        machine={
+            "cpu": f"{platform.machine()}, torch uses {torch.backends.cpu.get_cpu_capability()}",
+            "threads": str(torch.get_num_threads()),
+            "cpu path": "AVX2" if features & native.USES_AVX2 else "portable",
+            "extension has CUDA": "yes" if features & native.HAS_CUDA else "no",
+            "torch has CUDA": torch.version.cuda or torch.version.hip or "no",
+            "GPUs": str(torch.cuda.device_count()),
+        },
+        settings={
+            name: os.environ.get(name, f"{default} (default)")
+            for name, default in (("ZCLIP_BACKEND", "auto"), ("ZCLIP_CPU", "auto"))
+        },
+        backends=dict(zclip.BACKEND_REASONS),
+        answers={
+            op: {device: backends.answering(op, device) for device in DEVICES}
+            for op in backends.OPS
+        },
+    )
+    info.advice = _advice(info)
+    return info
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _advice(info: Info) -> list[str]:
+    advice = []
+    if not native.is_loaded() and config.wanted_backend() == "auto":
+        advice.append(
+            "No compiled kernels: gradients are measured by plain torch, right but slow. Install "
+            "a C++ compiler, then: pip install --no-build-isolation --force-reinstall zclip-heal"
+        )
+    if config.wanted_backend() != "auto":
+        advice.append("A backend is forced by ZCLIP_BACKEND; unset it for the automatic choice.")
+    if torch.cuda.is_available() and info.answers["grad_stats"]["cuda"] == "reference":
+        advice.append(
+            "This machine has a GPU but no GPU kernels of ours are active: pip install triton, or "
+            "build with ZCLIP_BUILD=cuda and nvcc on the path."
+        )
+    return advice or ["Nothing is missing."]
+
+
+def show(info: Info, console: Console) -> None:
+    """Print the page."""
+    for title, rows in (
+        ("Versions", info.versions),
+        ("Machine", info.machine),
+        ("Settings", info.settings),
+        ("Backends", info.backends),
+    ):
+        table = Table(title=title, title_justify="left", show_header=False, min_width=60)
+        for name, value in rows.items():
+            table.add_row(name, value)
+        console.print(table)
+    table = Table(title="Who answers", title_justify="left", min_width=60)
+    for column in ("operator", *DEVICES):
+        table.add_column(column)
+    for op, answers in info.answers.items():
+        table.add_row(op, *(answers[device] for device in DEVICES))
+    console.print(table)
+    for line in info.advice:
+        console.print(f"-> {line}")
+
+
+if __name__ == "__main__":
+    show(collect(), Console())
