@@ -1,8 +1,14 @@
 """Fixtures shared by all tests."""
 
-import pytest
+import os
 
-from tests.backends import BACKENDS
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it once, when first imported
+
+from tests.backends import BACKENDS  # noqa: E402
 
 
 @pytest.fixture(params=BACKENDS, ids=str)

@@ -4,6 +4,7 @@
 registered as functions that import their kernels when first called.
 """
 
+import functools
 import importlib
 import importlib.util
 import re
@@ -43,38 +44,36 @@ def problem() -> str | None:
 def register(dispatch_key: str) -> None:
     """Let Triton answer for every tensor of this dispatch key; HIP tensors have the key "CUDA"."""
     for name in MODULE_OF:
-        implementation = call_on_cpu(name) if dispatch_key == "CPU" else call(name)
-        library.impl(name, implementation, dispatch_key)
+        library.impl(name, _on_first_call(name, dispatch_key), dispatch_key)
 
 
-def call(name: str) -> Callable[..., Any]:
-    """Return the operator, which loads Triton and its kernels when first called."""
-
+def _on_first_call(name: str, dispatch_key: str) -> Callable[..., Any]:
     def load_and_call(*args: Any) -> Any:
-        return implementation_of(name)(*args)
+        return implementation_of(name, dispatch_key)(*args)
 
     return load_and_call
 
 
-def call_on_cpu(name: str) -> Callable[..., Any]:
-    """As :func:`call`, for tensors that only the interpreter can read."""
+@functools.cache
+def implementation_of(name: str, dispatch_key: str) -> Callable[..., Any]:
+    """Import Triton and the kernels of an operator, and return it.
 
-    def check_load_and_call(*args: Any) -> Any:
+    Raises:
+        RuntimeError: Triton does not import, or these tensors are out of its reach.
+    """
+    try:
         from triton import knobs
-
-        if not knobs.runtime.interpret:
-            raise RuntimeError(
-                f"zclip::{name}: ZCLIP_BACKEND=triton, but the tensors are on the CPU, where Triton"
-                " only runs under TRITON_INTERPRET=1, for tests; wanted CUDA or HIP tensors, or"
-                " ZCLIP_BACKEND=auto"
-            )
-        return implementation_of(name)(*args)
-
-    return check_load_and_call
-
-
-def implementation_of(name: str) -> Callable[..., Any]:
-    """Import and return the operator of this name."""
+    except ImportError as error:
+        raise RuntimeError(
+            f"zclip::{name}: triton is installed but does not import ({error}); reinstall it, or "
+            "set ZCLIP_BACKEND=reference"
+        ) from error
+    if dispatch_key == "CPU" and not knobs.runtime.interpret:
+        raise RuntimeError(
+            f"zclip::{name}: ZCLIP_BACKEND=triton, but the tensors are on the CPU, where Triton "
+            "only runs under TRITON_INTERPRET=1, for tests; wanted CUDA or HIP tensors, or "
+            "ZCLIP_BACKEND=auto"
+        )
     module = importlib.import_module(f"{__name__}.{MODULE_OF[name]}")
     implementation: Callable[..., Any] = getattr(module, name)
     return implementation
