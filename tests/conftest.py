@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it once, when first imported
 
-from tests.backends import BACKENDS  # noqa: E402
+from tests.backends import BACKENDS
 
 
 @pytest.fixture(params=BACKENDS, ids=str)

@@ -1,4 +1,4 @@
-"""Triton kernels for NVIDIA and AMD: no compiler on the user's machine. Registered here, not loaded.
+"""Triton kernels for NVIDIA and AMD, for users without a compiler. Registered here, not loaded.
 
 ``import zclip`` must not import triton, which takes seconds and may not be there: the operators are
 registered as functions that import their kernels when first called.

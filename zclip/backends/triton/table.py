@@ -19,7 +19,7 @@ CHUNK = 16384
 """Elements per program, as kChunk in csrc/math/grad_stats.h."""
 
 ALIGNMENT = 16
-"""Bytes. Full chunks begin at a multiple of this; the elements before it are a chunk of their own."""
+"""Bytes. Full chunks begin at a multiple of this; what lies before is a chunk of its own."""
 
 MAX_TABLES = 64
 """Tables kept. A step needs one per list of gradients: usually one, or one per parameter group."""
@@ -154,8 +154,12 @@ def _current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+def _has_graphs(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def _refuse_during_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _has_graphs(device) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph is being captured, but zclip has not seen these gradients at these "
             "addresses before, and their addresses cannot be uploaded during a capture. Run one "
