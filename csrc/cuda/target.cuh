@@ -40,7 +40,9 @@ using LaunchError = cudaError_t;
 template <typename... Params, typename... Args>
 LaunchError launch(void (*kernel)(Params...), dim3 grid, dim3 block, Stream stream,
                    const Args&... args) {
-  kernel<<<grid, block, 0, stream> > >(args...);
+  // clang-format off
+  kernel<<<grid, block, 0, stream>>>(args...);
+  // clang-format on
   return cudaGetLastError();
 }
 

@@ -80,7 +80,11 @@ class Grid {
     running.host.actor.adopt_present();
     running.stranger.create();
   }
-  ~Grid() { running.stranger.destroy(); }
+  ~Grid() {
+    Unwatched unwatched;  // after an error the blocks still hold what their threads allocated
+    resident_.clear();
+    running.stranger.destroy();
+  }
   Grid(const Grid&) = delete;
 
   void run() {
@@ -101,10 +105,22 @@ class Grid {
       });
       if (block.live == 0) retire(slot);
     }
+    release_stuck_threads();
     acquire(&running.finished);
   }
 
  private:
+  // After an error the caller may free what the unfinished threads used; that is no second error.
+  void release_stuck_threads() {
+    for (const auto& block : resident_) {
+      for (Thread& thread : block->threads) {
+        thread.fiber.actor.enter();
+        release(&running.finished);
+        running.host.actor.enter();
+      }
+    }
+  }
+
   void start_block() {
     const unsigned id = order_[started_++];
     const unsigned threads = block_.x * block_.y * block_.z;

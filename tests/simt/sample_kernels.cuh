@@ -19,6 +19,7 @@ enum class Bug {
   kDivergentShuffle,     // block_sum: a full-mask shuffle that only some lanes reach
   kDivergentBarrier,     // block_sum: a barrier that only the first warp reaches
   kMissingSyncwarp,      // warp_rotate: reads a neighbour's value before it is written
+  kMisalignedLoad,       // copy_vectors: a 16-byte load that does not begin on 16 bytes
   kMissingRelease,       // ticket_sum: no fence between the partial sum and the ticket
   kEarlyRelease,         // ticket_sum: the fence comes before the partial sum
   kMissingAcquire,       // ticket_sum: no fence between the ticket and the others' partial sums
@@ -67,7 +68,8 @@ __device__ double block_sum(double v) {
   return v;
 }
 
-// grid: one block per `length` elements. Thread 0 writes the block's sum and the sum of squares.
+// grid: one block per `length` elements. The last thread writes the block's sum and sum of
+// squares: the one that would see a sum overwritten too early.
 template <Bug bug>
 __global__ void __launch_bounds__(kThreads)
     sums(const float* __restrict__ x, int64_t numel, int64_t length, double* __restrict__ out) {
@@ -82,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   sum = block_sum<bug>(sum);
   squares = block_sum<bug>(squares);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == kThreads - 1) {
     out[2 * blockIdx.x] = sum;
     out[2 * blockIdx.x + 1] = squares;
   }
@@ -97,6 +99,14 @@ __global__ void __launch_bounds__(kThreads) warp_rotate(const float* x, float* o
   tile[i] = x[blockIdx.x * kThreads + i];
   if (bug != Bug::kMissingSyncwarp) __syncwarp();
   out[blockIdx.x * kThreads + i] = tile[next];
+}
+
+// grid: one thread per four elements, which it moves at once.
+template <Bug bug>
+__global__ void copy_vectors(const float* x, float* out, int64_t vectors) {
+  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (bug == Bug::kMisalignedLoad) ++x;
+  if (i < vectors) reinterpret_cast<float4*>(out)[i] = reinterpret_cast<const float4*>(x)[i];
 }
 
 // grid: any. Sums x into *total; the block that draws the last ticket adds up the partial sums in

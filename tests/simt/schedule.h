@@ -39,7 +39,9 @@ class Random {
 class Scheduler {
  public:
   Scheduler(const Schedule& schedule, uint64_t launch)
-      : order_(schedule.order), random_(schedule.seed * 1000003 + launch) {}
+      : order_(schedule.order),
+        random_(schedule.seed * 1000003 + launch),
+        repeats_(kRepeatChoices[random_.below(3)]) {}
 
   std::vector<unsigned> block_order(unsigned blocks) {
     std::vector<unsigned> order(blocks);
@@ -55,11 +57,16 @@ class Scheduler {
   size_t choose(const std::vector<std::pair<unsigned, unsigned>>& ready) {
     if (order_ == Order::kForward) return 0;
     if (order_ == Order::kReverse) return ready.size() - 1;
+    if (random_.below(kOutOf) < repeats_) {
+      const auto last = std::lower_bound(ready.begin(), ready.end(), last_);
+      if (last != ready.end() && *last == last_) return last - ready.begin();
+    }
     if (random_.one_in(kStarvationTurns)) starve(ready[random_.below(ready.size())]);
     size_t choice = random_.below(ready.size());
     for (size_t tried = 1; tried < ready.size() && is_starved(ready[choice]); ++tried) {
       choice = (choice + 1) % ready.size();
     }
+    last_ = ready[choice];
     return choice;
   }
 
@@ -82,6 +89,9 @@ class Scheduler {
   bool preempts() { return order_ == Order::kRandom && random_.one_in(kPreemptionOdds); }
 
  private:
+  // How often, out of 16 turns, the last warp goes on: fine interleaving, or long runs ahead.
+  static constexpr unsigned kOutOf = 16;
+  static constexpr unsigned kRepeatChoices[3] = {0, 8, 15};
   static constexpr unsigned kStarvationTurns = 64;  // about as many as a block needs to finish
   static constexpr unsigned kLaneStarvationOdds = 16;
   static constexpr unsigned kPreemptionOdds = 4;
@@ -96,6 +106,8 @@ class Scheduler {
 
   Order order_;
   Random random_;
+  unsigned repeats_;
+  std::pair<unsigned, unsigned> last_{~0u, ~0u};
   std::pair<unsigned, unsigned> starved_{~0u, ~0u};
   bool starves_whole_block_ = false;
 };

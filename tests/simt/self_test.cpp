@@ -49,6 +49,17 @@ bool run_warp_rotate(int64_t numel) {
   return out == wanted;
 }
 
+template <Bug bug>
+bool run_copy_vectors(int64_t numel) {
+  const int64_t vectors = numel / 4;
+  const std::vector<float> x = numbers(4 * vectors + 1);  // room for the bug to read another number
+  std::vector<float> out(4 * vectors, -1.0f);
+  const std::vector<float> wanted(x.begin(), x.end() - 1);
+  launch(samples::copy_vectors<bug>, (vectors + kThreads - 1) / kThreads, kThreads, nullptr,
+         x.data(), out.data(), vectors);
+  return out == wanted;
+}
+
 // Two launches with one ticket: the second must find it as the first did.
 template <Bug bug>
 bool run_ticket_sum(int64_t numel) {
@@ -94,6 +105,8 @@ const std::map<Key, Run> kRuns = {
     {{"sums", "divergent_barrier"}, run_sums<Bug::kDivergentBarrier>},
     {{"warp_rotate", "none"}, run_warp_rotate<Bug::kNone>},
     {{"warp_rotate", "missing_syncwarp"}, run_warp_rotate<Bug::kMissingSyncwarp>},
+    {{"copy_vectors", "none"}, run_copy_vectors<Bug::kNone>},
+    {{"copy_vectors", "misaligned_load"}, run_copy_vectors<Bug::kMisalignedLoad>},
     {{"ticket_sum", "none"}, run_ticket_sum<Bug::kNone>},
     {{"ticket_sum", "missing_release"}, run_ticket_sum<Bug::kMissingRelease>},
     {{"ticket_sum", "early_release"}, run_ticket_sum<Bug::kEarlyRelease>},

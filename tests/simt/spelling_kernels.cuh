@@ -1,5 +1,5 @@
-// One kernel per family of CUDA names; each writes what the names returned, and spellings.cpp knows
-// what the CUDA manual says they return.
+// One kernel per family of CUDA names; each writes what the names returned, and test_simt.py
+// knows what the CUDA manual says they return.
 
 #pragma once
 
@@ -63,7 +63,8 @@ __global__ void places(int* out) {
   out[block * blockDim.x * blockDim.y * blockDim.z + thread] += 1;
 }
 
-// grid: one block of two warps. Only warp 1 writes first, so warp 0 must find the poison.
+// grid: one block of two warps. Shared memory begins as NaN; a float4
+// array lies on a 16-byte boundary.
 __global__ void unwritten_shared(float* out) {
   ZCLIP_SHARED(float, tile, 64);
   ZCLIP_SHARED(float4, vectors, 2);
@@ -71,6 +72,20 @@ __global__ void unwritten_shared(float* out) {
   if (threadIdx.x == 0) vectors[1] = make_float4(1.0f, 2.0f, 3.0f, 4.0f);
   __syncthreads();
   if (threadIdx.x == 0) out[64] = __fadd_rn(vectors[1].w, __fmul_rn(vectors[1].z, 2.0f));
+}
+
+// More than the 48 KB that a block may have without asking. nvcc refuses it too.
+#if defined(ZCLIP_SIMT)
+__global__ void too_much_shared(float* out) {
+  ZCLIP_SHARED(float, first, 8 * 1024);
+  ZCLIP_SHARED(float, second, 5 * 1024);
+  out[threadIdx.x] = first[threadIdx.x] + second[threadIdx.x];
+}
+#endif
+
+// grid: one block of at most a warp. Wrong unless mask names exactly the threads that exist.
+__global__ void lanes_outside(unsigned mask, int* out) {
+  out[threadIdx.x] = __shfl_xor_sync(mask, static_cast<int>(threadIdx.x), 1);
 }
 
 }  // namespace samples
