@@ -25,6 +25,33 @@ SANITIZERS = {
     "tsan": ["-O1", "-fsanitize=thread"],
 }
 
+RACE, ADDRESS_ERROR = 66, 77  # exit statuses of a program that a sanitizer ended
+
+
+def environment(sanitizer: str, *, for_python: bool = False) -> dict[str, str]:
+    """Return the variables under which a build must run.
+
+    A Python that imports a sanitized module must itself have loaded the sanitizer first, hence
+    ``for_python``; it works with torch's own tensors as well.
+    """
+    variables = {
+        **os.environ,
+        # Python never frees all it allocates, which is no business of ours.
+        "ASAN_OPTIONS": f"exitcode={ADDRESS_ERROR}:detect_leaks={int(not for_python)}",
+        "UBSAN_OPTIONS": f"exitcode={ADDRESS_ERROR}:print_stacktrace=1",
+        "TSAN_OPTIONS": f"exitcode={RACE}:halt_on_error=1",
+    }
+    libraries = {"plain": [], "asan": ["asan", "ubsan", "stdc++"], "tsan": ["tsan"]}[sanitizer]
+    if for_python and libraries:
+        paths = [_library(name) for name in libraries]
+        variables["LD_PRELOAD"] = " ".join(paths)
+    return variables
+
+
+def _library(name: str) -> str:
+    command = ["g++", f"-print-file-name=lib{name}.so"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
 
 def _digest(command: list[str]) -> str:
     """Name of a build: its command and every C++ file it could include."""
@@ -67,9 +94,11 @@ def build_module(source: Path, sanitizer: str = "plain", defines: tuple[str, ...
     return _compile(source, [*SANITIZERS[sanitizer], *face, *includes, *defines], ".so")
 
 
-def load_module(source: Path, defines: tuple[str, ...] = ()) -> ModuleType:
+def load_module(
+    source: Path, sanitizer: str = "plain", defines: tuple[str, ...] = ()
+) -> ModuleType:
     """Build source as a pybind11 module and import it."""
-    path = build_module(source, defines=defines)
+    path = build_module(source, sanitizer, defines)
     spec = importlib.util.spec_from_file_location(source.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot import {path}")

@@ -19,6 +19,7 @@ enum class Bug {
   kDivergentShuffle,     // block_sum: a full-mask shuffle that only some lanes reach
   kDivergentBarrier,     // block_sum: a barrier that only the first warp reaches
   kMissingSyncwarp,      // warp_rotate: reads a neighbour's value before it is written
+  kShuffleForSyncwarp,   // warp_rotate: lanes meet in a shuffle, which orders no memory
   kMisalignedLoad,       // copy_vectors: a 16-byte load that does not begin on 16 bytes
   kMissingRelease,       // ticket_sum: no fence between the partial sum and the ticket
   kEarlyRelease,         // ticket_sum: the fence comes before the partial sum
@@ -97,7 +98,11 @@ __global__ void __launch_bounds__(kThreads) warp_rotate(const float* x, float* o
   const int i = threadIdx.x;
   const int next = i / kWarp * kWarp + (i + 1) % kWarp;
   tile[i] = x[blockIdx.x * kThreads + i];
-  if (bug != Bug::kMissingSyncwarp) __syncwarp();
+  if (bug == Bug::kShuffleForSyncwarp) {
+    __shfl_sync(kAllLanes, 0, 0);
+  } else if (bug != Bug::kMissingSyncwarp) {
+    __syncwarp();
+  }
   out[blockIdx.x * kThreads + i] = tile[next];
 }
 

@@ -105,6 +105,7 @@ const std::map<Key, Run> kRuns = {
     {{"sums", "divergent_barrier"}, run_sums<Bug::kDivergentBarrier>},
     {{"warp_rotate", "none"}, run_warp_rotate<Bug::kNone>},
     {{"warp_rotate", "missing_syncwarp"}, run_warp_rotate<Bug::kMissingSyncwarp>},
+    {{"warp_rotate", "shuffle_for_syncwarp"}, run_warp_rotate<Bug::kShuffleForSyncwarp>},
     {{"copy_vectors", "none"}, run_copy_vectors<Bug::kNone>},
     {{"copy_vectors", "misaligned_load"}, run_copy_vectors<Bug::kMisalignedLoad>},
     {{"ticket_sum", "none"}, run_ticket_sum<Bug::kNone>},

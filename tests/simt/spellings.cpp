@@ -2,6 +2,7 @@
 
 #include "python_face.h"
 
+#include "sample_kernels.cuh"
 #include "spelling_kernels.cuh"
 
 namespace {
@@ -33,6 +34,12 @@ PYBIND11_MODULE(MODULE_NAME, module) {
   });
   module.def("unwritten_shared", [](uintptr_t out) {
     launch(samples::unwritten_shared, 1, 64, nullptr, at_address<float>(out));
+  });
+  module.def("warp_rotate", [](uintptr_t x, uintptr_t out, bool forgets_syncwarp) {
+    using samples::Bug;
+    launch(forgets_syncwarp ? samples::warp_rotate<Bug::kMissingSyncwarp>
+                            : samples::warp_rotate<Bug::kNone>,
+           1, samples::kThreads, nullptr, at_address<float>(x), at_address<float>(out));
   });
   module.def("too_much_shared", [](uintptr_t out) {
     launch(samples::too_much_shared, 1, 32, nullptr, at_address<float>(out));

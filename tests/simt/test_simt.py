@@ -2,9 +2,9 @@
 
 import ctypes
 import math
-import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -16,20 +16,18 @@ SELF_TEST = build.HERE / "self_test.cpp"
 RIGHT_KERNELS = ["sums", "warp_rotate", "copy_vectors", "ticket_sum", "scale_rows"]
 ORDERS = ["forward", "reverse", "random"]
 
-RIGHT, WRONG_RESULT, OBJECTION, ADDRESS_ERROR, RACE = 0, 1, 2, 77, 66  # exit statuses
+RIGHT, WRONG_RESULT, OBJECTION = 0, 1, 2  # exit statuses of self_test
 
 
 def run(sanitizer, kernel, bug="none", order="random", first_seed=0, seeds=1, numel=1999):
     program = build.build_program(SELF_TEST, sanitizer)
     arguments = [kernel, bug, order, str(first_seed), str(seeds), str(numel)]
-    environment = {
-        **os.environ,
-        "ASAN_OPTIONS": f"exitcode={ADDRESS_ERROR}",
-        "UBSAN_OPTIONS": f"print_stacktrace=1:exitcode={ADDRESS_ERROR}",
-        "TSAN_OPTIONS": f"exitcode={RACE}:halt_on_error=1",
-    }
     return subprocess.run(
-        [str(program), *arguments], capture_output=True, text=True, env=environment, check=False
+        [str(program), *arguments],
+        capture_output=True,
+        text=True,
+        env=build.environment(sanitizer),
+        check=False,
     )
 
 
@@ -113,7 +111,7 @@ def test_a_write_past_a_shared_array_is_seen_without_a_sanitizer():
 )
 def test_an_access_out_of_bounds_by_one_is_seen_by_asan(bug, report):
     result = run("asan", "sums", bug)
-    assert result.returncode == ADDRESS_ERROR, outcome(result)
+    assert result.returncode == build.ADDRESS_ERROR, outcome(result)
     assert f"AddressSanitizer: {report}" in result.stderr
 
 
@@ -131,6 +129,7 @@ def test_a_misaligned_vector_load_is_seen_by_ubsan():
         ("sums", "missing_syncthreads"),
         ("sums", "missing_reuse_barrier"),
         ("warp_rotate", "missing_syncwarp"),
+        ("warp_rotate", "shuffle_for_syncwarp"),
         ("ticket_sum", "missing_release"),
         ("ticket_sum", "early_release"),
         ("ticket_sum", "missing_acquire"),
@@ -140,7 +139,7 @@ def test_a_misaligned_vector_load_is_seen_by_ubsan():
 )
 def test_a_missing_barrier_or_fence_is_a_race_under_tsan(kernel, bug, order):
     result = run("tsan", kernel, bug, order)
-    assert result.returncode == RACE, outcome(result)
+    assert result.returncode == build.RACE, outcome(result)
     assert "ThreadSanitizer: data race" in result.stderr
     assert "sample_kernels.cuh" in result.stderr
 
@@ -157,6 +156,38 @@ def test_a_schedule_is_reproduced_by_its_seed():
 def test_a_right_kernel_passes_a_wide_sweep(kernel, sanitizer, seeds):
     result = run(sanitizer, kernel, first_seed=1000, seeds=seeds)
     assert result.returncode == RIGHT, outcome(result)
+
+
+SCRIPT = """
+import ctypes, sys
+from tests.simt import build
+spellings = build.load_module(build.HERE / "spellings.cpp", sys.argv[1])
+x, out = ((ctypes.c_float * int(sys.argv[2]))() for _ in range(2))
+spellings.warp_rotate(ctypes.addressof(x), ctypes.addressof(out), sys.argv[3] == "bug")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sanitizer", "numel", "bug", "status"),
+    [
+        ("asan", 128, "none", RIGHT),
+        ("asan", 127, "none", build.ADDRESS_ERROR),
+        ("tsan", 128, "none", RIGHT),
+        ("tsan", 128, "bug", build.RACE),
+    ],
+)
+def test_sanitizers_see_kernels_called_from_python(sanitizer, numel, bug, status):
+    build.build_module(build.HERE / "spellings.cpp", sanitizer)  # g++ runs without the preload
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, sanitizer, str(numel), bug],
+        capture_output=True,
+        text=True,
+        cwd=build.ROOT,
+        env=build.environment(sanitizer, for_python=True) | {"PYTHONMALLOC": "malloc"},
+        check=False,
+    )
+    assert result.returncode == status, outcome(result)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
