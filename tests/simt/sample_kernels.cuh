@@ -18,6 +18,7 @@ enum class Bug {
   kSharedReadOffByOne,   // block_sum: reads one element past the shared array
   kDivergentShuffle,     // block_sum: a full-mask shuffle that only some lanes reach
   kDivergentBarrier,     // block_sum: a barrier that only the first warp reaches
+  kReadTooEarly,         // hand_over: reads one barrier before the value is sure to be there
   kMissingSyncwarp,      // warp_rotate: reads a neighbour's value before it is written
   kShuffleForSyncwarp,   // warp_rotate: lanes meet in a shuffle, which orders no memory
   kMisalignedLoad,       // copy_vectors: a 16-byte load that does not begin on 16 bytes
@@ -89,6 +90,20 @@ __global__ void __launch_bounds__(kThreads)
     out[2 * blockIdx.x] = sum;
     out[2 * blockIdx.x + 1] = squares;
   }
+}
+
+// grid: any. The first thread hands a number to the last one, between two barriers.
+template <Bug bug>
+__global__ void __launch_bounds__(kThreads) hand_over(const float* x, float* out) {
+  ZCLIP_SHARED(float, number, 1);
+  const bool is_taker = threadIdx.x == kThreads - 1;
+  float taken = 0.0f;
+  __syncthreads();
+  if (threadIdx.x == 0) number[0] = x[blockIdx.x];
+  if (bug == Bug::kReadTooEarly && is_taker) taken = number[0];
+  __syncthreads();
+  if (bug != Bug::kReadTooEarly && is_taker) taken = number[0];
+  if (is_taker) out[blockIdx.x] = taken;
 }
 
 // grid: whole warps. Each lane passes its value to the lane before it, through shared memory.

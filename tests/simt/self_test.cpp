@@ -50,6 +50,14 @@ bool run_warp_rotate(int64_t numel) {
 }
 
 template <Bug bug>
+bool run_hand_over(int64_t /*numel*/) {
+  const std::vector<float> x = numbers(5);
+  std::vector<float> out(x.size(), -1.0f);
+  launch(samples::hand_over<bug>, x.size(), kThreads, nullptr, x.data(), out.data());
+  return out == x;
+}
+
+template <Bug bug>
 bool run_copy_vectors(int64_t numel) {
   const int64_t vectors = numel / 4;
   const std::vector<float> x = numbers(4 * vectors + 1);  // room for the bug to read another number
@@ -103,6 +111,8 @@ const std::map<Key, Run> kRuns = {
     {{"sums", "shared_read_off_by_one"}, run_sums<Bug::kSharedReadOffByOne>},
     {{"sums", "divergent_shuffle"}, run_sums<Bug::kDivergentShuffle>},
     {{"sums", "divergent_barrier"}, run_sums<Bug::kDivergentBarrier>},
+    {{"hand_over", "none"}, run_hand_over<Bug::kNone>},
+    {{"hand_over", "read_too_early"}, run_hand_over<Bug::kReadTooEarly>},
     {{"warp_rotate", "none"}, run_warp_rotate<Bug::kNone>},
     {{"warp_rotate", "missing_syncwarp"}, run_warp_rotate<Bug::kMissingSyncwarp>},
     {{"warp_rotate", "shuffle_for_syncwarp"}, run_warp_rotate<Bug::kShuffleForSyncwarp>},
