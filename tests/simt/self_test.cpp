@@ -71,7 +71,7 @@ bool run_copy_vectors(int64_t numel) {
 // Two launches with one ticket: the second must find it as the first did.
 template <Bug bug>
 bool run_ticket_sum(int64_t numel) {
-  const unsigned blocks = 7;
+  const unsigned blocks = 5;
   const std::vector<float> x = numbers(numel);
   double wanted = 0.0;
   for (float v : x) wanted += v;

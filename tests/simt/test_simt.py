@@ -20,7 +20,9 @@ ORDERS = ["forward", "reverse", "random"]
 RIGHT, WRONG_RESULT, OBJECTION = 0, 1, 2  # exit statuses of self_test
 
 
-def run(sanitizer, kernel, bug="none", order="random", first_seed=0, seeds=1, numel=1999):
+def run(sanitizer, kernel, bug="none", order="random", first_seed=0, seeds=1, numel=None):
+    if numel is None:
+        numel = 700 if sanitizer == "tsan" else 1999  # TSan needs half a millisecond per thread
     program = build.build_program(SELF_TEST, sanitizer)
     arguments = [kernel, bug, order, str(first_seed), str(seeds), str(numel)]
     return subprocess.run(
@@ -53,6 +55,8 @@ def test_a_right_kernel_passes_at_every_size(kernel, numel):
 @pytest.mark.parametrize("sanitizer", ["asan", "tsan"])
 @pytest.mark.parametrize("kernel", RIGHT_KERNELS)
 def test_no_sanitizer_complains_about_a_right_kernel(kernel, sanitizer):
+    if (kernel, sanitizer) == ("scale_rows", "tsan"):
+        pytest.skip("4,096 threads that share nothing take TSan seconds; the wide sweep has them")
     result = run(sanitizer, kernel, seeds=20 if sanitizer == "asan" else 1)
     assert result.returncode == RIGHT, outcome(result)
 
