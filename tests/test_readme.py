@@ -15,6 +15,6 @@ def blocks():
             yield pytest.param(source, id=f"{page.relative_to(ROOT)}-{number}")
 
 
-@pytest.mark.parametrize("source", blocks())
+@pytest.mark.parametrize("source", list(blocks()))
 def test_the_example_runs(source):
     exec(compile(source, "example", "exec"), {})
