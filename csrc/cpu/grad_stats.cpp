@@ -1,4 +1,5 @@
-// CPU backend of zclip::grad_stats: every gradient is read once, all of them in one parallel region.
+// CPU backend of zclip::grad_stats: every gradient is read once, all of them in one parallel
+// region.
 
 #include "../math/grad_stats.h"
 
@@ -24,8 +25,7 @@ bool all_zero(const number_t* data, int64_t len) {
 template <typename number_t>
 GradStats chunk_stats(const number_t* data, int64_t len, bool avx2) {
 #if ZCLIP_HAS_AVX2
-  const double quick =
-      avx2 ? avx2::sum_of_squares(data, len) : portable::sum_of_squares(data, len);
+  const double quick = avx2 ? avx2::sum_of_squares(data, len) : portable::sum_of_squares(data, len);
 #else
   (void)avx2;
   const double quick = portable::sum_of_squares(data, len);

@@ -61,10 +61,10 @@ void zero_nonfinite_spans(const TensorList& grads, const GradStats* rows) {
 void scale_(std::vector<Tensor> grads, Tensor coefs) {
   const TensorList list(grads, TensorList::Access::kWrite, "scale_", "grads");
   STD_TORCH_CHECK(coefs.scalar_type() == torch::headeronly::ScalarType::Double &&
-                      coefs.is_contiguous() &&
-                      coefs.numel() == static_cast<int64_t>(grads.size()),
+                      coefs.is_contiguous() && coefs.numel() == static_cast<int64_t>(grads.size()),
                   "zclip::scale_: coefs must be a contiguous float64 tensor with one element per "
-                  "gradient (", grads.size(), "), got ", coefs.numel());
+                  "gradient (",
+                  grads.size(), "), got ", coefs.numel());
   scale_spans(list, static_cast<const double*>(coefs.const_data_ptr()));
 }
 

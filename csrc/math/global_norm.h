@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include <cstdint>
 #include <math.h>
+#include <cstdint>
 
 #include "grad_stats.h"
 #include "verdict.h"
@@ -55,8 +55,7 @@ ZCLIP_HD double global_norm_rule(const Totals& total, double max_norm, NonFinite
   const double norm = reported_norm(total, mode);
   const bool bad = total.sum.nan + total.sum.inf > 0.0;
   const bool overflow = !bad && norm > kLargestFloat;
-  const bool blocked =
-      (bad || overflow) && (mode == NonFinite::kSkip || mode == NonFinite::kError);
+  const bool blocked = (bad || overflow) && (mode == NonFinite::kSkip || mode == NonFinite::kError);
 
   double coef = kKeep;
   if (blocked) {
