@@ -11,6 +11,7 @@ import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 PAGE = Path(__file__).parents[2] / "docs" / "triton-kernels.md"
 
@@ -155,6 +156,47 @@ def compile_all(workers=2):
         return {"/".join(case): result for case, result in zip(CASES, results, strict=True)}
 
 
+def launched():
+    """Return {kernel: [types and alignments of its arguments]} as launches would bind them.
+
+    One entry per variant that Triton would compile; calls differ in sizes, counts and settings.
+    """
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime import jit
+
+    from zclip.backends.triton import MODULE_OF, implementation_of
+
+    variants = {}
+    backend = CUDABackend(GPUTarget("cuda", 90, 32))
+
+    def bind(kernel, *args, grid, warmup, **kwargs):
+        binder = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, _ = binder(*args, **kwargs)
+        types = {
+            name: f"{kind} {note or ''}".strip()
+            for name, (kind, note) in zip(kernel.arg_names, specialization, strict=True)
+            if kind != "constexpr"
+        }
+        known = variants.setdefault(kernel.__name__, [])
+        known += [types] * (types not in known)
+
+    run, jit.JITFunction.run = jit.JITFunction.run, bind
+    ops = SimpleNamespace(**{name: implementation_of(name, "CUDA") for name in MODULE_OF})
+    for count, setting in ((1, 0.0), (2, 1.0), (3, 0.1), (17, 16.0)):
+        grads = [torch.zeros(count * 9000) for _ in range(count)]
+        state = torch.zeros(3, dtype=torch.float64)
+        stats = ops.grad_stats(grads)
+        ops.power_stats(grads, setting + 2.0)
+        coefs, _ = ops.global_norm_(state, stats, setting, count % 4)
+        ops.scale_(grads, coefs)
+        ops.clamp_(grads, setting)
+        ops.clip_by_global_norm_(grads, state, setting, count % 4)
+    jit.JITFunction.run = run
+    return variants
+
+
 def page(results, version):
     """Return docs/triton-kernels.md."""
     lines = [
@@ -185,7 +227,8 @@ def main():
         PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(page(results, triton.__version__))
     else:
-        print(json.dumps({"version": triton.__version__, "results": results}))
+        found = {"version": triton.__version__, "results": results, "launched": launched()}
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.triton import kernels
-from tests.triton.kernels import CASES, PER_DTYPE, TARGETS, VECTORISED
+from tests.triton.kernels import CASES, PER_DTYPE, PER_LIST, TARGETS, VECTORISED
 
 # A thread moves 16 bytes at a time, and 256 threads share a chunk of 16384 elements.
 WIDE_PER_CHUNK = {"float32": 16, "bfloat16": 8, "float16": 8, "float64": 32}
@@ -55,6 +55,16 @@ def test_the_last_program_to_arrive_sees_what_the_others_wrote(compiled, target)
     assert compiled["results"][f"clip_by_global_norm_finish/-/{target}"]["acquire_release"] == 1
 
 
+def test_what_is_launched_is_what_was_compiled_and_never_anew(compiled):
+    """A new size or setting must not make Triton compile again in the middle of training."""
+    assert set(compiled["launched"]) == {name.split(",")[0] for name in PER_DTYPE + PER_LIST}
+    for kernel, variants in compiled["launched"].items():
+        assert len(variants) == 1, kernel
+        for argument, kind in variants[0].items():
+            wanted = kernels.TYPES[argument]
+            assert kind == (f"{wanted} D" if wanted.startswith("*") else wanted), argument
+
+
 def test_the_table_in_the_docs_is_current(compiled):
     text = kernels.PAGE.read_text()
     if f"with Triton {compiled['version']};" in text:
@@ -76,4 +86,4 @@ def test_every_kernel_is_in_the_list():
         )
         if decorator.startswith("@triton.jit(")
     }
-    assert written == {name.split(",")[0] for name in PER_DTYPE + kernels.PER_LIST}
+    assert written == {name.split(",")[0] for name in PER_DTYPE + PER_LIST}

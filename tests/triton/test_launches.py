@@ -1,11 +1,14 @@
 """How many kernels a call launches, and what they may assume about one another."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from tests.backends import BACKENDS
 from tests.grads import DTYPES, dtype_name, exact_sumsq, make_grads
+from zclip.backends import triton as triton_backend
 from zclip.layout import KEEP, PROPAGATE, SUMSQ, ZERO
 
 TRITON = BACKENDS["triton-interpret"]
@@ -108,3 +111,18 @@ def test_bfloat16_is_rounded_to_nearest_even_in_the_interpreter_too():
     scaled = finite.clone()
     TRITON.scale_([scaled], torch.tensor([0.7], dtype=torch.float64))
     assert torch.equal(scaled, (finite.float() * torch.tensor(0.7)).to(torch.bfloat16))
+
+
+WAITS = (".item(", ".cpu(", ".tolist(", ".numpy(", "synchronize(")
+
+
+def test_nothing_on_the_step_path_waits_for_the_device():
+    folder = Path(triton_backend.__file__).parent
+    found = {
+        (path.name, wait)
+        for path in folder.glob("*.py")
+        for wait in WAITS
+        if wait in path.read_text()
+    }
+    # The table is cut on the host, before it is uploaded.
+    assert found == {("table.py", ".tolist(")}

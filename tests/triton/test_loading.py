@@ -19,7 +19,7 @@ def run_python(source, **environment):
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-c", source],
-        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
+        env={**inherited, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment},
         capture_output=True,
         text=True,
     )
