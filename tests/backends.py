@@ -30,12 +30,16 @@ def _native(path: str) -> SimpleNamespace:
 
 
 def _triton() -> SimpleNamespace:
-    """The Triton kernels on CPU tensors, run by Triton's interpreter."""
+    """The Triton kernels on CPU tensors, run by Triton's interpreter.
+
+    An operator that has none is the reference's, as it would be for a tensor on a GPU.
+    """
 
     def call(name, *args):
         return triton.implementation_of(name, "CPU")(*args)
 
-    return SimpleNamespace(**{name: functools.partial(call, name) for name in triton.MODULE_OF})
+    ours = {name: functools.partial(call, name) for name in triton.MODULE_OF}
+    return SimpleNamespace(**{name: ours.get(name, getattr(reference, name)) for name in OPS})
 
 
 BACKENDS = {"reference": reference}
@@ -44,3 +48,8 @@ if native.is_loaded():
     BACKENDS["native-avx2"] = _native("avx2")
 if triton.problem() is None and os.environ.get("TRITON_INTERPRET") == "1":
     BACKENDS["triton-interpret"] = _triton()
+
+
+def steps_for(backend, count: int) -> int:
+    """How many steps a test of a whole run takes: the interpreter is a thousand times slower."""
+    return min(count, 3) if backend is BACKENDS.get("triton-interpret") else count

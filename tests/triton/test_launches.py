@@ -33,13 +33,13 @@ def state():
 
 
 @pytest.mark.parametrize("nonfinite", [PROPAGATE, ZERO])
-@pytest.mark.parametrize("count", [1, 2, 40])
+@pytest.mark.parametrize("count", [1, 2, 12])
 def test_clipping_takes_three_launches_for_any_number_of_tensors(launches, count, nonfinite):
     TRITON.clip_by_global_norm_(make_grads([(9,)] * count), state(), 1.0, nonfinite)
     assert launches == ["grad_stats_partials", "clip_by_global_norm_finish", "scale_chunks"]
 
 
-@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("count", [1, 12])
 def test_other_operators_take_one_or_two(launches, count):
     grads = make_grads([(9,)] * count)
     TRITON.grad_stats(grads)
