@@ -5,6 +5,7 @@ is never trusted: every step proves by identity, in nanoseconds per parameter, t
 Gradients are never kept, or memory that ``zero_grad`` gave back would stay in use.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -116,6 +117,11 @@ class TargetCache:
         roots = [tree.modules[0] for tree in self._trees]
         current = _same(roots, modules) and all(tree.is_current() for tree in self._trees)
         if self._targets is None or not current:
+            if any(is_fsdp_model(module) for module in modules):
+                raise NotImplementedError(
+                    "the gradients of FullyShardedDataParallel are shards, whose norm is not that "
+                    "of the model; use its own clip_grad_norm_"
+                )
             prefixes = [f"models[{i}]." for i in range(len(modules))] if modules[1:] else [""]
             pairs = [
                 (prefix + name, param)
@@ -147,6 +153,14 @@ class TargetCache:
 
     def _keep(self, targets: Targets, trees: list["_Tree"], entries: list[Any]) -> None:
         self._targets, self._trees, self._entries = targets, trees, entries
+
+
+def is_fsdp_model(pl_module: Module) -> bool:
+    """Return whether a module, or one inside it, is sharded by FullyShardedDataParallel."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody has imported it, so nobody can have used it
+        return False
+    return any(isinstance(module, fsdp.FullyShardedDataParallel) for module in pl_module.modules())
 
 
 class _Tree:
