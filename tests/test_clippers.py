@@ -384,6 +384,16 @@ def test_adagc_keeps_its_gammas_by_name():
         other.step(model)
 
 
+def test_adagc_knows_a_parameter_under_another_name():
+    model, clipper = make_model(), zclip.AdaGC(warmup_steps=2)
+    for seed in range(4):
+        backward(model, seed)
+        clipper.step(model)
+    before = clipper.state_dict()["groups"][0]["gamma"]
+    clipper.bind(list(model.parameters())[::-1])
+    assert torch.equal(clipper.state_dict()["groups"][0]["gamma"], before.flip(0))
+
+
 def test_adagc_gives_a_late_parameter_a_fresh_start():
     params, clipper = parameters_with_norms([1.0, 2.0]), zclip.AdaGC(warmup_steps=1)
     params[1].grad = None
