@@ -54,7 +54,8 @@ def exit_codes_table() -> str:
     rows = ["| code | name | the run ended because |", "|---|---|---|"]
     for code in ExitCode:
         at = next(i for i, line in enumerate(source) if line.strip() == f"{code.name} = {code}")
-        rows.append(f"| {int(code)} | `{code.name}` | {source[at + 1].strip().strip(chr(34))} |")
+        meaning = source[at + 1].strip().strip('"').replace("``", "`")
+        rows.append(f"| {int(code)} | `{code.name}` | {meaning} |")
     return "\n".join(rows)
 
 
