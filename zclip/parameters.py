@@ -50,6 +50,16 @@ def name_of_grad(parameters: Sequence[Tensor], grad: Tensor) -> str:
     raise ValueError("this is not the gradient of any of the parameters")
 
 
+def named_tensors(parameters: Sequence[Tensor]) -> tuple[list[str], list[Tensor]]:
+    """Return the names and the tensors, each tensor once; without a name it is its place."""
+    unique: dict[int, tuple[str, Tensor]] = {}
+    for i, entry in enumerate(parameters):
+        tensor = tensor_at(i, entry)
+        name = str(entry[0]) if isinstance(entry, tuple) else f"parameters[{i}]"
+        unique.setdefault(id(tensor), (name, tensor))
+    return [name for name, _ in unique.values()], [tensor for _, tensor in unique.values()]
+
+
 def device_of(parameters: Sequence[Tensor]) -> torch.device:
     """Return where the first parameter lives; the CPU if there is none."""
     return tensor_at(0, parameters[0]).device if parameters else torch.device("cpu")

@@ -56,6 +56,12 @@ class Targets:
             return [g if i in kept else nothing for i, g in enumerate(grads)], None  # type: ignore[misc]
         return [grads[i] for i in present], present  # type: ignore[misc]
 
+    def renamed(self, names: list[str]) -> "Targets":
+        """Return these as one group of other names: those of a model that spans several ranks."""
+        whole = Targets([[]], self.settings)
+        whole.names, whole.sizes = names, [len(names)]
+        return whole
+
     def sizes_of(self, present: list[int] | None) -> list[int]:
         """Return how many of the present gradients each group has."""
         if present is None:
