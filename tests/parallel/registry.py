@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 
-MODULES = ("norms", "clippers", "faults", "records", "trials")
+MODULES = ("norms", "models", "clippers", "faults", "records", "trials")
 WORLDS = (2, 3, 4)
 
 _checks: dict[str, tuple[Callable[[], None], tuple[int, ...], bool]] = {}
