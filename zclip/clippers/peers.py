@@ -80,8 +80,9 @@ class Peers:
         if self.reduction is None:
             return stats, told
         if told is None:
-            return self.reduction.reduce(stats, loss, extra, tag)
-        stats, record = self.reduction.reduce(stats, tag=tag)
+            stats, record, _ = self.reduction.reduce(stats, loss, extra, tag)
+            return stats, record
+        stats, record, _ = self.reduction.reduce(stats, tag=tag)
         return stats, replace(told, desynced=told.desynced | record.desynced)
 
     def _reaches(self, group: "ProcessGroup") -> bool:

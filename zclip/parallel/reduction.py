@@ -43,6 +43,7 @@ class Reduced(NamedTuple):
 
     stats: Tensor  # float64 [len(names), 3]
     record: Record
+    copies: Tensor  # float64 [len(names)]: how often each tensor was counted before dividing
 
 
 class Reduction:
@@ -62,6 +63,8 @@ class Reduction:
         names: of all rows, those of other pipeline stages included.
         own: which of the rows are ours.
         groups: over which the vector is added up, in this order.
+        explicit: whether a group was given, so that placements do not say it all.
+        counted: for each of our tensors, whether the squares that we hold are added.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Reduction:
         self._tensors = [weakref.ref(t) for t in tensors]
         self._own_names = list(names)
         self._wanted = (process_group, pipeline_group)
+        self.explicit = process_group is not None or pipeline_group is not None
         self._world = dist.group.WORLD
         shares: dict[Any, Share] = {}
         self._shares: list[Share | None] = []
@@ -90,7 +94,8 @@ class Reduction:
         self.groups = [g for g in (group, pipeline_group) if g is not None]
         self.names, self.own = _table(self._own_names, pipeline_group)
         self.device = _device_of(tensors, self.groups)
-        self._counts = mask_from([share.counts for share in filled], self.device)
+        self.counted = [share.counts for share in filled]
+        self._counts = mask_from(self.counted, self.device)
         self._leads = mask_from([share.leads for share in filled], self.device)
         self._nothing = torch.empty(0, device=self.device)
 
@@ -163,9 +168,10 @@ class Reduction:
                 op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
                 dist.all_reduce(vector, op=op, group=group)
         whole = rows[:, :NUM_STATS].to(wide_dtype(self.device), copy=True)
+        copies = rows[:, COPIES].clamp(min=1.0)
         if not is_max:
-            whole[:, SUMSQ] /= rows[:, COPIES].clamp(min=1.0)
-        return Reduced(whole, unpack(vector, loss, extra_lanes))
+            whole[:, SUMSQ] /= copies
+        return Reduced(whole, unpack(vector, loss, extra_lanes), copies)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Give every rank the values that the first has, in place."""
