@@ -18,10 +18,7 @@ import zclip
 from tests.parallel.layouts import CountCollectives, mesh_of, same_on_all_ranks
 from tests.parallel.registry import check
 
-FEATURES, HIDDEN = (
-    7,
-    12,
-)  # 7 rows do not divide, 12 divide by 2, 3 and 4 as tensor parallelism wants
+FEATURES, HIDDEN = 7, 12  # rows that do not divide; 12 do, as tensor parallelism wants
 STEPS = 3
 
 

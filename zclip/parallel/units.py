@@ -24,7 +24,7 @@ class _Units(NamedTuple):
 
     grads: Tensor  # [r]: sums of squares of the elements held here
     weights: Tensor  # [r]
-    count: int  # of units in the whole tensor
+    number: int  # of units in the whole tensor
     start: int  # the first of those held here
     is_split: bool
 
@@ -63,8 +63,8 @@ class UnitRows:
     ) -> None:
         if reduction.explicit:
             raise ValueError(
-                "AGC looks at rows, and process_group= or pipeline_group= do not say which elements "
-                "make one; wanted DTensors, or another clipper"
+                "AGC looks at rows, and process_group= or pipeline_group= do not say which "
+                "elements make one; wanted DTensors, or another clipper"
             )
         self._reduction = reduction
         self._clip, self._eps = clip, eps
@@ -84,7 +84,7 @@ class UnitRows:
         for units, counted in zip(self._units, self._reduction.counted, strict=True):
             zero = units.grads.new_zeros(())
             if units.is_split:
-                both = units.grads.new_zeros(2, units.count)
+                both = units.grads.new_zeros(2, units.number)
                 if counted and len(units.grads):
                     stop = units.start + len(units.grads)
                     both[:, units.start : stop] = torch.stack([units.grads, units.weights])
@@ -102,20 +102,19 @@ class UnitRows:
         left, clipped = lanes[:number] / copies, lanes[number : 2 * number].sum() > 0
         squares, at = left.sum(), 2 * number
         coefs, least = [], []
+        unscaled = torch.full_like(squares, KEEP)
         for i, units in enumerate(self._units):
             rows = self._coefs(units.grads, units.weights)
             if units.is_split:
-                both = lanes[at : at + 2 * units.count].view(2, -1) / copies[i]
-                at += 2 * units.count
+                both = lanes[at : at + 2 * units.number].view(2, -1) / copies[i]
+                at += 2 * units.number
                 whole = self._coefs(both[0], both[1])
                 squares = squares + (both[0] * whole.square()).sum()
                 clipped = clipped | (whole < KEEP).any()
                 rows = whole[units.start : units.start + len(rows)]
             rows = torch.where(refused, REFUSE, rows)
             coefs.append(rows)
-            least.append(
-                rows.amin() if len(rows) else torch.where(refused, REFUSE, squares * 0 + 1)
-            )
+            least.append(rows.amin() if len(rows) else torch.where(refused, REFUSE, unscaled))
         return Judged(coefs, torch.stack(least), clipped, squares.sqrt())
 
     def _coefs(self, grads: Tensor, weights: Tensor) -> Tensor:
