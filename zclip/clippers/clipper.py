@@ -198,9 +198,9 @@ class Clipper(ABC):
         self.result = _noted(result, record, extra)
         return self.result
 
-    def bind(self, *targets: Target, names: Mapping[int, str] | None = None) -> None:
+    def bind(self, *targets: Target) -> None:
         """Learn the parameters before the first step, so that a loaded state is checked at once."""
-        found = self._cache.find(targets, names)
+        found = self._cache.find(targets)
         device = found.params[0].device if found.params else torch.device("cpu")
         self._state.fit(self._peers.find(found), device)
 

@@ -1,5 +1,6 @@
 """What the piece of a tensor that this rank holds is to the whole, read off its placements."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeGuard
@@ -68,6 +69,7 @@ def check_not_partial(tensor: Any, name: str) -> None:
         )
 
 
+@functools.lru_cache(maxsize=64)
 def ranks_of(mesh: Any) -> tuple[int, ...]:
     """Return the ranks in a mesh, in ascending order."""
     return tuple(sorted(mesh.mesh.flatten().tolist()))

@@ -127,18 +127,31 @@ def _units_of(param: Any, weight: Tensor, grad: Tensor) -> _Units:
     if param.dim() <= 1:
         split = is_dtensor(param) and any(not p.is_replicate() for p in param.placements)
         return _Units(_squares(grad, 1), _squares(weight, 1), 1, 0, split)
-    split, start = False, 0
-    if is_dtensor(param):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        split = any(not p.is_replicate() and p.dim > 0 for p in param.placements)
-        if split:
-            _, offset = compute_local_shape_and_global_offset(
-                param.shape, param.device_mesh, param.placements
-            )
-            start = offset[0] if offset else 0
+    split = is_dtensor(param) and any(not p.is_replicate() and p.dim > 0 for p in param.placements)
+    start = _first_row(param) if split else 0
     rows = weight.shape[0] if weight.dim() == param.dim() else 0  # not in the mesh: none
     return _Units(_squares(grad, rows), _squares(weight, rows), param.shape[0], start, split)
+
+
+def _first_row(param: Any) -> int:
+    """Return the first row that this rank holds: sharding cuts as ``torch.chunk`` does.
+
+    Raises:
+        ValueError: the rows are cut in another way, and their columns too.
+    """
+    from torch.distributed.tensor import Shard
+
+    mesh, start, size = param.device_mesh, 0, param.shape[0]
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    for dim, placement in enumerate(param.placements):
+        if placement.is_replicate() or placement.dim > 0:
+            continue
+        if not isinstance(placement, Shard):
+            raise ValueError(f"AGC knows no rows of {param.placements}; wanted Shard or Replicate")
+        chunk = -(-size // mesh.size(dim))
+        skipped = min(size, chunk * coordinate[dim])
+        start, size = start + skipped, min(chunk, size - skipped)
+    return start
 
 
 def _squares(part: Tensor, rows: int) -> Tensor:
