@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -57,10 +58,17 @@ class Targets:
             return [g if i in kept else nothing for i, g in enumerate(grads)], None  # type: ignore[misc]
         return [grads[i] for i in present], present  # type: ignore[misc]
 
-    def renamed(self, names: list[str]) -> "Targets":
-        """Return these as one group of other names: those of a model that spans several ranks."""
+    def among(self, names: list[str], own: slice) -> "Targets":
+        """Return these as part of a longer list, in one group.
+
+        Args:
+            names: of the whole list: a model of which other ranks hold the rest.
+            own: where in it these are.
+        """
         whole = Targets([[]], self.settings)
         whole.names, whole.sizes = names, [len(names)]
+        whole.params = [torch.empty(0) for _ in names]  # each its own object, as parameters are
+        whole.params[own] = self.params
         return whole
 
     def sizes_of(self, present: list[int] | None) -> list[int]:

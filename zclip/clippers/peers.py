@@ -39,7 +39,7 @@ class Peers:
             self.reduction = find_reduction(found.params, found.names, *self._groups)
             self._found = self._whole = found
             if self.reduction is not None and self._groups[1] is not None:
-                self._whole = found.renamed(self.reduction.names)
+                self._whole = found.among(self.reduction.names, self.reduction.own)
         return self._whole
 
     @property
