@@ -14,12 +14,14 @@ def _assert_ok(reports, name):
         assert report[name]["error"] is None, f"rank {rank}:\n{report[name]['error']}"
 
 
-@pytest.mark.parametrize(("size", "name"), cases())
-def test_world(size, name):
+@pytest.mark.parametrize(("size", "name", "needs"), cases())
+def test_world(size, name, needs):
+    if needs:
+        pytest.importorskip(needs)
     _assert_ok(run_world(size), name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "name"), cases(slow=True))
-def test_world_at_length(size, name):
+@pytest.mark.parametrize(("size", "name", "_needs"), cases(slow=True))
+def test_world_at_length(size, name, _needs):
     _assert_ok(run_world(size, name), name)

@@ -1,0 +1,93 @@
+"""clip_grad_norm_ on DTensors beside torch's own: one packed all-reduce against one per mesh.
+
+torchrun --standalone --nproc-per-node 2 benchmarks/bench_parallel.py
+
+Calls of both alternate in one run; medians, on the slowest rank. The norms are checked against
+float64. Where torch's call would take more than its share of a run, it is left out and said so.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import Parameter
+
+import zclip
+
+GPT2_BLOCK = [(2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072)]
+CASES = {
+    "gpt2-block": GPT2_BLOCK,
+    "100-small": [(64, 16)] * 100,
+    "1000-small": [(64, 16)] * 1000,
+    "10000-small": [(64, 16)] * 10_000,
+}
+MOST_SECONDS = 20.0  # for one of torch's calls, foreseen from the last case
+
+
+def by_torch(params, limit):
+    norm = torch.nn.utils.clip_grad_norm_(params, limit)
+    return norm.full_tensor()  # until then no rank knows it
+
+
+RIVALS = {"zclip": zclip.clip_grad_norm_, "torch": by_torch}
+
+
+def spread(shapes, mesh):
+    generator = torch.Generator().manual_seed(0)
+    params, squares = [], 0.0
+    for shape in shapes:
+        grad = torch.randn(shape, generator=generator)
+        squares += grad.double().square().sum().item()
+        piece = distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None)
+        params.append(Parameter(piece.detach().clone()))
+        params[-1].grad = piece
+    return params, squares**0.5
+
+
+def seconds_of(call, params, limit, exact):
+    dist.barrier()
+    start = time.perf_counter()
+    norm = call(params, limit)
+    took = torch.tensor(time.perf_counter() - start)
+    assert abs(norm.item() - exact) < 1e-4 * exact
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return took.item()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks; milliseconds, median of up to {rounds}", flush=True)
+        print(f"{'case':>14} {'tensors':>8} {'zclip':>10} {'torch':>10} {'torch/zclip':>12}")
+    last = {}
+    for name, shapes in CASES.items():
+        params, exact = spread(shapes, mesh)
+        foreseen = last.get("torch", 0.0) * (len(shapes) / max(last.get("tensors", 1), 1)) ** 2
+        rivals = {n: r for n, r in RIVALS.items() if n != "torch" or foreseen < MOST_SECONDS}
+        times = {n: [] for n in rivals}
+        for call in rivals.values():
+            seconds_of(call, params, 1e30, exact)
+        for turn in range(rounds):
+            for rival, call in rivals.items():
+                if turn < 2 or sum(times[rival]) < MOST_SECONDS / 4:
+                    times[rival].append(seconds_of(call, params, 1e30, exact))
+        medians = {n: statistics.median(t) * 1e3 for n, t in times.items()}
+        last = {"torch": medians.get("torch", 0.0) / 1e3, "tensors": len(shapes)}
+        if dist.get_rank() == 0:
+            torch_shown = f"{medians['torch']:10.2f}" if "torch" in medians else f"{'left out':>10}"
+            ratio = f"{medians['torch'] / medians['zclip']:12.1f}" if "torch" in medians else ""
+            print(f"{name:>14} {len(shapes):>8} {medians['zclip']:10.2f} {torch_shown} {ratio}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
