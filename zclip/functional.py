@@ -12,7 +12,15 @@ from zclip.checks import Name, check_limit, check_tensors, check_writable
 from zclip.layout import ERROR, INF, NAN, NONFINITE, PROPAGATE, SUMSQ, ZERO
 from zclip.parallel import Reduction, find_reduction
 from zclip.parallel.placement import has_dtensor, local_parts
-from zclip.parameters import Parameters, as_list, device_of, grads_of, name_of_grad, named_tensors
+from zclip.parameters import (
+    Parameters,
+    as_list,
+    device_of,
+    grads_of,
+    name_of_grad,
+    names_of,
+    tensors_of,
+)
 from zclip.reference import reported_norm
 from zclip.schemas import norm_dtype
 
@@ -74,7 +82,11 @@ def clip_grad_norm_(
     mode = _check_mode(nonfinite, error_if_nonfinite)
     listed = as_list(parameters)
     if process_group is not None or pipeline_group is not None or has_dtensor(listed):
-        names, params = named_tensors(listed)
+        params = tensors_of(listed)
+
+        def names() -> list[str]:
+            return names_of(listed)
+
         reduction = find_reduction(params, names, process_group, pipeline_group)
         assert reduction is not None
         parts = reduction.local_parts([p.grad for p in params])
@@ -119,7 +131,7 @@ def get_total_norm(
         return torch.zeros(())
     name, parts = "tensors[{}]".format, tensors
     if has_dtensor(tensors):
-        reduction = find_reduction(tensors, list(map(name, range(len(tensors)))))
+        reduction = find_reduction(tensors, lambda: list(map(name, range(len(tensors)))))
         assert reduction is not None
         parts = reduction.local_parts(tensors)
         measured = _measure(parts, norm_type)

@@ -50,14 +50,21 @@ def name_of_grad(parameters: Sequence[Tensor], grad: Tensor) -> str:
     raise ValueError("this is not the gradient of any of the parameters")
 
 
-def named_tensors(parameters: Sequence[Tensor]) -> tuple[list[str], list[Tensor]]:
-    """Return the names and the tensors, each tensor once; without a name it is its place."""
-    unique: dict[int, tuple[str, Tensor]] = {}
+def tensors_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return every tensor once, in order of first appearance, without its name."""
+    tensors = [e if isinstance(e, Tensor) else tensor_at(i, e) for i, e in enumerate(parameters)]
+    if len(set(map(id, tensors))) == len(tensors):
+        return tensors
+    return list({id(t): t for t in tensors}.values())
+
+
+def names_of(parameters: Sequence[Tensor]) -> list[str]:
+    """Return the names of :func:`tensors_of`; without one it is the place in the list."""
+    names: dict[int, str] = {}
     for i, entry in enumerate(parameters):
-        tensor = tensor_at(i, entry)
         name = str(entry[0]) if isinstance(entry, tuple) else f"parameters[{i}]"
-        unique.setdefault(id(tensor), (name, tensor))
-    return [name for name, _ in unique.values()], [tensor for _, tensor in unique.values()]
+        names.setdefault(id(tensor_at(i, entry)), name)
+    return list(names.values())
 
 
 def device_of(parameters: Sequence[Tensor]) -> torch.device:

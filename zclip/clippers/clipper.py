@@ -158,7 +158,7 @@ class Clipper(ABC):
             TypeError: a gradient is sparse, complex or ``Partial``, or a target not a parameter.
         """
         found, grads = self._gather(targets)
-        record = self._peers.tell(loss, extra, self._tag(), found)
+        record = self._peers.tell(loss, extra, self._tag, found)
         if not grads and self._peers.reduction is None:
             return self._nothing(found)
         if record is not None:
@@ -188,7 +188,7 @@ class Clipper(ABC):
             The result, also kept in ``result``; None if no parameter has a gradient.
         """
         found, grads = self._gather(targets)
-        record = self._peers.tell(loss, extra, self._tag(), found)
+        record = self._peers.tell(loss, extra, self._tag, found)
         if not grads and self._peers.reduction is None:
             self._nothing(found)
             return None
@@ -285,7 +285,7 @@ class Clipper(ABC):
         stats = ops.grad_stats(grads)
         if grad_scale is not None:
             stats[:, SUMSQ] *= _inverse(grad_scale, stats.device).square()
-        stats, record = self._peers.add_up(stats, loss, extra, self._tag(), record)
+        stats, record = self._peers.add_up(stats, loss, extra, self._tag, record)
         if record is not None:
             loss = record.loss
         states = self._state.states

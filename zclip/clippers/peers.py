@@ -1,5 +1,6 @@
 """The other ranks that a clipper adds up with: who they are, and what goes to them when."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,11 @@ class Peers:
         return slice(None) if self.reduction is None else self.reduction.own
 
     def tell(
-        self, loss: Tensor | None, extra: Tensor | None, tag: Tensor | None, found: Targets
+        self,
+        loss: Tensor | None,
+        extra: Tensor | None,
+        tag: Callable[[], Tensor | None],
+        found: Targets,
     ) -> Record | None:
         """Add up the record in a message of its own, where it cannot travel with statistics.
 
@@ -58,14 +63,14 @@ class Peers:
         if self._record_group is None or self._reaches(self._record_group):
             return None
         device = found.params[0].device if found.params else torch.device("cpu")
-        return reduce_record(loss, extra, tag, group=self._record_group, device=device)
+        return reduce_record(loss, extra, tag(), group=self._record_group, device=device)
 
     def add_up(
         self,
         stats: Tensor,
         loss: Tensor | None,
         extra: Tensor | None,
-        tag: Tensor | None,
+        tag: Callable[[], Tensor | None],
         told: Record | None,
     ) -> tuple[Tensor, Record | None]:
         """Return the statistics of the whole model, and the record.
@@ -74,15 +79,15 @@ class Peers:
             stats: of this rank.
             loss: of this rank.
             extra: of this rank.
-            tag: of this rank.
+            tag: of this rank; called if there is someone to tell.
             told: the record, if :meth:`tell` has added it up already.
         """
         if self.reduction is None:
             return stats, told
         if told is None:
-            stats, record, _ = self.reduction.reduce(stats, loss, extra, tag)
+            stats, record, _ = self.reduction.reduce(stats, loss, extra, tag())
             return stats, record
-        stats, record, _ = self.reduction.reduce(stats, tag=tag)
+        stats, record, _ = self.reduction.reduce(stats, tag=tag())
         return stats, replace(told, desynced=told.desynced | record.desynced)
 
     def _reaches(self, group: "ProcessGroup") -> bool:

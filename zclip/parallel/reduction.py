@@ -12,7 +12,7 @@ parameters are first seen; from then on every rank knows the row of every tensor
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from zclip.layout import COPIES, NAN, NUM_STATS, SUMSQ
 from zclip.parallel.groups import spanning_group
 from zclip.parallel.placement import (
+    PLAIN,
     Share,
     check_not_partial,
     has_dtensor,
@@ -102,7 +103,7 @@ class Reduction:
     def fits(
         self,
         tensors: Sequence[Tensor],
-        names: Sequence[str],
+        names: Sequence[str] | Callable[[], Sequence[str]],
         process_group: "ProcessGroup | None",
         pipeline_group: "ProcessGroup | None",
     ) -> bool:
@@ -111,7 +112,7 @@ class Reduction:
             len(tensors) == len(self._tensors)
             and (process_group, pipeline_group) == self._wanted
             and self._world is dist.group.WORLD  # else the groups are gone with their world
-            and self._own_names == names
+            and (callable(names) or self._own_names == names)
             and all(kept() is t for kept, t in zip(self._tensors, tensors, strict=True))
         )
 
@@ -121,17 +122,17 @@ class Reduction:
         Raises:
             TypeError: one is ``Partial``, or not placed as the parameter is.
         """
-        parts, seen = [], set()
-        for i, tensor in enumerate(tensors):
-            if tensor is None or id(tensor) in seen:  # tied: counted once
+        if len(set(map(id, tensors))) < len(tensors):  # tied: counted once
+            first = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
+            tensors = [t if first[id(t)] == i else None for i, t in enumerate(tensors)]
+        parts: list[Any] = []
+        for i, (tensor, planned) in enumerate(zip(tensors, self._placements, strict=True)):
+            if tensor is None:
                 parts.append(self._nothing)
-                continue
-            seen.add(id(tensor))
-            planned = self._placements[i]
-            if planned is None and not is_dtensor(tensor):
+            elif planned is None and type(tensor) in PLAIN:
                 parts.append(tensor)
-            elif is_dtensor(tensor) and tensor.placements == planned:
-                parts.append(local_part(tensor))
+            elif getattr(tensor, "placements", None) == planned:
+                parts.append(tensor if planned is None else local_part(tensor))
             else:
                 self._refuse(i, tensor)
         return parts
@@ -196,20 +197,22 @@ _recent: list[Reduction] = []
 
 def find_reduction(
     tensors: Sequence[Tensor],
-    names: Sequence[str],
+    names: Sequence[str] | Callable[[], Sequence[str]],
     process_group: "ProcessGroup | None" = None,
     pipeline_group: "ProcessGroup | None" = None,
 ) -> Reduction | None:
     """Return the reduction for these tensors; None if there is nothing to add up.
 
-    That is: no DTensor among them and no group given. The last few are remembered.
+    That is: no DTensor among them and no group given. The last few are remembered. Names matter in
+    errors and states; who needs them in errors only gives a function, called if there is a need.
     """
     if process_group is None and pipeline_group is None and not has_dtensor(tensors):
         return None
     for kept in _recent:
         if kept.fits(tensors, names, process_group, pipeline_group):
             return kept
-    made = Reduction(tensors, names, process_group, pipeline_group)
+    named = names() if callable(names) else names
+    made = Reduction(tensors, named, process_group, pipeline_group)
     _recent.insert(0, made)
     del _recent[_KEPT:]
     return made
