@@ -137,7 +137,8 @@ class Clipper(ABC):
         nothing happens and nothing is counted. Call it once per step: give several models in one
         call, not in several. Among the parameters may be DTensors, of several meshes and beside
         plain tensors: then every rank has to call this, with gradients or without, and all come to
-        the same result, bit by bit, by one all-reduce.
+        the same result, bit by bit, by one all-reduce. (If no rank has a gradient, that is then a
+        step of norm 0, because none can know it of the others.)
 
         Args:
             targets: a model, several of them, parameters (a list, a generator or
