@@ -77,8 +77,8 @@ def main():
         foreseen = last * len(shapes) / last_tensors  # at least: growth is not below linear
         rivals = {n: r for n, r in RIVALS.items() if n != "torch" or foreseen < most_seconds}
         first = {n: seconds_of(call, params, 1e30, exact) for n, call in rivals.items()}
-        if len(shapes) >= 100:  # with few, the cost is in the call and not in the list
-            last, last_tensors = first.get("torch", 0.0), len(shapes)
+        if "torch" in first and len(shapes) >= 100:  # with few, the call costs and not the list
+            last, last_tensors = first["torch"], len(shapes)
         times = {n: [] for n in rivals}
         for _ in range(rounds):
             for rival, call in rivals.items():
