@@ -6,6 +6,13 @@ from tests.parallel.registry import cases
 from tests.parallel.world import run_world
 
 
+def _params(slow):
+    return [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in cases(slow)]
+
+
+CASES, SLOW_CASES = _params(slow=False), _params(slow=True)
+
+
 def _assert_ok(reports, name):
     for rank, report in enumerate(reports):
         if name not in report:
@@ -14,7 +21,7 @@ def _assert_ok(reports, name):
         assert report[name]["error"] is None, f"rank {rank}:\n{report[name]['error']}"
 
 
-@pytest.mark.parametrize(("size", "name", "needs"), cases())
+@pytest.mark.parametrize(("size", "name", "needs"), CASES)
 def test_world(size, name, needs):
     if needs:
         pytest.importorskip(needs)
@@ -22,6 +29,6 @@ def test_world(size, name, needs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "name", "_needs"), cases(slow=True))
+@pytest.mark.parametrize(("size", "name", "_needs"), SLOW_CASES)
 def test_world_at_length(size, name, _needs):
     _assert_ok(run_world(size, name), name)
