@@ -107,7 +107,7 @@ def test_coefficients_must_match_the_tensors():
         ),
         (
             lambda op: op.global_norm_(torch.ones(2).double(), torch.ones(1, 3).double(), 1.0, 0),
-            "state must be a contiguous float64 tensor of 3 or 0 elements, got 2",
+            "state must be a contiguous float64 tensor of 3 elements on the CPU, got 2",
         ),
         (
             lambda op: op.global_norm_(torch.ones(3).double(), torch.ones(1, 2).double(), 1.0, 0),

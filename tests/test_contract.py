@@ -14,7 +14,7 @@ def arguments():
     grads = make_grads([(3, 4), (70,), (0,)])
     stats = torch.tensor([[9.0, 0, 0], [16.0, 0, 0], [0.0, 0, 0]], dtype=torch.float64)
     state = torch.zeros(layout.NUM_COUNTERS, dtype=torch.float64)
-    return {
+    return rule_arguments(grads, stats) | {
         "grad_stats": (grads,),
         "power_stats": (grads, 3.0),
         "global_norm_": (state, stats, 1.0, layout.SKIP),
@@ -22,7 +22,27 @@ def arguments():
         "zero_nonfinite_": (grads, stats),
         "clamp_": (grads, 0.1),
         "clip_by_global_norm_": (grads, state, 1.0, layout.ZERO),
+        "agc_": (grads, make_grads([(3, 4), (70,), (0,)], seed=1), state, 0.01, 1e-3, 0),
+        "watch_loss_": (fresh(8), torch.tensor(2.0), torch.zeros(14), 3.0, 5, 0.99, 10),
+        "fingerprint": ([*grads, torch.arange(3), torch.ones(2, dtype=torch.bool)],),
     }
+
+
+def fresh(size):
+    return torch.zeros(size, dtype=torch.float64)
+
+
+def rule_arguments(grads, stats):
+    """Each adaptive rule's two operators, by their names."""
+    rules = {
+        "zclip_": (fresh(8), 0.97, 2.5, 1.0, 1e-6, 2, 0, 1.0, False, False, 0),
+        "adagc_": (fresh(6), 1.04, 0.99, 1.0, 1e-6, 2, 0, 0),
+        "spike_skip_": (fresh(5 + 2 * 4), torch.tensor(2.0), 4, 6.0, 2, 0),
+        "auto_clip_": (fresh(4 + 10), 10.0, 10, 0),
+    }
+    alone = {name: (state, stats, *rest) for name, (state, *rest) in rules.items()}
+    fused = {f"clip_by_{name}": (grads, state, *rest) for name, (state, *rest) in rules.items()}
+    return alone | fused
 
 
 def test_every_operator_has_arguments_here():

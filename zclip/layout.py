@@ -26,12 +26,50 @@ NUM_STATS = 3
 NUM_VERDICT = 14
 
 HAS_NAN, HAS_INF, OVERFLOW, CLIPPED = 1, 2, 4, 8
-"""Bits of ``verdict[FLAGS]``. OVERFLOW: every element is finite and the float32 norm is not."""
+SPIKE, LOSS_NAN, LOSS_SPIKE, LOSS_RISING = 16, 32, 64, 128
+"""Bits of ``verdict[FLAGS]``. OVERFLOW: every element is finite and the float32 norm is not.
+
+SPIKE: the rule found the norm out of the ordinary. LOSS_NAN: the loss is NaN or Inf.
+"""
 
 STEPS, CLIP_COUNT, SKIP_COUNT = range(3)
-"""Columns of the float64 [3] state of ``global_norm_``."""
+"""First columns of every rule's float64 state: steps seen, steps clipped, steps refused.
+
+A state of zeros is a fresh one, for every rule.
+"""
 
 NUM_COUNTERS = 3
+
+MEAN_COLUMN, VAR_COLUMN, SEEN_COLUMN, BUFFER_COLUMN = range(3, 7)
+"""Columns of the state of ``zclip_``, float64 [6 + max(1, warmup_steps)].
+
+Warm-up is over once SEEN_COLUMN has reached max(1, warmup_steps); until then the norms seen so far
+stand from BUFFER_COLUMN on.
+"""
+
+GAMMA_COLUMN = 3
+"""First of the gammas in the state of ``adagc_``, float64 [3 + num_tensors]; 0 or less is unset."""
+
+NORMS_SEEN_COLUMN, LOSSES_SEEN_COLUMN, WINDOW_COLUMN = range(3, 6)
+"""Columns of the state of ``spike_skip_``, float64 [5 + 2 * window].
+
+How many norms and losses were ever accepted; then the last norms, then the last losses. The value
+number ``k``, counted from 0, stands at place ``k % window`` of its window.
+"""
+
+HISTORY_SEEN_COLUMN, HISTORY_COLUMN = range(3, 5)
+"""Columns of the state of ``auto_clip_``, float64 [4 + history]: norms ever seen, the last ones."""
+
+(
+    LOSS_MEAN_COLUMN,
+    LOSS_DEVIATION_COLUMN,
+    LOSSES_ABSORBED_COLUMN,
+    LAST_LOSS_COLUMN,
+    RISING_COLUMN,
+) = range(3, 8)
+"""Columns of the state of ``watch_loss_``. Its CLIP_COUNT counts spikes, its SKIP_COUNT NaNs."""
+
+NUM_LOSS_STATE = 8
 
 KEEP, REFUSE = 1.0, -1.0
 """Coefficients with a meaning of their own: leave bitwise untouched, and write zeros."""
@@ -39,3 +77,15 @@ KEEP, REFUSE = 1.0, -1.0
 PROPAGATE, SKIP, ZERO, ERROR = range(4)
 NONFINITE = {"propagate": PROPAGATE, "skip": SKIP, "zero": ZERO, "error": ERROR}
 """What to do with a step whose gradients hold NaN or Inf; see :func:`zclip.clip_grad_norm_`."""
+
+ON_NONFINITE = {"skip": 0, "official": 1}
+"""What an adaptive rule does with NaN or Inf. "skip": refuse the step, learn nothing from it;
+finite gradients whose float32 norm overflows are refused alike. "official": what the published
+code does, also where that poisons its statistics for good."""
+
+ZCLIP_MODES = {"adaptive_scaling": 0, "mean": 1, "percentile": 2}
+"""Mode of ``zclip_``: the clip option of mode "zscore", or mode "percentile", which has none."""
+
+ADAGC_SEEDS = {"min_clipped": 0, "min_raw": 1, "first": 2}
+"""Where a gamma of ``adagc_`` starts: the least norm of the warm-up, after or before the global
+clip, or the first norm, averaged from then on."""

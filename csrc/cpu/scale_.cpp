@@ -29,31 +29,35 @@ void scale_chunk(number_t* data, int64_t len, double coef, bool avx2) {
   }
 }
 
-// Applies fn(data, len, tensor index) to the chunks of every tensor that `wanted` accepts.
+// Applies fn(data, len, chunk) to every chunk that `wanted` accepts.
 template <typename Wanted, typename Fn>
 void rewrite(const TensorList& list, Wanted&& wanted, Fn&& fn) {
   for_each_chunk(list, [&](int64_t, const Chunk& chunk) {
-    if (!wanted(chunk.tensor)) return;
+    if (!wanted(chunk)) return;
     visit_chunk(list.spans()[chunk.tensor], chunk, TensorList::Access::kWrite,
-                [&](auto* data) { fn(data, chunk.len, chunk.tensor); });
+                [&](auto* data) { fn(data, chunk.len, chunk); });
   });
 }
 
 }  // namespace
 
-void scale_spans(const TensorList& grads, const double* coefs) {
-  const size_t count = grads.spans().size();
-  if (std::all_of(coefs, coefs + count, [](double coef) { return coef == kKeep; })) return;
+void scale_rows(const TensorList& grads, const double* coefs) {
+  if (std::all_of(coefs, coefs + grads.num_rows(), [](double coef) { return coef == kKeep; })) {
+    return;
+  }
   const bool avx2 = use_avx2();
   rewrite(
-      grads, [&](int32_t t) { return coefs[t] != kKeep; },
-      [&](auto* data, int64_t len, int32_t t) { scale_chunk(data, len, coefs[t], avx2); });
+      grads, [&](const Chunk& chunk) { return coefs[chunk.row] != kKeep; },
+      [&](auto* data, int64_t len, const Chunk& chunk) {
+        scale_chunk(data, len, coefs[chunk.row], avx2);
+      });
 }
 
 void zero_nonfinite_spans(const TensorList& grads, const GradStats* rows) {
   rewrite(
-      grads, [&](int32_t t) { return rows[t].nan + rows[t].inf > 0.0; },
-      [](auto* data, int64_t len, int32_t) {
+      grads,
+      [&](const Chunk& chunk) { return rows[chunk.tensor].nan + rows[chunk.tensor].inf > 0.0; },
+      [](auto* data, int64_t len, const Chunk&) {
         for (int64_t i = 0; i < len; ++i) zero_one_if_nonfinite(data[i]);
       });
 }
@@ -65,7 +69,7 @@ void scale_(std::vector<Tensor> grads, Tensor coefs) {
                   "zclip::scale_: coefs must be a contiguous float64 tensor with one element per "
                   "gradient (",
                   grads.size(), "), got ", coefs.numel());
-  scale_spans(list, static_cast<const double*>(coefs.const_data_ptr()));
+  scale_rows(list, static_cast<const double*>(coefs.const_data_ptr()));
 }
 
 void zero_nonfinite_(std::vector<Tensor> grads, Tensor stats) {
@@ -81,8 +85,8 @@ void zero_nonfinite_(std::vector<Tensor> grads, Tensor stats) {
 void clamp_(std::vector<Tensor> grads, double limit) {
   const TensorList list(grads, TensorList::Access::kWrite, "clamp_", "grads");
   rewrite(
-      list, [](int32_t) { return true; },
-      [&](auto* data, int64_t len, int32_t) {
+      list, [](const Chunk&) { return true; },
+      [&](auto* data, int64_t len, const Chunk&) {
         using value_t = decltype(widen(*data));
         auto rounded = *data;
         narrow(static_cast<value_t>(limit), &rounded);

@@ -61,7 +61,7 @@ bool find_format(ScalarType type, Format* format) {
 }  // namespace
 
 TensorList::TensorList(const std::vector<Tensor>& tensors, Access access, const char* op,
-                       const char* argument) {
+                       const char* argument, Cut cut) {
   spans_.resize(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& tensor = tensors[i];
@@ -76,13 +76,18 @@ TensorList::TensorList(const std::vector<Tensor>& tensors, Access access, const 
     span.numel = tensor.numel();
     span.dense = tensor.is_contiguous();
     has_float64_ |= span.format == Format::kFloat64;
+    span.rows = cut == Cut::kRows && tensor.dim() > 1 ? tensor.size(0) : 1;
+    span.first_row = num_rows_;
+    num_rows_ += span.rows;
     if (span.dense) continue;
 
     span.dim = tensor.dim();
     span.sizes = tensor.sizes().data();
     span.strides = tensor.strides().data();
     const Layout layout = layout_of(span);
-    span.dense = layout.dense;
+    // Rows may be read where they lie if each is one run of memory, as in channels_last.
+    const bool rows_are_runs = span.rows == 1 || span.strides[0] * span.rows == span.numel;
+    span.dense = layout.dense && rows_are_runs;
     STD_TORCH_CHECK(access == Access::kRead || !layout.overlaps, "zclip::", op, ": ", argument, "[",
                     i,
                     "] has elements that share memory (expand()?) and cannot be written in "
@@ -94,9 +99,13 @@ TensorList::TensorList(const std::vector<Tensor>& tensors, Access access, const 
 void TensorList::cut_into_chunks() {
   chunks_.reserve(spans_.size());
   for (size_t i = 0; i < spans_.size(); ++i) {
-    for (int64_t begin = 0; begin < spans_[i].numel; begin += kChunk) {
-      const int64_t len = std::min(kChunk, spans_[i].numel - begin);
-      chunks_.push_back({static_cast<int32_t>(i), begin, len});
+    const Span& span = spans_[i];
+    const int64_t row_len = span.rows > 0 ? span.numel / span.rows : 0;
+    for (int64_t row = 0; row < span.rows; ++row) {
+      for (int64_t begin = 0; begin < row_len; begin += kChunk) {
+        chunks_.push_back({static_cast<int32_t>(i), row * row_len + begin,
+                           std::min(kChunk, row_len - begin), span.first_row + row});
+      }
     }
   }
   work_before_.resize(chunks_.size() + 1);

@@ -24,28 +24,36 @@ struct Span {
   int64_t dim;
   const int64_t* sizes;
   const int64_t* strides;  // in elements
+  int64_t first_row;
+  int64_t rows;
 };
 
 struct Chunk {
   int32_t tensor;
   int64_t begin;  // in elements
   int64_t len;
+  int64_t row;  // of the whole list
 };
 
 class TensorList {
  public:
   enum class Access { kRead, kWrite };
+  // What is cut into chunks: whole tensors, in any order of their elements; or rows, each of which
+  // is what stands at one index of the first dimension, and all of a tensor with fewer than two.
+  // A tensor is one row of its list unless it is cut by rows.
+  enum class Cut { kTensors, kRows };
 
   // Raises, before anything is written, if a tensor cannot be served; `op` and `argument` name the
   // place in the message.
   TensorList(const std::vector<Tensor>& tensors, Access access, const char* op,
-             const char* argument);
+             const char* argument, Cut cut = Cut::kTensors);
 
   const std::vector<Span>& spans() const { return spans_; }
   const std::vector<Chunk>& chunks() const { return chunks_; }
   // Work in front of each chunk, in elements plus a fixed price per chunk, with the total last.
   const std::vector<int64_t>& work_before() const { return work_before_; }
   bool has_float64() const { return has_float64_; }
+  int64_t num_rows() const { return num_rows_; }
 
  private:
   void cut_into_chunks();
@@ -54,6 +62,7 @@ class TensorList {
   std::vector<Chunk> chunks_;
   std::vector<int64_t> work_before_;
   bool has_float64_ = false;
+  int64_t num_rows_ = 0;
 };
 
 inline int64_t bytes_per_element(Format format) {

@@ -29,6 +29,10 @@ enum VerdictFlag : int {
   kHasInf = 2,
   kOverflow = 4,  // every element is finite and the norm is not, in float32
   kClipped = 8,
+  kSpike = 16,    // the rule found the norm out of the ordinary
+  kLossNan = 32,  // NaN or Inf
+  kLossSpike = 64,
+  kLossRising = 128,
 };
 
 // What to do with a step whose gradients hold NaN or Inf.
@@ -37,6 +41,12 @@ enum class NonFinite : int {
   kSkip = 1,       // refuse: every gradient becomes zero and blocked is 1
   kZero = 2,       // drop the bad elements, clip the rest by the norm of the rest
   kError = 3,      // touch nothing, blocked is 1, and the host raises
+};
+
+// What an adaptive rule does with such a step, or with an overflow.
+enum class OnNonFinite : int {
+  kSkip = 0,      // refuse it and learn nothing from it
+  kOfficial = 1,  // what the published code does, also where that poisons its statistics for good
 };
 
 // Factors for scale_. Exactly kKeep leaves a gradient bitwise untouched and unread; kRefuse writes

@@ -19,6 +19,17 @@ OPS = (
     "zero_nonfinite_",
     "clamp_",
     "clip_by_global_norm_",
+    "zclip_",
+    "clip_by_zclip_",
+    "adagc_",
+    "clip_by_adagc_",
+    "spike_skip_",
+    "clip_by_spike_skip_",
+    "auto_clip_",
+    "clip_by_auto_clip_",
+    "agc_",
+    "watch_loss_",
+    "fingerprint",
     "read_probe",
 )
 """Every operator that a backend may implement, by its one name."""

@@ -1,0 +1,41 @@
+#include "rule_op.h"
+
+namespace zclip::cpu {
+
+double* state_of(const Tensor& state, int64_t size, const char* op) {
+  STD_TORCH_CHECK(state.is_cpu() && state.scalar_type() == ScalarType::Double &&
+                      state.is_contiguous() && state.numel() == size,
+                  "zclip::", op, ": state must be a contiguous float64 tensor of ", size,
+                  " elements on the CPU, got ", state.numel());
+  return static_cast<double*>(state.mutable_data_ptr());
+}
+
+Loss loss_of(const Tensor& loss, const char* op) {
+  STD_TORCH_CHECK(loss.is_cpu() && loss.numel() <= 1, "zclip::", op,
+                  ": loss must have one element, or none, and be on the CPU, got ", loss.numel());
+  if (loss.numel() == 0) return {false, 0.0};
+  const TensorList list({loss}, TensorList::Access::kRead, op, "loss");
+  const Span& span = list.spans()[0];
+  return {true, visit_as(span.format, span.data,
+                         [](auto* value) { return static_cast<double>(widen(*value)); })};
+}
+
+Measured make_results(const TensorList& grads, const Tensor& like) {
+  const auto count = static_cast<int64_t>(grads.spans().size());
+  const ScalarType norm_type = grads.has_float64() ? ScalarType::Double : ScalarType::Float;
+  return {torch::stable::new_empty(like, {}, norm_type),
+          torch::stable::new_empty(like, {count, kNumStats}, ScalarType::Double),
+          torch::stable::new_empty(like, {count}, ScalarType::Double),
+          torch::stable::new_empty(like, {kNumVerdict}, ScalarType::Float)};
+}
+
+void fill_measured(const Measured& results, const std::vector<GradStats>& rows, double norm) {
+  std::copy(rows.begin(), rows.end(), static_cast<GradStats*>(results.stats.mutable_data_ptr()));
+  if (results.norm.scalar_type() == ScalarType::Double) {
+    *static_cast<double*>(results.norm.mutable_data_ptr()) = norm;
+  } else {
+    *static_cast<float*>(results.norm.mutable_data_ptr()) = static_cast<float>(norm);
+  }
+}
+
+}  // namespace zclip::cpu

@@ -1,0 +1,70 @@
+// AutoClip (Seetharaman et al. 2020): clip to a percentile of the norms seen so far.
+
+#pragma once
+
+#include "report.h"
+#include "ring.h"
+
+namespace zclip {
+
+// Columns of the float64 [kHistoryColumn + history] state: norms ever seen, then the last of them.
+enum AutoClipColumn : int { kHistorySeenColumn = 3, kHistoryColumn };
+
+constexpr int kHighestBit = 62;  // of a double that is not negative
+
+// The value that `rank` others stand before in ascending order; none may be negative or NaN. Found
+// bit by bit, since doubles >= 0 are ordered like their bits: no memory, no swaps, and on a GPU
+// each count is one vote.
+ZCLIP_HD double value_of_rank(const double* values, int64_t count, int64_t rank) {
+  uint64_t answer = 0;
+  for (int bit = kHighestBit; bit >= 0; --bit) {
+    const uint64_t candidate = answer | uint64_t{1} << bit;
+    double bound;
+    memcpy(&bound, &candidate, sizeof bound);
+    if (is_nan(bound)) continue;  // beyond infinity
+    int64_t below = 0;
+    for (int64_t i = 0; i < count; ++i) below += values[i] < bound ? 1 : 0;
+    if (below <= rank) answer = candidate;
+  }
+  double value;
+  memcpy(&value, &answer, sizeof value);
+  return value;
+}
+
+// Linear between neighbours, as numpy.percentile; NaN if a value is; 0 if there are none.
+ZCLIP_HD double percentile_of(const double* values, int64_t count, double percentile) {
+  if (count == 0) return 0.0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (is_nan(values[i])) return values[i];
+  }
+  const double rank = percentile / 100.0 * static_cast<double>(count - 1);
+  const auto low = static_cast<int64_t>(rank);
+  const double below = value_of_rank(values, count, low);
+  if (low + 1 >= count) return below;
+  int64_t not_above = 0;
+  double above = static_cast<double>(INFINITY);
+  for (int64_t i = 0; i < count; ++i) {
+    not_above += values[i] <= below ? 1 : 0;
+    if (values[i] > below && values[i] < above) above = values[i];
+  }
+  // Equal neighbours first: between two infinities there is nothing to interpolate.
+  if (not_above > low + 1) return below;
+  return below + (rank - static_cast<double>(low)) * (above - below);
+}
+
+ZCLIP_HD double auto_clip_rule(const Totals& total, double percentile, int64_t history,
+                               OnNonFinite on_nonfinite, double* state, float* verdict) {
+  const Health health = health_of(total);
+  const bool refuse = refused(health, on_nonfinite);
+  const Ring ring = {state + kHistoryColumn, history, state + kHistorySeenColumn};
+  if (!refuse) push(ring, health.norm);
+  const double threshold = percentile_of(ring.values, filled(ring), percentile);
+  const double wanted = threshold / (health.norm + kNormEps);
+  const double coef = refuse ? kRefuse : wanted >= 1.0 ? kKeep : wanted;
+  Report report = report_of(health, refuse, coef);
+  report.threshold = threshold;
+  write_report(health, report, state, verdict);
+  return coef;
+}
+
+}  // namespace zclip
