@@ -14,6 +14,7 @@ from setuptools import setup
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]
 # Sums must have the same bits on every machine, so no multiply-add may be contracted.
 OPTIMISE = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden"]
+NVCC = ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler", "-fvisibility=hidden"]
 # libtorch must stay in NEEDED, or the weak stream symbol is silently null under CUDA torch.
 LINK = ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
 
@@ -85,7 +86,7 @@ def extension_arguments(wanted: str) -> dict:
         sources,
         py_limited_api=True,
         extra_link_args=LINK,
-        extra_compile_args={"cxx": [*OPTIMISE, *defines], "nvcc": ["-O3", *defines]},
+        extra_compile_args={"cxx": [*OPTIMISE, *defines], "nvcc": [*NVCC, *defines]},
         **options,
     )
     say(f"building the extension for the CPU{' and CUDA' if with_cuda else ''}")

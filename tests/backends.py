@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
+from tests.simt import build, device
 from zclip import reference
 from zclip.backends import OPS, native
 
@@ -33,3 +34,9 @@ BACKENDS = {"reference": reference}
 if native.is_loaded():
     BACKENDS["native-portable"] = _native("portable")
     BACKENDS["native-avx2"] = _native("avx2")
+if build.CAN_RUN:
+    # The CUDA kernels, executed on the CPU. What they leave out, the reference answers.
+    for order in ("forward", "reverse", "random"):
+        BACKENDS[f"simt-{order}"] = SimpleNamespace(
+            **{**vars(reference), **vars(device.backend(order))}
+        )

@@ -1,0 +1,63 @@
+// power_stats: the norms other than the Euclidean one. In float64 throughout; few people need
+// these, and none of them in a hurry.
+
+#pragma once
+
+#include "grad_stats.cuh"
+
+namespace zclip::cuda {
+
+__device__ __forceinline__ double block_max(double value) {
+  ZCLIP_SHARED(double, per_warp, kWarps);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value = LargestSlot::join(value, __shfl_xor_sync(kAllLanes, value, distance));
+  }
+  if (lane == 0) per_warp[warp] = value;
+  __syncthreads();
+  value = per_warp[0];
+  for (int other = 1; other < kWarps; ++other) value = LargestSlot::join(value, per_warp[other]);
+  __syncthreads();  // before the next call writes per_warp again
+  return value;
+}
+
+// Returned to every thread: the sum of |x|^p, or the largest |x| if p is infinite.
+template <typename number_t>
+__device__ __forceinline__ ChunkSlot chunk_powers(const number_t* data, int len, double p) {
+  GradStats stats = {};
+  for (int i = threadIdx.x; i < len; i += kThreads) {
+    const auto value = widen(data[i]);
+    stats.nan += is_nan(value) ? 1.0 : 0.0;
+    stats.inf += is_inf(value) ? 1.0 : 0.0;
+    const double size = is_finite(value) ? fabs(static_cast<double>(value)) : 0.0;
+    if (is_inf(p)) {
+      stats.sumsq = LargestSlot::join(stats.sumsq, size);
+    } else {
+      stats.sumsq += p == 1.0 ? size : exp(p * log(size));  // pow() would spill registers
+    }
+  }
+  const double joined = is_inf(p) ? block_max(stats.sumsq) : block_sum(stats.sumsq);
+  const double nan = block_sum(stats.nan), inf = block_sum(stats.inf);
+  return {joined, static_cast<uint32_t>(nan), static_cast<uint32_t>(inf)};
+}
+
+// grid and order: as grad_stats_partials. The last block writes the rows.
+template <typename Table>
+__global__ void __launch_bounds__(kThreads)
+    power_stats_partials(const Table __grid_constant__ table, ChunkSlot* slots, const Ticket ticket,
+                         GradStats* rows, double p) {
+  for (uint32_t c = blockIdx.x; c < table.chunks; c += gridDim.x) {
+    const ChunkPlace place = place_of(table, c);
+    const ChunkSlot slot =
+        visit_chunk(place, [&](auto* data) { return chunk_powers(data, place.len, p); });
+    if (threadIdx.x == 0) slots[c] = slot;
+  }
+  if (!is_last_block(ticket)) return;
+  if (is_inf(p)) {
+    finish_rows<LargestSlot>(table, slots, rows);
+  } else {
+    finish_rows<AddSlots>(table, slots, rows);
+  }
+}
+
+}  // namespace zclip::cuda
