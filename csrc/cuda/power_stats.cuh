@@ -21,6 +21,16 @@ __device__ __forceinline__ double block_max(double value) {
   return value;
 }
 
+// CUDA's pow() spills registers; this does not. Whole exponents, which nearly all norms have, by
+// multiplication.
+__device__ __forceinline__ double power(double size, double p) {
+  constexpr double kMostProducts = 16.0;
+  if (p > kMostProducts || p != floor(p)) return exp(p * log(size));
+  double product = size;
+  for (double i = 1.0; i < p; i += 1.0) product *= size;
+  return product;
+}
+
 // Returned to every thread: the sum of |x|^p, or the largest |x| if p is infinite.
 template <typename number_t>
 __device__ __forceinline__ ChunkSlot chunk_powers(const number_t* data, int len, double p) {
@@ -33,7 +43,7 @@ __device__ __forceinline__ ChunkSlot chunk_powers(const number_t* data, int len,
     if (is_inf(p)) {
       stats.sumsq = LargestSlot::join(stats.sumsq, size);
     } else {
-      stats.sumsq += p == 1.0 ? size : exp(p * log(size));  // pow() would spill registers
+      stats.sumsq += power(size, p);
     }
   }
   const double joined = is_inf(p) ? block_max(stats.sumsq) : block_sum(stats.sumsq);
