@@ -5,7 +5,9 @@
 """
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,7 +29,20 @@ def say(line: str) -> None:
 def cuda_home() -> str | None:
     """Return the folder of the CUDA toolkit, by CUDA_HOME or by the nvcc on the path."""
     nvcc = shutil.which("nvcc")
-    return os.environ.get("CUDA_HOME") or (nvcc and str(Path(os.path.realpath(nvcc)).parents[1]))
+    if os.environ.get("CUDA_HOME") or not nvcc:
+        return os.environ.get("CUDA_HOME")
+    beside = Path(os.path.realpath(nvcc)).parents[1]
+    if (beside / "include/cuda_runtime.h").exists():
+        return str(beside)
+    # A script that calls the real one, as some distributions have: nvcc itself knows where it is.
+    asked = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    top = re.search(r"TOP=(.+)", asked.stderr)
+    return os.path.realpath(top[1].strip()) if top else None
 
 
 def extension_arguments(wanted: str) -> dict:

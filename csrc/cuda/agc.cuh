@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     sum = {block_sum(sum.sumsq), block_sum(sum.nan), block_sum(sum.inf)};
     clipped = block_sum(clipped);
-    thread_least[threadIdx.x] = least;
+    thread_least[threadIdx.x] = least;  // read for the tensor before, since the sums have barriers
     __syncthreads();
     if (threadIdx.x == 0) {
       for (int other = 1; other < kThreads; ++other) {
@@ -83,7 +83,6 @@ __global__ void __launch_bounds__(kThreads)
       out.least[table.first_tensor + t] = least;
       out.clipped[table.first_tensor + t] = clipped;
     }
-    __syncthreads();  // before the next tensor writes thread_least again
   }
 }
 

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "block_sum.cuh"
+#include "block_join.cuh"
 #include "percentile.cuh"
 #include "rule.h"
 

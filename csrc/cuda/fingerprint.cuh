@@ -54,20 +54,6 @@ __device__ __forceinline__ Hash hash_share(const unsigned char* data, int64_t be
   return hash;
 }
 
-// Returned to thread 0.
-__device__ __forceinline__ Hash block_hash(Hash hash) {
-  ZCLIP_SHARED(Hash, per_warp, kWarps);
-  hash = warp_sum(hash);
-  if (threadIdx.x % kWarpSize == 0) per_warp[threadIdx.x / kWarpSize] = hash;
-  __syncthreads();
-  hash = 0;
-  if (threadIdx.x == 0) {
-    for (int warp = 0; warp < kWarps; ++warp) hash += per_warp[warp];
-  }
-  __syncthreads();  // before the next call writes per_warp again
-  return hash;
-}
-
 // grid: any number of blocks; each takes every gridDim.x-th chunk. Thread 0 writes slots[chunk];
 // the last block adds them up, a warp per tensor, and writes hashes.
 template <typename Table>
@@ -79,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t begin = static_cast<int64_t>(c - entry.first_chunk) * kDeviceChunk;
     const int64_t end = begin + kDeviceChunk < entry.row_len ? begin + kDeviceChunk : entry.row_len;
     const Hash hash =
-        block_hash(hash_share(reinterpret_cast<unsigned char*>(entry.address), begin, end));
+        block_join<Add>(hash_share(reinterpret_cast<unsigned char*>(entry.address), begin, end));
     if (threadIdx.x == 0) slots[c] = hash;
   }
   if (!is_last_block(ticket)) return;
@@ -89,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t end = entry.first_chunk + chunks_per_row(entry.row_len);
     Hash hash = 0;
     for (uint32_t c = entry.first_chunk + lane; c < end; c += kWarpSize) hash += __ldcg(slots + c);
-    hash = warp_sum(hash);
+    hash = warp_join<Add>(hash);
     if (lane == 0) {
       hashes[entry.row_and_format >> kFormatBits] =
           hash + mix_length(static_cast<uint64_t>(entry.row_len));

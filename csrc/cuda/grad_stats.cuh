@@ -28,14 +28,6 @@ __device__ __forceinline__ ChunkSlot load_slot(const ChunkSlot* slot) {
   return loaded;
 }
 
-struct AddSlots {
-  static __device__ __forceinline__ double join(double a, double b) { return a + b; }
-};
-
-struct LargestSlot {
-  static __device__ __forceinline__ double join(double a, double b) { return a < b ? b : a; }
-};
-
 // One warp per tensor: lanes take every 32nd slot in order, then join in a fixed order, in float64.
 // Lane 0 writes the row.
 template <typename Join, typename Table>
@@ -52,12 +44,7 @@ __device__ __forceinline__ void finish_rows(const Table& table, const ChunkSlot*
       sum.nan += slot.nan;
       sum.inf += slot.inf;
     }
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-      sum.sumsq = Join::join(sum.sumsq, __shfl_xor_sync(kAllLanes, sum.sumsq, distance));
-    }
-    sum.nan = warp_sum(sum.nan);
-    sum.inf = warp_sum(sum.inf);
+    sum = {warp_join<Join>(sum.sumsq), warp_join<Add>(sum.nan), warp_join<Add>(sum.inf)};
     if (lane == 0) rows[entry.row_and_format >> kFormatBits] = sum;
   }
 }
@@ -76,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     if (threadIdx.x == 0) slots[c] = slot;
   }
   if (!ending.fills_rows || !is_last_block(ticket)) return;
-  finish_rows<AddSlots>(table, slots, rows);
+  finish_rows<Add>(table, slots, rows);
   if (!ending.applies_rule) return;
   __syncthreads();  // every warp has written its rows
   apply_rule(ending.rule, rows, ending.total_rows, ending.out);

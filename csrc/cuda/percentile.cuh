@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../math/auto_clip.h"
-#include "block_sum.cuh"
+#include "block_join.cuh"
 
 namespace zclip::cuda {
 

@@ -7,20 +7,6 @@
 
 namespace zclip::cuda {
 
-__device__ __forceinline__ double block_max(double value) {
-  ZCLIP_SHARED(double, per_warp, kWarps);
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    value = LargestSlot::join(value, __shfl_xor_sync(kAllLanes, value, distance));
-  }
-  if (lane == 0) per_warp[warp] = value;
-  __syncthreads();
-  value = per_warp[0];
-  for (int other = 1; other < kWarps; ++other) value = LargestSlot::join(value, per_warp[other]);
-  __syncthreads();  // before the next call writes per_warp again
-  return value;
-}
-
 // CUDA's pow() spills registers; this does not. Whole exponents, which nearly all norms have, by
 // multiplication.
 __device__ __forceinline__ double power(double size, double p) {
@@ -41,12 +27,12 @@ __device__ __forceinline__ ChunkSlot chunk_powers(const number_t* data, int len,
     stats.inf += is_inf(value) ? 1.0 : 0.0;
     const double size = is_finite(value) ? fabs(static_cast<double>(value)) : 0.0;
     if (is_inf(p)) {
-      stats.sumsq = LargestSlot::join(stats.sumsq, size);
+      stats.sumsq = Largest::join(stats.sumsq, size);
     } else {
       stats.sumsq += power(size, p);
     }
   }
-  const double joined = is_inf(p) ? block_max(stats.sumsq) : block_sum(stats.sumsq);
+  const double joined = is_inf(p) ? block_join<Largest>(stats.sumsq) : block_sum(stats.sumsq);
   const double nan = block_sum(stats.nan), inf = block_sum(stats.inf);
   return {joined, static_cast<uint32_t>(nan), static_cast<uint32_t>(inf)};
 }
@@ -64,9 +50,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (!is_last_block(ticket)) return;
   if (is_inf(p)) {
-    finish_rows<LargestSlot>(table, slots, rows);
+    finish_rows<Largest>(table, slots, rows);
   } else {
-    finish_rows<AddSlots>(table, slots, rows);
+    finish_rows<Add>(table, slots, rows);
   }
 }
 

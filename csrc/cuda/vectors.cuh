@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "block_sum.cuh"
+#include "block_join.cuh"
 
 namespace zclip::cuda {
 

@@ -29,24 +29,16 @@ FLAGS = (
 SOURCE = build.HERE / "module.cpp"
 
 VARIANTS = {
-    "plain": ("plain", ()),
-    "small_arguments": ("plain", ("-DZCLIP_LARGE_ARGUMENTS=0",)),  # 4 KB, before CUDA 12.1
-    "asan": ("asan", ()),
-    "tsan": ("tsan", ("-DZCLIP_BLOCK_THREADS=64",)),  # TSan needs half a millisecond per thread
+    "plain": (),
+    "small_arguments": ("-DZCLIP_LARGE_ARGUMENTS=0",),  # 4 KB, as before CUDA 12.1
 }
-"""Builds of the backend: sanitizer and defines."""
+"""Builds of the backend, by their defines."""
 
 _libraries: list[torch.library.Library] = []  # a namespace lives as long as its Library
 
 
 def namespace(variant: str) -> str:
     return f"zclip_simt_{variant}"
-
-
-def build_variant(variant: str) -> Path:
-    """Build the backend and return its file. Must not run under a sanitizer's preload."""
-    sanitizer, defines = VARIANTS[variant]
-    return build.build_module(SOURCE, sanitizer, _flags(variant, defines))
 
 
 @functools.cache
@@ -57,12 +49,8 @@ def load(variant: str) -> ModuleType:
     for name in OPS:
         schema = str(getattr(torch.ops.zclip, name).default._schema)
         library.define(schema.removeprefix("zclip::"))
-    sanitizer, defines = VARIANTS[variant]
-    return build.load_module(SOURCE, sanitizer, _flags(variant, defines))
-
-
-def _flags(variant: str, defines: tuple[str, ...]) -> tuple[str, ...]:
-    return (*defines, f"-DZCLIP_SIMT_NAMESPACE={namespace(variant)}", *FLAGS)
+    defines = (*VARIANTS[variant], f"-DZCLIP_SIMT_NAMESPACE={namespace(variant)}")
+    return build.load_module(SOURCE, "plain", (*defines, *FLAGS))
 
 
 def backend(order: str, variant: str = "plain") -> SimpleNamespace:

@@ -26,7 +26,8 @@ void expect(bool holds, const std::string& what) {
 
 template <typename T>
 bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
-  return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+  if (a.size() != b.size()) return false;
+  return a.empty() || memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
 bool is_close(double got, double want) {
@@ -314,6 +315,15 @@ void check_rewriting(simt::Random& random) {
   for (DeviceTensor& tensor : nowhere) tensor.address = reinterpret_cast<void*>(64);
   const std::vector<double> keep(count, kKeep);
   cuda::launch_scale(nowhere.data(), count, keep.data(), nullptr, kQueue);
+
+  // Nor is it if another gradient is scaled, be it the last.
+  const size_t last = list.size() - 2;  // the one behind it is empty
+  nowhere[last] = list[last];
+  std::vector<double> one = keep;
+  one[last] = 0.5;
+  want = changed(tensors, [&](auto& x, size_t t) { scale_as_told(x, t == last ? 0.5 : kKeep); });
+  cuda::launch_scale(nowhere.data(), static_cast<int64_t>(last) + 1, one.data(), nullptr, kQueue);
+  expect_content(tensors, want, "scale_ of the last");
 }
 
 void check_powers(simt::Random& random) {
@@ -480,6 +490,11 @@ void check_splitting(simt::Random& random) {
   cuda::launch_scale(list.data(), count, coefs.data(), nullptr, kQueue);
   expect_content(tensors, scaled, "scale_ in several launches");
   expect(is_close(coefs[0], 1.0 / norm) && coefs[0] == coefs[count - 1], "coefficient of all");
+  std::vector<double> one(count, kKeep);
+  one[count - 1] = 0.5;
+  const auto last_halved = changed(tensors, [&](auto& x, size_t t) { scale_as_told(x, one[t]); });
+  cuda::launch_scale(list.data(), count, one.data(), nullptr, kQueue);
+  expect_content(tensors, last_halved, "scale_ of the last in several launches");
 }
 
 struct Check {
