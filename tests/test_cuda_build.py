@@ -121,6 +121,36 @@ def test_3000_tensors_are_split(runtime):
     assert names == ["grad_stats_partials<1340>"] * 3 + ["rewrite<1340, Scale>"] * 3
 
 
+def test_the_cost_model_is_current():
+    from benchmarks import gpu_cost_model
+
+    written = gpu_cost_model.PAGE.read_text()
+    assert "was timed on a GPU" in written
+    if gpu_cost_model.nvcc_version() not in written:  # another compiler, other registers
+        about_the_compiler = r"Compiled by nvcc.*?\n\n\|.*?\n\n"
+        parts = [
+            re.split(about_the_compiler, text, maxsplit=1, flags=re.DOTALL)
+            for text in (written, gpu_cost_model.page())
+        ]
+        assert parts[0] == parts[1]
+    else:
+        assert gpu_cost_model.page() == written
+
+
+def test_the_cost_model_knows_the_size_of_an_entry():
+    from benchmarks import gpu_cost_model
+
+    code = cuda_toolkit.cuobjdump("--dump-resource-usage", str(cuda_toolkit.compile_object()[0]))
+    measured = set()
+    for mangled, constant in re.findall(r"Function (\w+):\s+.*?CONSTANT\[0\]:(\d+)", code):
+        name = cuda_toolkit.plain_name(mangled)
+        if name.startswith("fingerprint_partials"):
+            measured.add((name, int(constant)))
+    small, large = ({c for n, c in measured if f"<{n_}>" in n} for n_ in (145, 1340))
+    difference = gpu_cost_model.table_bytes(1340) - gpu_cost_model.table_bytes(145)
+    assert {b - a for a in small for b in large} & {difference}
+
+
 LOADED = """
 import torch, zclip
 from zclip.backends import OPS, answering, native
