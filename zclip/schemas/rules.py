@@ -10,8 +10,8 @@ from torch import Tensor
 from zclip.schemas.library import library
 from zclip.schemas.shapes import empty_fused, empty_judgement
 
-# Rule: (tensors it reads besides the stats, settings). No argument may be called "mode": torch.compile
-# passes arguments by name to a function of its own that has one of that name.
+# Rule: (tensors it reads besides the stats, settings). No argument may be called "mode":
+# torch.compile passes arguments by name to a function of its own that has one of that name.
 _RULES = {
     "global_norm_": ("", "float max_norm, int nonfinite"),
     "zclip_": (
