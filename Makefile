@@ -22,6 +22,8 @@ soak: $(VENV)/built
 
 bench: $(VENV)/built
 	$(BIN)/zclip-bench --save benchmarks/results
+	$(BIN)/python benchmarks/bench_step.py --save benchmarks/results
+	$(BIN)/python benchmarks/spikes_gpt.py --save benchmarks/results
 	$(BIN)/python -m pytest -q benchmarks --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
 
 lint: $(VENV)/tools

@@ -1,11 +1,54 @@
 """Gradient norms, clipping and NaN/Inf flags that never make the device wait."""
 
+from typing import Any
+
 from zclip import backends as _backends
+from zclip.clippers import (
+    AGC,
+    AdaGC,
+    AutoClip,
+    Clipper,
+    ClipResult,
+    GlobalNorm,
+    SpikeSkip,
+    ZClip,
+    apply_in_place_clipping,
+)
 from zclip.functional import clip_grad_norm_, clip_grad_value_, get_total_norm
+from zclip.mailbox import Mailbox
 from zclip.ops import grad_stats
+from zclip.optim import ClippedOptimizer, wrap
+from zclip.targets import is_fsdp_model
 
 BACKEND_REASONS = _backends.load()
 """Why each backend is active or not; ``python -m zclip.info`` prints it."""
 
 __version__ = "0.1.0"
-__all__ = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "grad_stats"]
+__all__ = [
+    "AGC",
+    "AdaGC",
+    "AutoClip",
+    "ClipResult",
+    "ClippedOptimizer",
+    "Clipper",
+    "GlobalNorm",
+    "Mailbox",
+    "SpikeSkip",
+    "ZClip",
+    "apply_in_place_clipping",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "get_total_norm",
+    "grad_stats",
+    "is_fsdp_model",
+    "wrap",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load on first use what needs a package that may not be installed."""
+    if name == "ZClipLightningCallback":
+        from zclip.integrations.lightning import ZClipLightningCallback
+
+        return ZClipLightningCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

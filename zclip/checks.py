@@ -75,3 +75,26 @@ def check_limit(name: str, value: float) -> float:
     if not value >= 0.0:
         raise ValueError(f"{name} must be a number >= 0, got {value}")
     return value
+
+
+def check_fraction(name: str, value: float) -> float:
+    """Return ``value`` as a float if it can weigh the past.
+
+    Raises:
+        ValueError: it is not between 0 and 1.
+    """
+    value = float(value)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, got {value}")
+    return value
+
+
+def check_count(name: str, value: int) -> int:
+    """Return ``value`` as an int if it can be the length of something.
+
+    Raises:
+        ValueError: it is not a whole number >= 1.
+    """
+    if int(value) != value or value < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, got {value}")
+    return int(value)

@@ -36,7 +36,7 @@ def grads_of(parameters: Sequence[Tensor]) -> list[Tensor]:
     try:
         grads = [g for g in [p.grad for p in parameters] if g is not None]
     except AttributeError:
-        return grads_of([_tensor_at(i, p) for i, p in enumerate(parameters)])
+        return grads_of([tensor_at(i, p) for i, p in enumerate(parameters)])
     if len(set(map(id, grads))) != len(grads):  # tied parameters count once
         grads = list({id(g): g for g in grads}.values())
     return grads
@@ -45,17 +45,22 @@ def grads_of(parameters: Sequence[Tensor]) -> list[Tensor]:
 def name_of_grad(parameters: Sequence[Tensor], grad: Tensor) -> str:
     """Return the name of the first parameter whose gradient this is, or its place in the list."""
     for i, entry in enumerate(parameters):
-        if _tensor_at(i, entry).grad is grad:
+        if tensor_at(i, entry).grad is grad:
             return str(entry[0]) if isinstance(entry, tuple) else f"parameters[{i}]"
     raise ValueError("this is not the gradient of any of the parameters")
 
 
 def device_of(parameters: Sequence[Tensor]) -> torch.device:
     """Return where the first parameter lives; the CPU if there is none."""
-    return _tensor_at(0, parameters[0]).device if parameters else torch.device("cpu")
+    return tensor_at(0, parameters[0]).device if parameters else torch.device("cpu")
 
 
-def _tensor_at(i: int, entry: object) -> Tensor:
+def tensor_at(i: int, entry: object) -> Tensor:
+    """Return the tensor of an entry, which may be a pair of name and tensor.
+
+    Raises:
+        TypeError: it is neither.
+    """
     if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
         entry = entry[1]
     if not isinstance(entry, Tensor):

@@ -1,0 +1,74 @@
+"""AdaGC: every tensor has a limit of its own, which follows its own clipped norms."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from zclip.checks import check_fraction, check_limit
+from zclip.clippers.clipper import Clipper, FusedRule, Rule
+from zclip.layout import ADAGC_SEEDS, GAMMA_COLUMN, ON_NONFINITE
+
+
+class AdaGC(Clipper):
+    """Adaptive gradient clipping per tensor (arXiv 2502.11034).
+
+    For ``warmup_steps`` steps all gradients are clipped together to ``lambda_abs`` while each
+    tensor learns its gamma. Then a tensor whose norm exceeds ``lambda_rel * gamma`` is scaled down
+    to that, and gamma follows the clipped norm with factor ``beta``. Unlike the published code, a
+    tensor with a zero gradient, or with none, learns nothing, so that it is not frozen for good.
+
+    Args:
+        lambda_rel: how far above gamma a norm may rise.
+        beta: weight of the past in gamma.
+        lambda_abs: the global limit during warm-up.
+        eps: added to a norm before dividing by it.
+        warmup_steps: how many steps the global limit is used.
+        seed: what gamma starts from: "min_clipped" or "min_raw", the smallest norm of warm-up after
+            or before the global clip; "first", the first norm.
+        per_group: clip each parameter group by its own norm during warm-up.
+        on_nonfinite: "skip" refuses the step and learns nothing; "official" as published.
+    """
+
+    is_global: ClassVar[bool] = False
+    is_per_tensor: ClassVar[bool] = True
+    fields: ClassVar[Mapping[str, int | slice]] = {"gamma": slice(GAMMA_COLUMN, None)}
+
+    def __init__(
+        self,
+        lambda_rel: float = 1.04,
+        beta: float = 0.99,
+        lambda_abs: float = 1.0,
+        eps: float = 1e-6,
+        warmup_steps: int = 100,
+        seed: str = "min_clipped",
+        *,
+        per_group: bool = False,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        super().__init__(per_group=per_group, on_nonfinite=on_nonfinite)
+        if seed not in ADAGC_SEEDS:
+            raise ValueError(f"seed is {seed!r}; wanted one of {', '.join(ADAGC_SEEDS)}")
+        self.lambda_rel = check_limit("lambda_rel", lambda_rel)
+        self.beta = check_fraction("beta", beta)
+        self.lambda_abs = check_limit("lambda_abs", lambda_abs)
+        self.eps = check_limit("eps", eps)
+        self.warmup_steps = int(check_limit("warmup_steps", warmup_steps))
+        self.seed = seed
+
+    def _ops(self) -> tuple[Rule, FusedRule]:
+        return torch.ops.zclip.adagc_.default, torch.ops.zclip.clip_by_adagc_.default
+
+    def _settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (
+            self.lambda_rel,
+            self.beta,
+            self.lambda_abs,
+            self.eps,
+            self.warmup_steps,
+            ADAGC_SEEDS[self.seed],
+            ON_NONFINITE[self.on_nonfinite],
+        )
+
+    def _state_size(self, num_tensors: int) -> int:
+        return GAMMA_COLUMN + num_tensors

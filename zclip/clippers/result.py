@@ -1,0 +1,91 @@
+"""What a clipper found out in one step, and how the verdicts of several groups become one."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zclip.layout import (
+    BLOCKED,
+    CLIP_COUNT,
+    CLIPPED,
+    CLIPPED_NORM,
+    CLIPS,
+    FLAGS,
+    MEAN,
+    NORM,
+    SKIP_COUNT,
+    SKIPS,
+    STD,
+    STEP,
+    STEPS,
+    THRESHOLD,
+    WORST,
+    Z,
+)
+from zclip.reference.report import norms_of, worst_of
+
+
+@dataclass(frozen=True, slots=True)
+class ClipResult:
+    """One step, as tensors on the device: nothing here waits until you read a value.
+
+    Attributes:
+        total_norm: 0-dim, the norm of all gradients before clipping.
+        stats: float64 [N, 3], one row per gradient; columns as in :mod:`zclip.layout`.
+        coefs: float64 [N], the factor of each gradient; 1 left it untouched, -1 zeroed it.
+        verdict: float32 [14]; elements as in :mod:`zclip.layout`.
+    """
+
+    total_norm: Tensor
+    stats: Tensor
+    coefs: Tensor
+    verdict: Tensor
+
+    @property
+    def clipped_norm(self) -> Tensor:
+        """0-dim float32: the norm after clipping; 0 if the step was refused."""
+        return self.verdict[CLIPPED_NORM]
+
+    @property
+    def blocked(self) -> Tensor:
+        """0-dim float32: exactly 1 if the step must not be taken, else exactly 0."""
+        return self.verdict[BLOCKED]
+
+    @property
+    def norms(self) -> Tensor:
+        """[N]: the norm of each gradient before clipping; NaN or Inf where an element was."""
+        return norms_of(self.stats)
+
+
+def merge_verdicts(verdicts: list[Tensor], stats: Tensor, counters: Tensor) -> Tensor:
+    """Return one verdict for groups that were judged apart, and count the step.
+
+    The step is refused if any group refuses it. Norms add up as vectors do; z, threshold, mean and
+    deviation are those of the group that stands out most.
+
+    Args:
+        verdicts: float32 [14], one per group.
+        stats: float64 [N, 3] of all gradients.
+        counters: float64 [3], updated in place: steps, clips and skips of the whole.
+    """
+    table = torch.stack(verdicts)
+    merged = table.amax(dim=0)  # BLOCKED: any group; LOSS and the ratio: the same in all
+    flags = verdicts[0][FLAGS].int()
+    for verdict in verdicts[1:]:
+        flags = flags | verdict[FLAGS].int()
+    merged[FLAGS] = flags
+    merged[NORM] = table[:, NORM].double().square().sum().sqrt()
+    blocked = merged[BLOCKED] > 0
+    clipped_norm = table[:, CLIPPED_NORM].double().square().sum().sqrt()
+    merged[CLIPPED_NORM] = torch.where(blocked, 0.0, clipped_norm)
+    stands_out = table.index_select(0, table[:, Z].nan_to_num(nan=-math.inf).argmax().view(1))[0]
+    for column in (Z, THRESHOLD, MEAN, STD):
+        merged[column] = stands_out[column]
+    merged[WORST] = worst_of(stats)
+    clipped = ~blocked & (flags & CLIPPED > 0)
+    counters += torch.stack([torch.ones_like(blocked), clipped, blocked])
+    for column, counter in ((STEP, STEPS), (CLIPS, CLIP_COUNT), (SKIPS, SKIP_COUNT)):
+        merged[column] = counters[counter]
+    return merged

@@ -1,0 +1,1 @@
+"""Other people's training loops; each file needs the package it is named after."""

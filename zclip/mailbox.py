@@ -1,0 +1,102 @@
+"""Carries verdicts from the device to the host without making the device wait."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zclip.layout import CLIPPED_NORM, CLIPS, NORM, NUM_VERDICT, SKIPS, THRESHOLD, Z
+
+METRICS: Mapping[str, int] = {
+    "zclip/raw_grad_norm": NORM,
+    "zclip/clipped_grad_norm": CLIPPED_NORM,
+    "zclip/z_score": Z,
+    "zclip/threshold": THRESHOLD,
+    "zclip/total_clips": CLIPS,
+    "zclip/total_skips": SKIPS,
+}
+"""What :meth:`Mailbox.metrics` reports, and where in the verdict it stands."""
+
+
+class _Letter(NamedTuple):
+    step: int
+    slot: Tensor
+    landed: torch.Event | None
+
+
+class Mailbox:
+    """A ring of pinned buffers: ``post`` enqueues a copy, ``poll`` reads it ``lag`` posts later.
+
+    Late news is safe, because the device has already refused a bad step by itself. ``poll`` waits
+    on the event of an old copy, which has long landed. It never asks whether a newer one happens
+    to be there: ranks would hear of a step at different times and act apart.
+
+    Args:
+        lag: how many posts later a verdict may be read; 0 waits for the one just posted.
+        width: how many numbers a verdict has.
+
+    Attributes:
+        dropped: verdicts that were overwritten because nobody polled in time.
+    """
+
+    def __init__(self, lag: int = 2, width: int = NUM_VERDICT) -> None:
+        if lag < 0:
+            raise ValueError(f"lag must be >= 0, got {lag}")
+        self.lag = lag
+        self.width = width
+        self.dropped = 0
+        self._latest: list[float] | None = None
+        self._sent: deque[_Letter] = deque()
+        self._free: list[Tensor] = []
+
+    def post(self, step: int, verdict: Tensor) -> None:
+        """Send the verdict of a step; the copy runs behind the work already enqueued."""
+        device = verdict.device
+        on_host = device.type == "cpu"
+        if len(self._sent) > self.lag:
+            self._free.append(self._sent.popleft().slot)
+            self.dropped += 1
+        slot = self._free.pop() if self._free else self._new_slot(pinned=not on_host)
+        slot.copy_(verdict, non_blocking=True)
+        self._sent.append(_Letter(step, slot, None if on_host else _record_event(device)))
+
+    def poll(self) -> list[tuple[int, list[float]]]:
+        """Return ``(step, verdict)`` for every verdict that is ``lag`` posts old, oldest first."""
+        arrived = []
+        while len(self._sent) > self.lag:
+            letter = self._sent.popleft()
+            if letter.landed is not None:
+                letter.landed.synchronize()
+            self._latest = letter.slot.tolist()
+            self._free.append(letter.slot)
+            arrived.append((letter.step, self._latest))
+        return arrived
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers to log, ``lag`` posts late; nothing before the first has arrived."""
+        self.poll()
+        latest = self._latest
+        return {} if latest is None else {name: latest[i] for name, i in METRICS.items()}
+
+    def clear(self) -> None:
+        """Forget what is under way and what arrived: after a rollback it speaks of no step.
+
+        The buffers under way are let go, not reused: the device may still write to them.
+        """
+        self._sent.clear()
+        self._latest = None
+
+    def _new_slot(self, pinned: bool) -> Tensor:
+        return torch.empty(self.width, dtype=torch.float32, pin_memory=pinned)
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy starts empty: events and pinned memory belong to this process."""
+        return {**self.__dict__, "_sent": deque(), "_free": [], "_latest": None}
+
+
+def _record_event(device: torch.device) -> torch.Event:
+    event = torch.Event(device)
+    event.record()
+    return event

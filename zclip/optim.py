@@ -1,0 +1,367 @@
+"""The drop-in wrapper: any torch optimizer, its gradients clipped before every step."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from zclip.clippers import CLIPPERS, Clipper, ClipResult
+from zclip.layout import FLAGS, HAS_INF, HAS_NAN
+from zclip.mailbox import Mailbox
+from zclip.momentum import FirstMomentum
+
+APPLY = ("inplace", "grad_scale")
+CLIP_KEY = "zclip"
+"""Where the state of the clipper stands in ``state_dict``; a bare optimizer does not look there."""
+
+_FUSED = (Adam, SGD, Adagrad)  # AdamW is an Adam
+
+
+class ClippedOptimizer(Optimizer):
+    """An optimizer that clips before it steps, and does not step on NaN or Inf.
+
+    It is the wrapped optimizer to schedulers, GradScaler, accelerate and checkpoints: parameter
+    groups, state and defaults are the same objects. Build the wrapped one with ``fused=True``
+    (Adam, AdamW, SGD, Adagrad): it then reads the verdict on the device and a refused step changes
+    neither parameters nor state, bit by bit, with no wait. State that would be created by the
+    first step may be created by a refused one, with the values it starts from. Two exceptions
+    wait for the device: an optimizer that is not fused, in every step; and fused SGD with
+    dampening, until its momentum exists.
+
+    Args:
+        optimizer: the one to wrap.
+        clipper: what clips; see :mod:`zclip.clippers`.
+        skip_nonfinite: refuse a step with NaN or Inf even if the clipper would let it pass.
+        apply: "inplace" scales the gradients where there is something to clip; "grad_scale" has
+            the fused step do it, for clippers with one coefficient for all.
+        named_parameters: names for norms, states and errors, if the optimizer was built without;
+            written into its groups as "param_names", as torch does.
+        lag: how many steps late :meth:`metrics` is.
+
+    Attributes:
+        inner: the wrapped optimizer.
+        clipper: what clips.
+        lr_scale: multiplies the learning rate of every group during the step and is not seen
+            outside of it, so that no scheduler undoes it; not part of ``state_dict``.
+        mailbox: carries the verdicts to the host.
+
+    Raises:
+        ValueError: "grad_scale" with an optimizer that is not fused, or a clipper that has more
+            than one coefficient.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clipper: Clipper,
+        *,
+        skip_nonfinite: bool = True,
+        apply: str = "inplace",
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        lag: int = 1,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer is {type(optimizer).__name__}; wanted a torch Optimizer")
+        if not isinstance(clipper, Clipper):
+            raise TypeError(f"clipper is {type(clipper).__name__}; wanted a zclip.Clipper")
+        if isinstance(optimizer, ClippedOptimizer):
+            raise ValueError("the optimizer is already clipped; wrap the one inside, .inner")
+        self.inner = optimizer
+        self.clipper = clipper
+        self.skip_nonfinite = skip_nonfinite
+        self.apply = apply
+        self.lr_scale = 1.0
+        self.mailbox = Mailbox(lag)
+        self._steps = 0
+        self._warned = False
+        self._momentum = FirstMomentum()
+        # Sets up step hooks. Optimizer.__init__ would as well, but would also make parameter
+        # groups of its own; leaving it out altogether breaks register_step_post_hook.
+        super().__setstate__({})
+        self._check_apply()
+        if named_parameters is not None:
+            self._name_parameters(dict((id(p), name) for name, p in named_parameters))
+        clipper.bind(self.param_groups)
+
+    @property
+    def guards_on_device(self) -> bool:
+        """Whether the wrapped optimizer reads ``found_inf`` on the device."""
+        inner = self.inner
+        # Copying and pickling lose the attribute, although the step still reads found_inf.
+        able = getattr(inner, "_step_supports_amp_scaling", False) or isinstance(inner, _FUSED)
+        default = not isinstance(inner, _FUSED)
+        return able and all(group.get("fused", default) for group in inner.param_groups)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler asks: if True it leaves unscaling and refusing to us, and never waits."""
+        return self.guards_on_device
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, loss: Tensor | None = None) -> Any:
+        """Clip, then step unless the step is refused.
+
+        Args:
+            closure: computes the loss and the gradients. It is called once, before clipping; if
+                the optimizer needs to call it several times, as LBFGS does, each call is clipped.
+            loss: 0-dim, for clippers that watch it; that of the closure if there is one.
+
+        Returns:
+            What the closure returned, else None.
+        """
+        if closure is not None and self._needs_closure():
+            with self._scaled_lr():
+                return self.inner.step(lambda: self._clip_after(closure))
+        returned = None
+        if closure is not None:
+            with torch.enable_grad():
+                returned = closure()
+            loss = returned if isinstance(returned, Tensor) else loss
+        # Put here by GradScaler, which takes them away again after the step.
+        grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
+        result = self._clip(loss, grad_scale)
+        if result is None:
+            self.inner.step()  # no gradients: what the optimizer makes of that is its own affair
+            return returned
+        refused = self._refused(result, found_inf)
+        if not self.guards_on_device:
+            self._waiting_step(refused)
+        elif not self._must_wait() or not bool(refused):
+            self._guarded_step(result, refused, grad_scale)
+        return returned
+
+    def metrics(self) -> dict[str, float]:
+        """Return norms, z-score, threshold and counts as floats, a step late; see ``lag``."""
+        return self.mailbox.metrics()
+
+    @property
+    def result(self) -> ClipResult | None:
+        """What the clipper found in the last step."""
+        return self.clipper.result
+
+    def _clip(self, loss: Tensor | None, grad_scale: Tensor | None) -> ClipResult | None:
+        groups = self.param_groups
+        if self.apply == "inplace":
+            self.clipper.step(groups, loss=loss, grad_scale=grad_scale)
+        else:
+            self.clipper.decide(groups, loss=loss, grad_scale=grad_scale)
+        result = self.clipper.result
+        if result is not None:
+            self.mailbox.post(self._steps, result.verdict)
+        self._steps += 1
+        return result
+
+    def _clip_after(self, closure: Callable[[], Any]) -> Any:
+        """Serve an optimizer that calls the closure itself; a refused gradient is zero to it."""
+        with torch.enable_grad():
+            returned = closure()
+        self._clip(returned if isinstance(returned, Tensor) else None, None)
+        return returned
+
+    def _refused(self, result: ClipResult, found_inf: Tensor | None) -> Tensor:
+        """Return exactly 0 or 1: the fused kernels take any other number for a yes and a no."""
+        refused = result.blocked
+        if self.skip_nonfinite and self.clipper.on_nonfinite != "skip":
+            flags = result.verdict[FLAGS].int()
+            refused = torch.maximum(refused, ((flags & (HAS_NAN | HAS_INF)) > 0).float())
+        if found_inf is not None:
+            seen = (found_inf.to(refused.device, non_blocking=True) > 0).float()
+            refused = torch.maximum(refused, seen)
+        return refused
+
+    def _must_wait(self) -> bool:
+        return isinstance(self.inner, SGD) and self._momentum.prepare(self.inner)
+
+    def _guarded_step(self, result: ClipResult, refused: Tensor, grad_scale: Tensor | None) -> None:
+        inner: Any = self.inner
+        inner.found_inf = refused
+        if self.apply == "grad_scale":
+            coef = result.coefs[0]
+            divisor = torch.where(coef < 0, 1.0, coef.reciprocal())  # refused: it is not used
+            if grad_scale is not None:
+                divisor = divisor * grad_scale.to(divisor.device, non_blocking=True)
+            inner.grad_scale = divisor.float()
+        try:
+            with self._scaled_lr():
+                inner.step()
+        finally:
+            for name in ("found_inf", "grad_scale"):
+                inner.__dict__.pop(name, None)
+
+    def _waiting_step(self, refused: Tensor) -> None:
+        """Step if the host, after a wait for the device, finds nothing against it."""
+        if not self._warned:
+            self._warned = True
+            name = type(self.inner).__name__
+            cure = (
+                "build it with fused=True"
+                if isinstance(self.inner, _FUSED)
+                else f"{name} has no fused form; Adam, AdamW, SGD and Adagrad have"
+            )
+            warnings.warn(
+                f"{name} is not fused, so that the host must read the verdict before every step, "
+                f"which on an accelerator means to wait for it. To avoid it: {cure}.",
+                stacklevel=5,
+            )
+        if not bool(refused):
+            with self._scaled_lr():
+                self.inner.step()
+
+    @contextmanager
+    def _scaled_lr(self) -> Iterator[None]:
+        """Schedulers own ``lr``; healing owns ``lr_scale``. They meet only here."""
+        if self.lr_scale == 1.0:
+            yield
+            return
+        scheduled = [(group, group["lr"]) for group in self.param_groups if "lr" in group]
+        for group, lr in scheduled:
+            group["lr"] = lr * self.lr_scale
+        try:
+            yield
+        finally:
+            for group, lr in scheduled:
+                group["lr"] = lr
+
+    def _needs_closure(self) -> bool:
+        closure = inspect.signature(self.inner.step).parameters.get("closure")
+        return closure is not None and closure.default is inspect.Parameter.empty
+
+    def _name_parameters(self, names: dict[int, str]) -> None:
+        """Write the names where torch does, so that copies and checkpoints keep them."""
+        for group in self.param_groups:
+            unnamed = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+            if unnamed:
+                raise ValueError(f"named_parameters lacks parameters of the shapes {unnamed}")
+            group["param_names"] = [names[id(p)] for p in group["params"]]
+
+    def _check_apply(self) -> None:
+        if self.apply not in APPLY:
+            raise ValueError(f"apply is {self.apply!r}; wanted one of {', '.join(APPLY)}")
+        if self.apply == "inplace":
+            return
+        if not self.guards_on_device:
+            raise ValueError(
+                f"apply='grad_scale' needs an optimizer built with fused=True; this "
+                f"{type(self.inner).__name__} is not"
+            )
+        if not self.clipper.is_global or self.clipper.per_group:
+            raise ValueError(
+                "apply='grad_scale' has one factor for all gradients, but "
+                f"{type(self.clipper).__name__} has several; wanted apply='inplace'"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer, and that of the clipper under "zclip".
+
+        The wrapped optimizer, or a bare one like it, can load this too.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state = {**self.inner.state_dict(), CLIP_KEY: self.clipper.state_dict()}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, state)
+            state = state if changed is None else changed
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, or the state of a bare optimizer.
+
+        In the latter case the clipper keeps what it has learned.
+
+        Raises:
+            ValueError: the state fits neither; says what differs. Nothing is changed then, unless
+                it is the wrapped optimizer that refuses its part.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        clip_state = state_dict.pop(CLIP_KEY, None)
+        if clip_state is not None:
+            self.clipper.load_state_dict(clip_state)
+        self.inner.load_state_dict(state_dict)
+        self._momentum.forget()
+        self.mailbox.clear()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer; adaptive statistics of the others stay."""
+        self.inner.add_param_group(param_group)
+        self._momentum.forget()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer does."""
+        self.inner.zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the wrapped optimizer."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """That of the wrapped optimizer."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.inner.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Those of the wrapped optimizer."""
+        return self.inner.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.inner.defaults = value
+
+    def __getattr__(self, name: str) -> Any:
+        """Anything else that is public is the wrapped optimizer's."""
+        if name.startswith("_") or "inner" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.inner, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the hooks, as torch does."""
+        kept = ("inner", "clipper", "skip_nonfinite", "apply", "lr_scale", "mailbox", "_steps")
+        return {
+            **{name: self.__dict__[name] for name in kept},
+            "_warned": self._warned,
+            "_momentum": FirstMomentum(),
+        }
+
+
+def wrap(
+    optimizer: Optimizer, clipper: str | Clipper = "zclip", **settings: Any
+) -> ClippedOptimizer:
+    """Return ``optimizer`` with its gradients clipped before every step.
+
+    Args:
+        optimizer: any torch optimizer, best built with ``fused=True``.
+        clipper: a clipper, or the name of one: "zclip", "adagc", "global_norm", "spike_skip",
+            "agc", "auto_clip".
+        settings: those of :class:`ClippedOptimizer`, and of the clipper if it is given by name.
+
+    Example:
+        >>> optimizer = zclip.wrap(torch.optim.AdamW(model.parameters(), fused=True), "zclip")
+    """
+    own = ("skip_nonfinite", "apply", "named_parameters", "lag")
+    of_wrapper = {name: settings.pop(name) for name in own if name in settings}
+    if isinstance(clipper, str):
+        if clipper not in CLIPPERS:
+            raise ValueError(f"clipper is {clipper!r}; wanted one of {', '.join(CLIPPERS)}")
+        clipper = CLIPPERS[clipper](**settings)
+    elif settings:
+        raise TypeError(f"{', '.join(settings)}: set these on the clipper that you made")
+    return ClippedOptimizer(optimizer, clipper, **of_wrapper)

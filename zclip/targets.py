@@ -1,0 +1,191 @@
+"""What a clipper is handed, as a fixed list of parameters: each once, in order, with its name.
+
+Walking a model costs more than clipping it when its tensors are small, so the list is kept; but it
+is never trusted: every step proves by identity, in nanoseconds per parameter, that it still holds.
+Gradients are never kept, or memory that ``zero_grad`` gave back would stay in use.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from zclip.parameters import Parameters, as_list, tensor_at
+
+Target = Module | Parameters | Iterable[Module] | Iterable[Mapping[str, Any]]
+"""A model, several, parameters in any form, or groups of them as in ``optimizer.param_groups``."""
+
+_NONE = id(None)
+
+
+class Targets:
+    """Parameters in groups; ``params`` and ``names`` are those of all groups, one after another."""
+
+    def __init__(
+        self, groups: Sequence[Sequence[tuple[str, Tensor]]], settings: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self.params: list[Tensor] = []
+        self.names: list[str] = []
+        self.sizes: list[int] = []
+        self.settings = settings  # the dictionaries of the groups, read at every step
+        seen: set[int] = set()
+        for group in groups:
+            unique = [(n, p) for n, p in group if not (id(p) in seen or seen.add(id(p)))]  # type: ignore[func-returns-value]
+            self.params += [p for _, p in unique]
+            self.names += [n for n, _ in unique]
+            self.sizes.append(len(unique))
+
+    def gradients(self, aligned: bool) -> tuple[list[Tensor], list[int] | None]:
+        """Return the gradients, each once, and which parameters they belong to; None means all.
+
+        Args:
+            aligned: put an empty tensor where a parameter has no gradient, so that there is one
+                for each; its statistics are zero and scaling it does nothing.
+        """
+        grads = [p.grad for p in self.params]
+        identities = set(map(id, grads))
+        if len(identities) == len(grads) and _NONE not in identities:
+            return grads, None  # type: ignore[return-value]
+        first = {id(g): i for i, g in reversed(list(enumerate(grads))) if g is not None}
+        present = sorted(first.values())
+        if aligned and present:
+            nothing = grads[present[0]].new_empty(0)  # type: ignore[union-attr]
+            kept = set(present)
+            return [g if i in kept else nothing for i, g in enumerate(grads)], None  # type: ignore[misc]
+        return [grads[i] for i in present], present  # type: ignore[misc]
+
+    def sizes_of(self, present: list[int] | None) -> list[int]:
+        """Return how many of the present gradients each group has."""
+        if present is None:
+            return self.sizes
+        sizes, start = [], 0
+        for size in self.sizes:
+            sizes.append(sum(start <= i < start + size for i in present))
+            start += size
+        return sizes
+
+    def named_group(self, group: int) -> list[tuple[str, Tensor]]:
+        """Return names and parameters of one group."""
+        start = sum(self.sizes[:group])
+        pairs = zip(self.names, self.params, strict=True)
+        return list(pairs)[start : start + self.sizes[group]]
+
+
+class TargetCache:
+    """Turns what a step is handed into :class:`Targets`, and makes new ones only on change."""
+
+    def __init__(self) -> None:
+        self._targets: Targets | None = None
+        self._trees: list[_Tree] = []
+        self._entries: list[Any] = []
+
+    @property
+    def targets(self) -> Targets | None:
+        return self._targets
+
+    def find(self, handed: tuple[Any, ...]) -> Targets:
+        """Return the parameters to clip.
+
+        Args:
+            handed: the arguments of ``step``: one target, or several models.
+
+        Raises:
+            TypeError: something in there is not a parameter.
+        """
+        target = handed[0] if len(handed) == 1 else handed
+        if isinstance(target, Module):
+            return self._find_modules([target])
+        if isinstance(target, Tensor):
+            target = [target]
+        listed: list[Any] = as_list(target)
+        first = listed[0] if listed else None
+        if isinstance(first, Module):
+            return self._find_modules(listed)
+        if isinstance(first, Mapping):
+            return self._find_groups(listed)
+        tensors = [e[1] if type(e) is tuple else e for e in listed]
+        if self._targets is None or self._trees or not _same(tensors, self._entries):
+            pairs = [(_name(i, e), tensor_at(i, e)) for i, e in enumerate(listed)]
+            self._keep(Targets([pairs], [{}]), [], tensors)
+        assert self._targets is not None
+        return self._targets
+
+    def _find_modules(self, modules: list[Module]) -> Targets:
+        roots = [tree.modules[0] for tree in self._trees]
+        current = _same(roots, modules) and all(tree.is_current() for tree in self._trees)
+        if self._targets is None or not current:
+            if any(is_fsdp_model(module) for module in modules):
+                raise NotImplementedError(
+                    "the gradients of FullyShardedDataParallel are shards, whose norm is not that "
+                    "of the model; use its own clip_grad_norm_"
+                )
+            prefixes = [f"models[{i}]." for i in range(len(modules))] if modules[1:] else [""]
+            pairs = [
+                (prefix + name, param)
+                for prefix, module in zip(prefixes, modules, strict=True)
+                for name, param in module.named_parameters()
+            ]
+            self._keep(Targets([pairs], [{}]), [_Tree(module) for module in modules], [])
+        assert self._targets is not None
+        return self._targets
+
+    def _find_groups(self, groups: list[Mapping[str, Any]]) -> Targets:
+        entries: list[Any] = []
+        for group in groups:
+            entries.append(group)
+            entries += group["params"]
+        if self._targets is None or self._trees or not _same(entries, self._entries):
+            named, position = [], 0
+            for group in groups:
+                given = group.get("param_names")
+                pairs = []
+                for i, param in enumerate(group["params"]):
+                    name = given[i] if given else _name(position, param)
+                    pairs.append((name, tensor_at(position, param)))
+                    position += 1
+                named.append(pairs)
+            self._keep(Targets(named, groups), [], entries)
+        assert self._targets is not None
+        return self._targets
+
+    def _keep(self, targets: Targets, trees: list["_Tree"], entries: list[Any]) -> None:
+        self._targets, self._trees, self._entries = targets, trees, entries
+
+
+def is_fsdp_model(pl_module: Module) -> bool:
+    """Return whether a module, or one inside it, is sharded by FullyShardedDataParallel."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody has imported it, so nobody can have used it
+        return False
+    return any(isinstance(module, fsdp.FullyShardedDataParallel) for module in pl_module.modules())
+
+
+class _Tree:
+    """A tree of modules, flattened, that can tell whether it is still the same."""
+
+    def __init__(self, root: Module) -> None:
+        self.modules = list(root.modules())
+        self._children = self._list_children()
+        self._params = self._list_params()
+
+    def is_current(self) -> bool:
+        same_children = _same(self._list_children(), self._children)
+        return same_children and _same(self._list_params(), self._params)
+
+    def _list_children(self) -> list[Any]:
+        return [child for m in self.modules for child in m._modules.values()]
+
+    def _list_params(self) -> list[Any]:
+        return [p for m in self.modules for p in m._parameters.values()]
+
+
+def _same(left: Sequence[object], right: Sequence[object]) -> bool:
+    # By identity: == on tensors would launch kernels and wait for their result.
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+def _name(i: int, entry: object) -> str:
+    return str(entry[0]) if isinstance(entry, tuple) else f"parameters[{i}]"
