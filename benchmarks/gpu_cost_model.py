@@ -1,10 +1,10 @@
-"""Writes docs/gpu-cost-model.md from the compiled kernels: what a clipped step should cost on a GPU.
+"""Writes docs/gpu-cost-model.md: what a step should cost on a GPU, by the compiled kernels.
 
     python -m benchmarks.gpu_cost_model           writes the page
     python -m benchmarks.gpu_cost_model --check   says whether the page is current
 
 Nothing here is a measurement. Registers and shared memory are what ptxas says; launches and
-arguments are what the tests count; times are bytes divided by bandwidth, plus the assumptions below.
+arguments are what the tests count; times are bytes over bandwidth, plus the assumptions below.
 """
 
 import re

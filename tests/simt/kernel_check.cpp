@@ -209,23 +209,28 @@ void check_rules(simt::Random& random) {
              random);
 }
 
+// A history longer than a block has threads, with and without a NaN in it.
 void check_percentile(simt::Random& random) {
   const int64_t history = cuda::kThreads + 9;
-  std::vector<double> state(kHistoryColumn + history), want_state, coefs(1);
-  for (double& column : state) column = random.below(50) * 0.37;
-  for (int c = 0; c < kHistorySeenColumn; ++c) state[c] = 0.0;
-  state[kHistorySeenColumn] = static_cast<double>(history + 3);
-  want_state = state;
-  const GradStats row = {25.0, 0.0, 0.0};
-  std::vector<float> verdict(kNumVerdict), want(kNumVerdict);
-  cuda::Rule rule = {};
-  rule.kind = cuda::Rule::Kind::kAutoClip;
-  rule.state = state.data();
-  rule.auto_clip = {61.0, history, OnNonFinite::kSkip};
-  cuda::launch_rule(rule, &row, 1, {coefs.data(), verdict.data(), nullptr, false}, kQueue);
-  auto_clip_rule(total_of(&row, 1), 61.0, history, OnNonFinite::kSkip, want_state.data(),
-                 want.data());
-  expect(same_bits(state, want_state) && same_bits(verdict, want), "percentile of a long history");
+  for (const bool has_nan : {false, true}) {
+    std::vector<double> state(kHistoryColumn + history), coefs(1), want_coefs(1);
+    for (double& column : state) column = random.below(50) * 0.37;
+    for (int c = 0; c < kHistorySeenColumn; ++c) state[c] = 0.0;
+    state[kHistorySeenColumn] = static_cast<double>(history + 3);
+    if (has_nan) state[kHistoryColumn + 40] = NAN;
+    std::vector<double> want_state = state;
+    const GradStats row = {25.0, 0.0, 0.0};
+    std::vector<float> verdict(kNumVerdict), want(kNumVerdict);
+    cuda::Rule rule = {};
+    rule.kind = cuda::Rule::Kind::kAutoClip;
+    rule.state = state.data();
+    rule.auto_clip = {61.0, history, OnNonFinite::kOfficial};
+    cuda::launch_rule(rule, &row, 1, {coefs.data(), verdict.data(), nullptr, false}, kQueue);
+    want_coefs[0] = auto_clip_rule(total_of(&row, 1), 61.0, history, OnNonFinite::kOfficial,
+                                   want_state.data(), want.data());
+    expect(same_bits(state, want_state) && same_bits(verdict, want), "percentile of a history");
+    expect(same_bits(coefs, want_coefs), "coefficient by percentile");
+  }
 }
 
 template <typename number_t>
