@@ -45,8 +45,8 @@ Tensor power_stats(std::vector<Tensor> grads, double p) {
 void scale_(std::vector<Tensor> grads, Tensor coefs) {
   const Place place(first_of(grads, coefs));
   DeviceList list(grads, place, Access::kWrite, "scale_", "grads");
-  STD_TORCH_CHECK(place.holds(coefs) && coefs.scalar_type() == ScalarType::Double && coefs.is_contiguous() &&
-                      coefs.numel() == list.count(),
+  STD_TORCH_CHECK(place.holds(coefs) && coefs.scalar_type() == ScalarType::Double &&
+                      coefs.is_contiguous() && coefs.numel() == list.count(),
                   "zclip::scale_: coefs must be a contiguous float64 tensor with one element per "
                   "gradient (",
                   grads.size(), "), got ", coefs.numel());
@@ -60,8 +60,8 @@ void scale_(std::vector<Tensor> grads, Tensor coefs) {
 void zero_nonfinite_(std::vector<Tensor> grads, Tensor stats) {
   const Place place(first_of(grads, stats));
   DeviceList list(grads, place, Access::kWrite, "zero_nonfinite_", "grads");
-  STD_TORCH_CHECK(place.holds(stats) && stats.scalar_type() == ScalarType::Double && stats.is_contiguous() &&
-                      stats.numel() == list.count() * kNumStats,
+  STD_TORCH_CHECK(place.holds(stats) && stats.scalar_type() == ScalarType::Double &&
+                      stats.is_contiguous() && stats.numel() == list.count() * kNumStats,
                   "zclip::zero_nonfinite_: stats must be a contiguous float64 tensor of shape [",
                   grads.size(), ", 3]");
   check_launch(launch_zero_nonfinite(list.data(), list.count(), rows_of(stats), place.queue()),

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "target.cuh"
@@ -24,7 +25,7 @@ inline int64_t multiprocessors(int /*device*/) { return emulated_multiprocessors
 // Asks the runtime once per device; does not touch the device.
 inline int64_t multiprocessors(int device) {
   constexpr int kRemembered = 64;
-  static int known[kRemembered] = {};  // two threads may both ask; they write the same number
+  static std::atomic<int> known[kRemembered];  // two threads may both ask; the answer is the same
   if (device >= 0 && device < kRemembered && known[device] > 0) return known[device];
   int count = 0;
   if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {

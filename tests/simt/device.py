@@ -28,37 +28,27 @@ FLAGS = (
 )
 SOURCE = build.HERE / "module.cpp"
 
-VARIANTS = {
-    "plain": (),
-    "small_arguments": ("-DZCLIP_LARGE_ARGUMENTS=0",),  # 4 KB, as before CUDA 12.1
-}
-"""Builds of the backend, by their defines."""
-
+NAMESPACE = "zclip_simt"
 _libraries: list[torch.library.Library] = []  # a namespace lives as long as its Library
 
 
-def namespace(variant: str) -> str:
-    return f"zclip_simt_{variant}"
-
-
 @functools.cache
-def load(variant: str) -> ModuleType:
+def load() -> ModuleType:
     """Build the backend, declare its operators in a namespace of torch.ops, and return it."""
-    library = torch.library.Library(namespace(variant), "DEF")
+    library = torch.library.Library(NAMESPACE, "DEF")
     _libraries.append(library)
     for name in OPS:
         schema = str(getattr(torch.ops.zclip, name).default._schema)
         library.define(schema.removeprefix("zclip::"))
-    defines = (*VARIANTS[variant], f"-DZCLIP_SIMT_NAMESPACE={namespace(variant)}")
-    return build.load_module(SOURCE, "plain", (*defines, *FLAGS))
+    return build.load_module(SOURCE, "plain", FLAGS)
 
 
-def backend(order: str, variant: str = "plain") -> SimpleNamespace:
+def backend(order: str) -> SimpleNamespace:
     """Return the operators as functions; each call runs under another seed of one order."""
     seeds = itertools.count()
 
     def call(name, *args):
-        load(variant).set_schedule(order, seed=next(seeds))
-        return getattr(getattr(torch.ops, namespace(variant)), name)(*args)
+        load().set_schedule(order, seed=next(seeds))
+        return getattr(getattr(torch.ops, NAMESPACE), name)(*args)
 
     return SimpleNamespace(**{name: functools.partial(call, name) for name in OPS})

@@ -13,11 +13,7 @@
 #include "../../csrc/cuda/rule_op.cpp"
 #include "../../csrc/cuda/rule_ops.cpp"
 
-#if !defined(ZCLIP_SIMT_NAMESPACE)
-#define ZCLIP_SIMT_NAMESPACE zclip_simt_plain
-#endif
-
-STABLE_TORCH_LIBRARY_IMPL(ZCLIP_SIMT_NAMESPACE, CPU, m) { zclip::cuda::register_ops(m); }
+STABLE_TORCH_LIBRARY_IMPL(zclip_simt, CPU, m) { zclip::cuda::register_ops(m); }
 
 PYBIND11_MODULE(MODULE_NAME, module) {
   simt::bind_schedule(module);
