@@ -42,7 +42,7 @@ BENT = [
      "(row_len + kDeviceChunk) / kDeviceChunk);", "stats"),
     ("tensor_table.cuh", "table.chunks += static_cast<uint32_t>(num_chunks(tensor));",
      "table.chunks += 1;", "stats"),
-    ("tensor_table.cuh", "chunks_before += table.chunks;", "", "splitting"),
+    ("tensor_table.cuh", "chunks_before += table.chunks;", "", "agc"),
     ("tensor_table.cuh", "row += tensor.rows;", "row += 1;", "agc"),
     ("tensor_table.cuh", "next == count);", "true);", "splitting"),
     ("vectors.cuh", "to_go < len ? to_go : len", "to_go", "stats"),

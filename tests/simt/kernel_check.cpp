@@ -385,21 +385,24 @@ void check_fingerprints(simt::Random& random) {
 
 void check_agc(simt::Random& random) {
   Tensors grads, weights;
-  for (const auto [rows, row_len] : {std::pair<int64_t, int64_t>{1, 50},
-                                     {3, 40},
-                                     {70, 5},
-                                     {2, 0},
-                                     {2, SIMT_TSAN ? 9 : cuda::kDeviceChunk + 3}}) {
+  std::vector<std::pair<int64_t, int64_t>> shapes = {{1, 50}, {3, 40}, {70, 5}, {2, 0}};
+  shapes.push_back({2, SIMT_TSAN ? 9 : cuda::kDeviceChunk + 3});
+  // More tensors than a table of rows holds, and than 4 KB of arguments do.
+  for (int i = 0; i < cuda::kAgcCapacity; ++i) shapes.push_back({1 + i % 2, 3});
+  size_t num_rows = 0;
+  for (const auto& [rows, row_len] : shapes) {
     grads.emplace_back(Format::kFloat32, rows * row_len, 1, rows);
     weights.emplace_back(Format::kBfloat16, rows * row_len, 0, rows);
     fill(grads.back(), random);
     fill(weights.back(), random, 8.0);
+    num_rows += rows;
   }
   const auto grad_list = device_list(grads), weight_list = device_list(weights);
   const auto count = static_cast<int64_t>(grads.size());
   for (const bool refuse : {false, true}) {
     if (refuse) grads[1].set(41, NAN);
-    std::vector<double> want_coefs, row_coefs(200), per_tensor(2 * count), coefs(count), state(3);
+    std::vector<double> want_coefs, row_coefs(num_rows), per_tensor(2 * count), coefs(count),
+        state(3);
     std::vector<GradStats> stats(count);
     std::vector<float> verdict(kNumVerdict);
     double left_over = 0.0, norm = 0.0;
