@@ -1,7 +1,7 @@
 """The CUDA kernels themselves, executed: many tensors, many schedules, sanitizers.
 
 What each operator must compute is tested in tests/test_*.py, which run on these kernels as
-``simt-forward``, ``simt-reverse`` and ``simt-random``.
+``simt-forward`` and ``simt-random``.
 """
 
 import re
