@@ -28,7 +28,9 @@ COLUMNS = (
 )
 """The elements of a verdict, in order."""
 
-_FLAGS, _STEP = COLUMNS.index("flags"), COLUMNS.index("step")
+_BLOCKED, _FLAGS, _WORST, _CLIPS, _SKIPS = (
+    COLUMNS.index(name) for name in ("blocked", "flags", "worst", "clips", "skips")
+)
 
 
 class Flag(IntFlag):
@@ -60,8 +62,9 @@ class Record:
     """One optimizer step as the host hears of it, some steps late.
 
     ``worst`` is the index of the tensor to blame, -1 if none; ``step`` is the number that the
-    healing loop gave the step, not the device's own count. ``loss_scale`` is that of a gradient
-    scaler, None without one.
+    healing loop gave the step, not the device's own count. ``lr`` is the rate that was used, and
+    ``scheduled_lr`` the one that the schedule wanted, where that is known. ``loss_scale`` is that
+    of a gradient scaler, None without one. NaN stands for what nobody told.
     """
 
     step: int
@@ -78,6 +81,7 @@ class Record:
     worst: int = -1
     worst_name: str = ""
     lr: float = math.nan
+    scheduled_lr: float = math.nan
     clips: int = 0
     skips: int = 0
     seconds: float = math.nan
@@ -93,20 +97,31 @@ class Record:
         """
         if len(row) < len(COLUMNS):
             raise ValueError(f"a verdict has {len(COLUMNS)} numbers, the row has {len(row)}")
-        values: dict[str, Any] = dict(zip(COLUMNS[:_STEP], row, strict=False))
-        for name in ("worst", "clips", "skips"):
-            values[name] = _whole(values[name], otherwise=-1 if name == "worst" else 0)
-        flags = Flag(_whole(row[_FLAGS], otherwise=0)) | Flag(host.pop("flags", 0))
-        values |= {"blocked": row[0] != 0.0, "flags": flags, "step": step}
-        return cls(**{**values, **host})
+        values: dict[str, Any] = dict(zip(COLUMNS, row, strict=False))
+        values["step"] = step
+        values["blocked"] = row[_BLOCKED] != 0.0
+        values["worst"] = _whole(row[_WORST], otherwise=-1)
+        values["clips"] = _whole(row[_CLIPS], otherwise=0)
+        values["skips"] = _whole(row[_SKIPS], otherwise=0)
+        flags = _whole(row[_FLAGS], otherwise=0) | int(host.pop("flags", 0))
+        values["flags"] = Flag(flags) if flags else NO_FLAG
+        values.update(host)
+        return cls(**values)
 
     @property
     def has_nonfinite_gradient(self) -> bool:
-        return bool(self.flags & NONFINITE_GRADIENT)
+        return self.has(NONFINITE_GRADIENT)
 
     @property
     def has_finite_loss(self) -> bool:
-        return math.isfinite(self.loss) and not self.flags & Flag.LOSS_NAN
+        return math.isfinite(self.loss) and not self.has(Flag.LOSS_NAN)
+
+    def has(self, flags: Flag) -> bool:
+        """Tell whether any of these flags is set.
+
+        As plain integers: the operators of IntFlag cost microseconds, every step, several times.
+        """
+        return int.__and__(self.flags, flags) != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
