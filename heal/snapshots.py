@@ -6,7 +6,7 @@ decides which copies to keep, and vouches for what it gives back.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor
 import zclip
 from heal.training_state import Key, copy_by_kind
 from zclip.layout import NAN
+from zclip.ops import by_device
 
 AGE_RATIO = 4  # each snapshot kept is about this many times older than the next younger one
+PATIENCE = 4  # quarantines that a snapshot may take before it makes way for another
 MEASURED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # by grad_stats
 FREE_SHARE = 0.5  # of the memory now free, that all snapshots together may take
 
@@ -109,7 +111,7 @@ class SnapshotRing:
 
     @torch.no_grad()
     def capture(self, step: int, tensors: Mapping[Key, Tensor], values: dict[str, Any]) -> bool:
-        """Copy the state out; False if there is no memory for it.
+        """Copy the state out; False if there is no memory for it, or no place yet.
 
         Args:
             step: the step that comes next.
@@ -206,7 +208,10 @@ class SnapshotRing:
             return False
         self._kept.sort(key=lambda s: s.step)
         while len(self._kept) >= places:
-            self._drop(self._least_useful(step))
+            victim = self._least_useful(step, must=len(self._kept) > places)
+            if victim is None:
+                return False
+            self._drop(victim)
         # What was kept for a larger state, or for more of them, goes back to the system.
         del self._spare[places - len(self._kept) :]
         return True
@@ -229,14 +234,19 @@ class SnapshotRing:
             )
         return affordable
 
-    def _least_useful(self, step: int) -> Snapshot:
+    def _least_useful(self, step: int, must: bool) -> Snapshot | None:
         """Choose whom to drop so that the ages of the others stay closest to geometric.
 
-        The last good snapshot is never chosen while there is another choice.
+        Neither the last good snapshot nor one on its way through quarantine is given up for a
+        newer one: where snapshots come faster than they are proven, none would ever be good.
         """
         good = [s for s in self._kept if s.is_good]
-        choices = [s for s in self._kept if len(self._kept) == 1 or good != [s]]
-        return min(choices, key=lambda s: self._misfit([k for k in self._kept if k is not s], step))
+        overdue = step - self.interval - PATIENCE * self.quarantine_steps
+        choices = [s for s in self._kept if not s.is_good and s.step < overdue]
+        choices += good if len(good) > 1 or len(self._kept) == 1 or must else []
+        choices = choices or (self._kept if must else [])
+        misfit = {id(s): self._misfit([k for k in self._kept if k is not s], step) for s in choices}
+        return min(choices, key=lambda s: misfit[id(s)], default=None)
 
     def _misfit(self, kept: Sequence[Snapshot], step: int) -> float:
         """How far ages, youngest first, are from interval * AGE_RATIO ** (i + 1/2), in octaves."""
@@ -253,7 +263,7 @@ class SnapshotRing:
         device = next((t.device for t in tensors.values() if t.device.type == "cuda"), None)
         if device is None:
             copy_by_kind(list(copies.values()), list(tensors.values()), non_blocking=False)
-            hashes, num_bad = _hashes(tensors), _num_bad(tensors)
+            hashes, num_bad = fingerprints(tensors.values()), _num_bad(tensors)
             return hashes.cpu(), num_bad.cpu(), None
         # Buffers are written by the next forward, which nothing here can hold back: they are
         # copied in the stream of the run. The rest is not written before the next update.
@@ -264,7 +274,7 @@ class SnapshotRing:
         side = self._streams.setdefault(device, torch.cuda.Stream(device))
         hashes = torch.empty(len(tensors), dtype=torch.int64, pin_memory=True)
         num_bad = torch.empty((), dtype=torch.float64, pin_memory=True)
-        hashes.copy_(_hashes(tensors), non_blocking=True)
+        hashes.copy_(fingerprints(tensors.values()), non_blocking=True)
         num_bad.copy_(_num_bad(tensors), non_blocking=True)
         side.wait_stream(run_stream)
         with torch.cuda.stream(side):
@@ -299,14 +309,12 @@ def _fitting(buffer: Tensor | None, like: Tensor) -> Tensor:
     return torch.empty_like(like, device="cpu", pin_memory=like.device.type == "cuda")
 
 
-def _hashes(tensors: Mapping[Key, Tensor]) -> Tensor:
-    """int64 [len(tensors)] on the device of the first; one call for each device."""
-    members: dict[torch.device, list[int]] = {}
-    listed = list(tensors.values())
-    for i, tensor in enumerate(listed):
-        members.setdefault(tensor.device, []).append(i)
+def fingerprints(tensors: Iterable[Tensor]) -> Tensor:
+    """Hash each tensor: int64 [N], on the device of the first; nothing waits."""
+    listed = list(tensors)
     if not listed:
         return torch.empty(0, dtype=torch.int64)
+    members = by_device(listed)
     parts = {
         device: torch.ops.zclip.fingerprint([listed[i] for i in indices])
         for device, indices in members.items()

@@ -88,6 +88,7 @@ class TrainingState:
         This runs in every step, so it counts and does not compare.
         """
         numbers = [sum(p.requires_grad for p in self.model.parameters())]
+        numbers.append(len(self._changed_though_frozen))
         for optimizer in self.optimizers:
             numbers += [len(group["params"]) for group in optimizer.param_groups]
         return tuple(numbers)

@@ -219,6 +219,16 @@ def test_the_last_good_snapshot_is_not_given_up_for_an_unproven_one():
         assert ring.good_steps() == [0]
 
 
+def test_snapshots_that_come_faster_than_they_are_proven_still_become_good():
+    _, ring = build(interval=2, quarantine_steps=10)
+    tensors = {("extra", "x"): torch.ones(3)}
+    for step in range(60):
+        if step % 2 == 0:
+            ring.capture(step, tensors, {})
+        ring.note_clean(step)
+    assert ring.good_steps()[0] > 35
+
+
 def test_too_little_memory_degrades_and_says_so(monkeypatch):
     state, ring = build()
     num_bytes = sum(t.nbytes for t in state.tensors().values())
