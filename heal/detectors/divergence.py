@@ -1,8 +1,10 @@
 """Finds losses that climb, whatever the noise, and undo what was learned."""
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
@@ -13,38 +15,49 @@ TINY = 1e-12
 """Keeps divisions defined; no loss is judged by it."""
 
 
+class Block(NamedTuple):
+    """Some steps in a row: the first one, and medians of what they had."""
+
+    step: float
+    loss: float
+    spread: float
+    norm: float
+
+
 class Divergence:
     """Finds a loss that climbs and undoes what was learned.
 
-    The last ``divergence_patience`` losses are cut into blocks; a climb is a rise of their medians
-    from block to block beyond the noise, with no fall. One leap (harder data, a restart of the
-    schedule) is one rise, not a climb, and a loss that always wandered as much (a critic's) does
-    not climb either. A climb is divergence when it has undone half of what was learned since the
-    start and gradients have grown with it. Where nothing was learned yet, or the loss says little
-    about learning (RL), they must have grown more, and the climb must steepen. A loss that leapt
-    to where it was untrained and lies there for three times the patience has collapsed, which is
-    divergence too.
+    The last ``divergence_patience`` losses are cut into blocks, and a climb is a rise of their
+    medians from block to block beyond the noise, with no fall: slow, over the whole window, or
+    steep, over the last blocks and to above where the run began. One leap (harder data, a restart
+    of the schedule) is one rise, two if it falls into a block, and no climb; a loss that always
+    wandered as much (a critic's) does not climb either. A climb is divergence when it has undone
+    half of what was learned since the start and gradients are no longer what they were at the
+    best: grown, or vanished in a network that died. Where nothing was learned yet, or the loss
+    says little about learning (RL), they must have changed more and the climb must steepen. A
+    loss that leapt to where it was untrained and lies there for three times the patience has
+    collapsed, which is divergence too.
     """
 
-    BLOCKS = 5
+    BLOCKS, STEEP_BLOCKS = 10, 4
     UNDONE, COLLAPSED = 0.5, 0.8  # shares of what was learned
-    NOISE = 8.0  # spreads within a block, and usual steps between blocks, that it must have risen
-    WANDER = 30.0  # usual steps between blocks that a collapse must span
-    STANDARD_ERRORS = 2.0
-    GREW, GREW_UNLEARNED = 1.5, 3.0  # gradient norms, against those at the best loss
-    LEAP = 0.75  # share of all rises that makes one of them a leap
+    NOISE = 4.0  # spreads within a block that it must have risen, and must have learned before
+    WANDER, WANDER_FLAT = 8.0, 30.0  # usual moves between blocks that a climb, a collapse must span
+    STANDARD_ERRORS = 4.0  # of a median; the two that a rise compares make about 2.3 of them
+    CHANGED, CHANGED_MUCH = 1.5, 3.0  # gradient norms, up or down, against those at the best loss
     FLAT_WINDOWS = 3
-    STEPS_KEPT = 40  # of medians between blocks, to know how the loss wanders
+    HABIT = 60  # blocks from which noise and moves are known
 
     def __init__(self, config: HealingConfig) -> None:
         self.size = max(config.divergence_patience // self.BLOCKS, 4)
         self.losses = Window(self.size)
         self.norms = Window(self.size)
-        self.blocks: list[list[float]] = []  # step of the first loss, median, spread, norm
-        self.initial: float | None = None
-        self.best: list[float] | None = None
         self.block_step = -1
-        self.moves = Window(self.STEPS_KEPT)
+        self.blocks: list[Block] = []
+        self.initial: float | None = None
+        self.best: Block | None = None
+        self.moves = Window(self.HABIT)
+        self.spreads = Window(self.HABIT)
 
     def observe(self, record: Record) -> Finding | None:
         if not record.has_finite_loss:
@@ -55,103 +68,130 @@ class Divergence:
         self.norms.push(record.norm)
         if len(self.losses) < self.size:
             return None
-        block = [
-            float(self.block_step),
-            self.losses.median,
-            max(self.losses.spread, TINY),
-            self.norms.median if len(self.norms) else 0.0,
-        ]
+        norm = self.norms.median if len(self.norms) else 0.0
+        spread = max(self.losses.spread, TINY)
+        block = Block(float(self.block_step), self.losses.median, spread, norm)
         self.losses.clear()
         self.norms.clear()
-        if len(self.blocks) >= self.BLOCKS:
-            # Moves enter late, so that those of a climb do not pass for habit.
-            self.moves.push(abs(self.blocks[-self.BLOCKS + 1][1] - self.blocks[-self.BLOCKS][1]))
-        self.blocks.append(block)
-        del self.blocks[: -self.BLOCKS * self.FLAT_WINDOWS]
-        if self.initial is None:
-            self.initial = block[1]
-        if self.best is None or block[1] < self.best[1]:
-            self.best = block
-        return self._judge(record)
-
-    def _judge(self, record: Record) -> Finding | None:
-        if len(self.blocks) < self.BLOCKS or self.best is None or self.initial is None:
+        self._append(block)
+        kind = self._kind()
+        if not kind or self.best is None:
             return None
         window = self.blocks[-self.BLOCKS :]
-        noise = sorted(block[2] for block in window)[self.BLOCKS // 2]
-        noise = max(noise, self.best[2])
-        risen = window[-1][1] - self.best[1]
-        learned = self.initial - self.best[1]
-        wander = self.moves.median if len(self.moves) else 0.0
-        kind = ""
-        if self._climbs(window, noise):
-            has_learned = learned > self.NOISE / 2 * noise
-            grew = window[-1][3] / self.best[3] if self.best[3] > 0.0 else 0.0
-            if has_learned:
-                is_sick = grew > self.GREW
-            else:
-                is_sick = grew > self.GREW_UNLEARNED and self._steepens(window)
-            if is_sick and risen > max(self.UNDONE * learned, self.NOISE * max(noise, wander)):
-                kind = "climb"
-        elif self._lies_flat(learned, noise, wander):
-            kind = "collapse"
-        if not kind:
-            return None
-        low = min(window, key=lambda block: block[1]) if kind == "climb" else self.best
-        self.blocks.clear()  # the next verdict needs a whole window of its own
+        low = self.best if kind == "collapse" else min(window, key=lambda b: b.loss)
+        evidence: dict[str, object] = {
+            "kind": kind,
+            "loss": block.loss,
+            "best_loss": self.best.loss,
+            "initial_loss": self.initial,
+            "norm": norm,
+            "norm_at_best": self.best.norm,
+        }
+        self.blocks.clear()  # the next verdict needs blocks of its own
         return Finding(
             cause=Cause.DIVERGENCE,
             step=record.step,
-            bad_step=int(low[0]),
+            bad_step=int(low.step),
             severity=Severity.ERROR,
-            evidence={
-                "kind": kind,
-                "loss": window[-1][1],
-                "best_loss": self.best[1],
-                "initial_loss": self.initial,
-                "noise": noise,
-            },
+            evidence=evidence,
         )
 
-    def _climbs(self, window: list[list[float]], noise: float) -> bool:
-        error = self.STANDARD_ERRORS * noise / math.sqrt(self.size)
-        rises = [after[1] - before[1] for before, after in pairwise(window)]
-        is_leap = max(rises) > self.LEAP * sum(r for r in rises if r > 0.0)
-        return min(rises) > -error and sum(r > error for r in rises) >= 3 and not is_leap
+    def _append(self, block: Block) -> None:
+        if len(self.blocks) >= self.BLOCKS:
+            # Habits enter a window late, so that those of a climb do not pass for them.
+            before, after = self.blocks[-self.BLOCKS :][:2]
+            self.moves.push(abs(after.loss - before.loss))
+            self.spreads.push(before.spread)
+        self.blocks.append(block)
+        del self.blocks[: -self.BLOCKS * self.FLAT_WINDOWS]
+        self.initial = block.loss if self.initial is None else self.initial
+        if self.best is None or block.loss < self.best.loss:
+            self.best = block
 
-    @staticmethod
-    def _steepens(window: list[list[float]]) -> bool:
-        middle = window[len(window) // 2][1]
-        return window[-1][1] - middle > middle - window[0][1]
+    def _kind(self) -> str:
+        """Return how the loss diverges; empty if it does not."""
+        if self.best is None or self.initial is None or len(self.blocks) < self.STEEP_BLOCKS:
+            return ""
+        noise = max(self.spreads.median if len(self.spreads) else 0.0, self.best.spread)
+        wander = self.moves.median if len(self.moves) else 0.0
+        learned = self.initial - self.best.loss
+        risen = self.blocks[-1].loss - self.best.loss
+        margin = max(self.NOISE * noise, self.WANDER * wander)
+        if risen > max(self.UNDONE * learned, margin):
+            has_learned = learned > self.NOISE * noise
+            change = self._norm_change(self.best)
+            is_sick = change > (self.CHANGED if has_learned else self.CHANGED_MUCH)
+            if is_sick and self._climbs(noise) and (has_learned or self._steepens()):
+                return "climb"
+            is_worse = risen > (1.0 + self.UNDONE) * learned + margin
+            if is_worse and change > self.CHANGED_MUCH and self._climbs_steeply(noise):
+                return "steep climb"
+        has_learned_much = learned > max(2.0 * self.NOISE * noise, self.WANDER_FLAT * wander)
+        level = self.best.loss + self.COLLAPSED * learned
+        return "collapse" if has_learned_much and self._lies_flat(level, noise) else ""
 
-    def _lies_flat(self, learned: float, noise: float, wander: float) -> bool:
+    def _norm_change(self, best: Block) -> float:
+        """Return the factor, up or down, between the norms of now and of the best loss."""
+        norm = self.blocks[-1].norm
+        if best.norm <= 0.0:
+            return 1.0
+        return max(norm / best.norm, best.norm / norm if norm > 0.0 else math.inf)
+
+    def _climbs(self, noise: float) -> bool:
+        if len(self.blocks) < self.BLOCKS:
+            return False
+        window = self.blocks[-self.BLOCKS :]
+        pairs = zip(window[::2], window[1::2], strict=True)  # fewer medians, each of more losses
+        levels = [(first.loss + second.loss) / 2.0 for first, second in pairs]
+        error = self._error(noise) / math.sqrt(2.0)
+        rises = [after - before for before, after in pairwise(levels)]
+        return min(rises) > -error and sum(rise > error for rise in rises) >= len(rises) - 1
+
+    def _climbs_steeply(self, noise: float) -> bool:
+        last = self.blocks[-self.STEEP_BLOCKS :]
+        return all(
+            after.loss - before.loss > self._error(noise) for before, after in pairwise(last)
+        )
+
+    def _steepens(self) -> bool:
+        window = self.blocks[-self.BLOCKS :]
+        middle = window[len(window) // 2].loss
+        return window[-1].loss - middle > middle - window[0].loss
+
+    def _lies_flat(self, level: float, noise: float) -> bool:
         whole = self.blocks
-        if len(whole) < self.BLOCKS * self.FLAT_WINDOWS or self.best is None:
+        if len(whole) < self.BLOCKS * self.FLAT_WINDOWS:
             return False
-        if learned < max(self.NOISE * noise, self.WANDER * wander):
+        if any(block.loss < level for block in whole):
             return False
-        level = self.best[1] + self.COLLAPSED * learned
         half = len(whole) // 2
-        before = sorted(block[1] for block in whole[:half])[half // 2]
-        after = sorted(block[1] for block in whole[-half:])[half // 2]
-        is_improving = after < before - noise / math.sqrt(self.size)
-        return all(block[1] > level for block in whole) and not is_improving
+        before, after = (median(b.loss for b in part) for part in (whole[:half], whole[-half:]))
+        return after > before - noise / math.sqrt(self.size)
+
+    def _error(self, noise: float) -> float:
+        return self.STANDARD_ERRORS * noise / math.sqrt(self.size)
 
     def state(self) -> dict[str, Any]:
+        windows = ("losses", "norms", "moves", "spreads")
         return {
-            "losses": self.losses.values(),
-            "norms": self.norms.values(),
+            **{name: getattr(self, name).values() for name in windows},
+            "block_step": self.block_step,
             "blocks": [list(block) for block in self.blocks],
             "initial": self.initial,
             "best": None if self.best is None else list(self.best),
-            "block_step": self.block_step,
-            "moves": self.moves.values(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.losses = Window(self.size, state["losses"])
         self.norms = Window(self.size, state["norms"])
-        self.blocks = [list(block) for block in state["blocks"]]
-        self.initial, self.best = state["initial"], state["best"]
+        self.moves = Window(self.HABIT, state["moves"])
+        self.spreads = Window(self.HABIT, state["spreads"])
         self.block_step = state["block_step"]
-        self.moves = Window(self.STEPS_KEPT, state["moves"])
+        self.blocks = [_block(block) for block in state["blocks"]]
+        self.initial = state["initial"]
+        self.best = None if state["best"] is None else _block(state["best"])
+
+
+def _block(values: Sequence[float]) -> Block:
+    step, loss, spread, norm = values
+    return Block(step, loss, spread, norm)

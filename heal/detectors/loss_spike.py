@@ -16,7 +16,7 @@ class LossSpike:
     ``loss_spike_patience`` losses in a row is a spike, is worse than any level the run ever had,
     that of its start included, and does not come down by itself. So losses near zero, whose ratio
     to their median means nothing, raise no alarm, nor does harder data: the untrained model was
-    worse. The window must have some spread: RL losses may be exactly 0 for a long time, and their
+    worse. RL losses may be exactly 0 for a long time; these zeros are not counted, so that the
     first number is not a spike. Before there is a window, a loss of a thousand times its first
     level is damage if the gradients grew as well.
     """
@@ -105,6 +105,8 @@ class LossSpike:
         )
 
     def _absorb(self, loss: float) -> None:
+        if loss == 0.0:
+            return  # says nothing of the level or the noise to come
         self.losses.push(loss)
         self.block.push(loss)
         if len(self.block) == self.BLOCK:
