@@ -32,6 +32,7 @@ from heal.training_state import TrainingState
 from heal.treatment import Hook, Treatment
 from heal.verdict import Record
 
+METRICS_INTERVAL = 10  # steps between lines of metrics.jsonl
 MAX_NOTES = 100  # different things that may go wrong with healing itself before we fall silent
 
 
@@ -179,6 +180,12 @@ class Healer:
             }
         return metrics
 
+    def _numbers(self) -> dict[str, float]:
+        """What a plot of the run needs, from the newest record."""
+        latest = self.latest
+        seen = {} if latest is None else {"seen_at": latest.step, "loss": latest.loss}
+        return {**seen, "lr_scale": self._run.lr_scale, **self.metrics()}
+
     @property
     def last_step(self) -> int:
         """The number of the last step taken, from 0; -1 before the first."""
@@ -310,6 +317,8 @@ class Healer:
             self._wants_snapshot = False
             self._capture()
         self._listener.listen()
+        if self._run.step % METRICS_INTERVAL == 0:
+            self.journal.metrics(self.last_step, self._numbers())
 
     def _capture(self) -> None:
         if not self._run.capture() and self._run.ring.degraded:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import zclip
+from heal.side_stream import SideStream, host_memory
 from heal.training_state import Key, copy_by_kind
 from zclip.layout import NAN
 from zclip.ops import by_device
@@ -94,7 +95,7 @@ class SnapshotRing:
         self._kept: list[Snapshot] = []  # oldest first
         self._spare: list[dict[Key, Tensor]] = []
         self._copied: torch.Event | None = None
-        self._streams: dict[torch.device, Any] = {}
+        self._sides: dict[torch.device, SideStream] = {}
 
     def good_steps(self) -> list[int]:
         """Return the steps of good snapshots, newest first."""
@@ -270,19 +271,16 @@ class SnapshotRing:
         early = [key for key in tensors if key[0] not in ("parameter", "state")]
         late = [key for key in tensors if key[0] in ("parameter", "state")]
         copy_by_kind([copies[k] for k in early], [tensors[k] for k in early], non_blocking=True)
-        run_stream = torch.cuda.current_stream(device)
-        side = self._streams.setdefault(device, torch.cuda.Stream(device))
-        hashes = torch.empty(len(tensors), dtype=torch.int64, pin_memory=True)
-        num_bad = torch.empty((), dtype=torch.float64, pin_memory=True)
-        hashes.copy_(fingerprints(tensors.values()), non_blocking=True)
-        num_bad.copy_(_num_bad(tensors), non_blocking=True)
-        side.wait_stream(run_stream)
-        with torch.cuda.stream(side):
-            copy_by_kind([copies[k] for k in late], [tensors[k] for k in late], non_blocking=True)
-            landed = torch.Event(device)
-            landed.record(side)
-        self._copied = landed
-        return hashes, num_bad, landed
+        there = fingerprints(tensors.values()), _num_bad(tensors)
+        hashes, num_bad = (host_memory(t).copy_(t, non_blocking=True) for t in there)
+        if device not in self._sides:
+            self._sides[device] = SideStream(device)
+        self._copied = self._sides[device].run(
+            lambda: copy_by_kind(
+                [copies[k] for k in late], [tensors[k] for k in late], non_blocking=True
+            )
+        )
+        return hashes, num_bad, self._copied
 
 
 def available_bytes() -> int | None:
@@ -306,7 +304,7 @@ def _fitting(buffer: Tensor | None, like: Tensor) -> Tensor:
         and (buffer.stride() == like.stride() or not like.is_contiguous())
     ):
         return buffer
-    return torch.empty_like(like, device="cpu", pin_memory=like.device.type == "cuda")
+    return host_memory(like)
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> Tensor:
