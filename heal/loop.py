@@ -28,9 +28,11 @@ from heal.listener import Listener
 from heal.micro_batch import MicroBatcher, TrainStep
 from heal.progress import Progress
 from heal.run import TorchRun
+from heal.snapshots import Snapshot
 from heal.training_state import TrainingState
 from heal.treatment import Hook, Treatment
 from heal.verdict import Record
+from zclip import ClippedOptimizer
 
 METRICS_INTERVAL = 10  # steps between lines of metrics.jsonl
 MAX_NOTES = 100  # different things that may go wrong with healing itself before we fall silent
@@ -210,6 +212,19 @@ class Healer:
     def recoveries(self) -> list[dict[str, Any]]:
         """What was done about trouble, as the postmortem lists it."""
         return self._treatment.recoveries
+
+    @property
+    def optimizers(self) -> Sequence[ClippedOptimizer]:
+        """The optimizers as they are stepped: those that were given, wrapped."""
+        return self._guarded.optimizers
+
+    def snapshots(self) -> list[int]:
+        """Return the steps that could be returned to, newest first."""
+        return self._run.snapshots()
+
+    def newest_snapshot(self) -> Snapshot | None:
+        """Return the newest good snapshot itself, for drills; None if there is none."""
+        return self._run.ring.newest_good()
 
     def request_stop(self) -> None:
         """Stop at the end of a coming step, as after SIGTERM; safe in a signal handler."""

@@ -20,6 +20,7 @@ from zclip.layout import NAN
 from zclip.ops import by_device
 
 AGE_RATIO = 4  # each snapshot kept is about this many times older than the next younger one
+YOUNGEST_AGE = 1.5  # intervals; between 1 and 2, so that two snapshots are of different ages
 PATIENCE = 4  # quarantines that a snapshot may take before it makes way for another
 MEASURED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # by grad_stats
 FREE_SHARE = 0.5  # of the memory now free, that all snapshots together may take
@@ -104,6 +105,10 @@ class SnapshotRing:
     def newest_step(self) -> int | None:
         """Return the step of the newest snapshot, good or not."""
         return self._kept[-1].step if self._kept else None
+
+    def newest_good(self) -> Snapshot | None:
+        """Return the newest good snapshot, unverified."""
+        return next((s for s in reversed(self._kept) if s.is_good), None)
 
     def held_bytes(self) -> int:
         """Return the host memory in use."""
@@ -250,11 +255,11 @@ class SnapshotRing:
         return min(choices, key=lambda s: misfit[id(s)], default=None)
 
     def _misfit(self, kept: Sequence[Snapshot], step: int) -> float:
-        """How far ages, youngest first, are from interval * AGE_RATIO ** (i + 1/2), in octaves."""
+        """How far ages, youngest first, are from their places on a geometric scale, in octaves."""
         misfit = 0.0
         for i, snapshot in enumerate(sorted(kept, key=lambda s: -s.step)):
             age = max(1, step - snapshot.step) / self.interval
-            misfit += abs(math.log2(age) - (i + 0.5) * math.log2(AGE_RATIO))
+            misfit += abs(math.log2(age / (YOUNGEST_AGE * AGE_RATIO**i)))
         return misfit
 
     def _copy(

@@ -31,6 +31,7 @@ class TinyGpt(nn.Module):
     def __init__(self, alphabet: int = 16, width: int = 16, length: int = 8) -> None:
         super().__init__()
         self.embed = nn.Embedding(alphabet, width)
+        nn.init.normal_(self.embed.weight, std=0.1)
         self.place = nn.Parameter(torch.randn(length, width) * 0.02)
         self.block = nn.TransformerEncoderLayer(
             width, 2, 2 * width, dropout=0.1, batch_first=True, norm_first=True

@@ -204,8 +204,8 @@ def test_ages_are_geometric():
             good = ring.good_steps()
             assert len(good) == 4
             spans.append(good[0] - good[-1])
-    assert min(spans) > 8 * 10
-    assert max(spans) < 128 * 10
+    assert min(spans) > 6 * 10
+    assert max(spans) < 100 * 10
 
 
 def test_the_last_good_snapshot_is_not_given_up_for_an_unproven_one():
