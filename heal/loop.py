@@ -272,9 +272,10 @@ class Healer:
         self._micro.weigh = weigh
         with self, Progress(self, steps, progress) as bar:
             self._treatment.tell = bar.tell
+            waiting: list[Any] = []  # batches of a step that an epoch ended in go into the next
             while self._run.step < steps:
                 before = self._stream.ordinal
-                self._run_epoch(train_step, loader, steps, accumulate, bar, on_step)
+                self._run_epoch(train_step, loader, steps, accumulate, waiting, bar, on_step)
                 if self._stream.ordinal == before:
                     self._note("the loader has no batches; stopped before all steps were done")
                     return
@@ -291,19 +292,20 @@ class Healer:
         loader: Any,
         steps: int,
         accumulate: int,
+        waiting: list[Any],
         bar: Progress,
         on_step: Callable[[int], None] | None,
     ) -> None:
-        waiting: list[Any] = []
         for batch in self.batches(loader):
             waiting.append(batch)
             if len(waiting) < accumulate:
                 continue
-            if self._attempts.take_step(train_step, waiting):
+            batches = waiting.copy()
+            waiting.clear()
+            if self._attempts.take_step(train_step, batches):
                 bar.update(self._run.step)
                 if on_step is not None:
                     on_step(self.last_step)
-            waiting = []
             if self._run.step >= steps:
                 return
 

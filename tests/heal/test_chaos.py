@@ -92,7 +92,7 @@ def test_a_fault_is_found_and_healed(kind, make, undisturbed):
 
 
 def test_one_nan_batch_costs_one_step_and_nothing_else():
-    setup, healer, _ = struck(regression, [Fault("nan_gradient", at=AT)])
+    _, healer, _ = struck(regression, [Fault("nan_gradient", at=AT)])
     assert not any(changes_training(plan) for _, _, plan in healer.history)
     assert healer.lr_scale == 1.0
     assert healer.metrics()["healing/nan_count"] == 1
@@ -100,7 +100,7 @@ def test_one_nan_batch_costs_one_step_and_nothing_else():
 
 def test_one_nan_batch_in_twenty_ends_where_skipping_ends():
     faults = [Fault("nan_gradient", at=step) for step in range(7, STEPS, 20)]
-    setup, healer, chaos = struck(regression, faults)
+    setup, healer, _ = struck(regression, faults)
     assert not any(changes_training(plan) for _, _, plan in healer.history)
 
     skipped = regression()
