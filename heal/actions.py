@@ -237,5 +237,5 @@ def action_to_json(action: Action) -> dict[str, Any]:
 
 def changes_training(plan: Plan) -> bool:
     """Tell whether a plan touches weights, learning rate, clipping, batches or data."""
-    harmless = (Refuse, ClearCache, Backoff)
+    harmless = (Refuse, ClearCache, Backoff, Halt)
     return any(not isinstance(action, harmless) for action in plan)

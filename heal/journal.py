@@ -7,10 +7,11 @@ and says so once.
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from heal.diagnose import Diagnosis
 from heal.json_lines import dumps, now, read_all, read_events
 from heal.postmortem import (
     SCHEMA_VERSION,
@@ -34,6 +35,9 @@ EVENTS, METRICS = "events", "metrics"
 MAX_BYTES = 64 * 2**20
 """Size at which a file is put aside as ``.1``; with the one before it, twice this is on disk."""
 
+MAX_RECOVERIES = 1000
+"""Entries of the postmortem; ``events.jsonl`` has them all."""
+
 DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
 
 
@@ -43,21 +47,27 @@ class Journal:
     Args:
         run_dir: folder of the files, made if needed. None: nothing is written but a postmortem of
             a failed run, to the working directory.
-        rank: rank 0 writes ``events.jsonl``, others ``events.rank3.jsonl`` and so on.
+        rank: rank 0 writes ``events.jsonl``, others ``events.rank3.jsonl`` and so on; that of the
+            environment's ``RANK`` if None.
         max_bytes: size at which a file is rotated.
         warn: told once what cannot be written; standard error by default.
+
+    Attributes:
+        recoveries: every recovery so far, as the postmortem will tell it.
+        failed_writes: how often something could not be written.
     """
 
     def __init__(
         self,
         run_dir: str | os.PathLike[str] | None,
-        rank: int = 0,
+        rank: int | None = None,
         *,
         max_bytes: int = MAX_BYTES,
         warn: Callable[[str], None] | None = None,
     ) -> None:
         self.run_dir = None if run_dir is None else Path(run_dir)
-        self.rank = rank
+        self.rank = _environment_rank() if rank is None else rank
+        self.recoveries: list[dict[str, Any]] = []
         self.max_bytes = max_bytes
         self.failed_writes = 0
         self._warn = warn or (lambda line: print(f"heal: {line}", file=sys.stderr))
@@ -82,9 +92,36 @@ class Journal:
         head = {"v": SCHEMA_VERSION, "time": now(), "rank": self.rank, "step": step, "event": kind}
         self._append(EVENTS, {**head, **details})
 
+    def recovery(
+        self, diagnosis: Diagnosis, actions: Sequence[Mapping[str, Any]], **details: Any
+    ) -> None:
+        """Write a diagnosis and what was done about it; the postmortem repeats what acted."""
+        entry = recovery_action(diagnosis, actions, **details)
+        if actions:
+            self.recoveries.append(entry)
+            del self.recoveries[:-MAX_RECOVERIES]
+        told = {name: value for name, value in entry.items() if name != "step"}
+        self.event("recovery" if actions else "alert", diagnosis.step, **told)
+
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Write numbers to plot."""
         self._append(METRICS, {"time": now(), "step": step, **values})
+
+    def postmortem(self, *, exception: BaseException | None = None, **page: Any) -> Path | None:
+        """Write the postmortem; see :func:`heal.postmortem.write_postmortem`.
+
+        Why the run ended is worked out unless ``exit_reason`` is one of :class:`ExitReason`.
+        """
+        given = page.pop("exit_reason", None)
+        last_cause = self.recoveries[-1]["failure"] if self.recoveries else ""
+        try:
+            reason = ExitReason(given)
+        except ValueError:
+            reason = exit_reason(exception, last_cause)
+        told = {"recovery_actions": self.recoveries, **page}
+        path = write_postmortem(self, exit_reason=reason.value, exception=exception, **told)
+        self.close()
+        return path
 
     def running_seconds(self) -> float:
         """Return the age of the journal on the monotonic clock."""
@@ -132,6 +169,11 @@ class Journal:
                 self._warn(f"cannot write {where}: {error}; training goes on without")
             except Exception:
                 return  # nobody listens: there is nobody left to tell
+
+
+def _environment_rank() -> int:
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
 
 
 def _ends_whole(path: Path) -> bool:

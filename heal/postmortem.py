@@ -11,10 +11,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from heal.actions import Plan, action_to_json
+from heal.actions import CannotHeal
 from heal.causes import Cause
 from heal.diagnose import Diagnosis
-from heal.exceptions import message_of, qualified_name
+from heal.exceptions import classify, message_of, qualified_name
+from heal.exit_codes import ExitCode
 from heal.json_lines import dumps, encodable, now
 
 SCHEMA_VERSION = 1
@@ -44,44 +45,55 @@ class ExitReason(str, Enum):
     UNRECOVERABLE = "unrecoverable"
 
 
-REASONS = {
-    Cause.OUT_OF_MEMORY: ExitReason.OOM,
-    Cause.NONFINITE_GRADIENT: ExitReason.NAN,
-    Cause.NONFINITE_LOSS: ExitReason.NAN,
-    Cause.DIVERGENCE: ExitReason.DIVERGENCE,
-    Cause.LOSS_SPIKE: ExitReason.DIVERGENCE,
-    Cause.PREEMPTED: ExitReason.SIGTERM,
-    Cause.UNKNOWN: ExitReason.EXCEPTION,
+BY_CAUSE = {
+    Cause.OUT_OF_MEMORY.value: ExitReason.OOM,
+    Cause.NONFINITE_GRADIENT.value: ExitReason.NAN,
+    Cause.NONFINITE_LOSS.value: ExitReason.NAN,
+    Cause.DIVERGENCE.value: ExitReason.DIVERGENCE,
+    Cause.LOSS_SPIKE.value: ExitReason.DIVERGENCE,
+}
+BY_EXIT_CODE = {
+    ExitCode.OK: ExitReason.COMPLETED,
+    ExitCode.NONFINITE: ExitReason.NAN,
+    ExitCode.OUT_OF_MEMORY: ExitReason.OOM,
+    ExitCode.PREEMPTED: ExitReason.SIGTERM,
 }
 
 
-def exit_reason(diagnosis: Diagnosis | None, exc: BaseException | None = None) -> ExitReason:
-    """Return the reason for an end that a diagnosis, an exception or nothing explains."""
+def exit_reason(exc: BaseException | None, last_cause: str = "") -> ExitReason:
+    """Return why a run ended: by what was raised, then by the cause that was last treated."""
+    if exc is None:
+        return ExitReason.COMPLETED
     if isinstance(exc, KeyboardInterrupt):
         return ExitReason.SIGINT
-    if diagnosis is not None:
-        return REASONS.get(diagnosis.cause, ExitReason.UNRECOVERABLE)
-    return ExitReason.COMPLETED if exc is None else ExitReason.EXCEPTION
+    if isinstance(exc, SystemExit):
+        return ExitReason.EXCEPTION if exc.code else ExitReason.COMPLETED
+    if not isinstance(exc, CannotHeal):
+        return BY_CAUSE.get(classify(exc)[0].value, ExitReason.EXCEPTION)
+    known = {int(code): reason for code, reason in BY_EXIT_CODE.items()}.get(exc.exit_code)
+    return known or BY_CAUSE.get(last_cause, ExitReason.UNRECOVERABLE)
 
 
 def recovery_action(
-    diagnosis: Diagnosis, plan: Plan, effects: Sequence[bool] = (), **details: Any
+    diagnosis: Diagnosis, actions: Sequence[Mapping[str, Any]], **details: Any
 ) -> dict[str, Any]:
     """Return one entry of ``recovery_actions``: what failed, why, what was done.
 
-    ``details`` hold what only the run knows: values before and after, seconds that it took.
+    Args:
+        diagnosis: what was wrong.
+        actions: as :func:`heal.actions.action_to_json` returns them; may say their effect as well.
+        details: what only the run knows: values before and after, seconds that it took.
     """
     return {
         "failure": diagnosis.cause.value,
         "diagnosis": diagnosis.summary,
-        "actions": [type(action).__name__ for action in plan],
+        "actions": [str(action.get("action", "")) for action in actions],
         "step": diagnosis.step,
         "bad_step": diagnosis.bad_step,
         "confidence": diagnosis.confidence,
         "reference": diagnosis.reference,
         "evidence": encodable(diagnosis.evidence),
-        "plan": [action_to_json(action) for action in plan],
-        "effects": [bool(effect) for effect in effects],
+        "plan": [dict(action) for action in actions],
         **details,
     }
 

@@ -11,6 +11,9 @@ from collections.abc import Iterable
 QUARTILES_OF_NORMAL = 1.349
 """Distance of the quartiles of normal noise, in standard deviations."""
 
+LARGEST = 1e100
+"""No loss or norm of float32 comes near; below it differences and ratios stay finite."""
+
 
 class Window:
     """The last ``size`` finite values, kept in order of arrival and in order of magnitude."""
@@ -26,8 +29,8 @@ class Window:
         return len(self._arrived)
 
     def push(self, value: float) -> None:
-        """Add a value, let go of the oldest; NaN and Inf are not taken."""
-        if not math.isfinite(value):
+        """Add a value, let go of the oldest; NaN, Inf and the like are not taken."""
+        if not abs(value) < LARGEST:
             return
         if len(self._arrived) == self.size:
             del self._sorted[bisect_left(self._sorted, self._arrived.popleft())]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 from heal.causes import Cause, Finding, Severity
@@ -28,24 +28,24 @@ class Divergence:
     """Finds a loss that climbs and undoes what was learned.
 
     The last ``divergence_patience`` losses are cut into blocks, and a climb is a rise of their
-    medians from block to block beyond the noise, with no fall: slow, over the whole window, or
-    steep, over the last blocks and to above where the run began. One leap (harder data, a restart
-    of the schedule) is one rise, two if it falls into a block, and no climb; a loss that always
-    wandered as much (a critic's) does not climb either. A climb is divergence when it has undone
-    half of what was learned since the start and gradients are no longer what they were at the
-    best: grown, or vanished in a network that died. Where nothing was learned yet, or the loss
-    says little about learning (RL), they must have changed more and the climb must steepen. A
+    medians from block to block beyond the noise, with no fall: slow, over one to three times the
+    patience, or steep, over the last blocks and to above where the run began. One leap (harder
+    data, a restart of the schedule) is one rise, two if it falls into a block, and no climb; a loss
+    that always wandered as much (a critic's) does not climb either. A climb is divergence when it
+    has undone half of what was learned since the start and gradients are no longer what they were
+    at the best: grown, or vanished in a network that died. Where nothing was learned yet, or the
+    loss says little about learning (RL), they must have changed more and the climb must steepen. A
     loss that leapt to where it was untrained and lies there for three times the patience has
     collapsed, which is divergence too.
     """
 
-    BLOCKS, STEEP_BLOCKS = 10, 4
+    BLOCKS, LEVELS, STEEP_BLOCKS = 10, 5, 4
     UNDONE, COLLAPSED = 0.5, 0.8  # shares of what was learned
     NOISE = 4.0  # spreads within a block that it must have risen, and must have learned before
     WANDER, WANDER_FLAT = 8.0, 30.0  # usual moves between blocks that a climb, a collapse must span
     STANDARD_ERRORS = 4.0  # of a median; the two that a rise compares make about 2.3 of them
     CHANGED, CHANGED_MUCH = 1.5, 3.0  # gradient norms, up or down, against those at the best loss
-    FLAT_WINDOWS = 3
+    WINDOWS = 3  # times the patience that is looked back
     HABIT = 60  # blocks from which noise and moves are known
 
     def __init__(self, config: HealingConfig) -> None:
@@ -77,8 +77,7 @@ class Divergence:
         kind = self._kind()
         if not kind or self.best is None:
             return None
-        window = self.blocks[-self.BLOCKS :]
-        low = self.best if kind == "collapse" else min(window, key=lambda b: b.loss)
+        low = self.best if kind == "collapse" else min(self.blocks, key=lambda b: b.loss)
         evidence: dict[str, object] = {
             "kind": kind,
             "loss": block.loss,
@@ -103,7 +102,7 @@ class Divergence:
             self.moves.push(abs(after.loss - before.loss))
             self.spreads.push(before.spread)
         self.blocks.append(block)
-        del self.blocks[: -self.BLOCKS * self.FLAT_WINDOWS]
+        del self.blocks[: -self.BLOCKS * self.WINDOWS]
         self.initial = block.loss if self.initial is None else self.initial
         if self.best is None or block.loss < self.best.loss:
             self.best = block
@@ -138,14 +137,17 @@ class Divergence:
         return max(norm / best.norm, best.norm / norm if norm > 0.0 else math.inf)
 
     def _climbs(self, noise: float) -> bool:
-        if len(self.blocks) < self.BLOCKS:
-            return False
-        window = self.blocks[-self.BLOCKS :]
-        pairs = zip(window[::2], window[1::2], strict=True)  # fewer medians, each of more losses
-        levels = [(first.loss + second.loss) / 2.0 for first, second in pairs]
-        error = self._error(noise) / math.sqrt(2.0)
-        rises = [after - before for before, after in pairwise(levels)]
-        return min(rises) > -error and sum(rise > error for rise in rises) >= len(rises) - 1
+        """Look at one, two and three times the patience: the more noise, the longer it takes."""
+        for windows in range(1, len(self.blocks) // self.BLOCKS + 1):
+            whole = self.blocks[-self.BLOCKS * windows :]
+            size = len(whole) // self.LEVELS
+            parts = [whole[at : at + size] for at in range(0, len(whole), size)]
+            levels = [mean(block.loss for block in part) for part in parts]
+            error = self._error(noise) / math.sqrt(size)
+            rises = [after - before for before, after in pairwise(levels)]
+            if min(rises) > -error and sum(rise > error for rise in rises) >= len(rises) - 1:
+                return True
+        return False
 
     def _climbs_steeply(self, noise: float) -> bool:
         last = self.blocks[-self.STEEP_BLOCKS :]
@@ -160,7 +162,7 @@ class Divergence:
 
     def _lies_flat(self, level: float, noise: float) -> bool:
         whole = self.blocks
-        if len(whole) < self.BLOCKS * self.FLAT_WINDOWS:
+        if len(whole) < self.BLOCKS * self.WINDOWS:
             return False
         if any(block.loss < level for block in whole):
             return False

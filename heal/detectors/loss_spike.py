@@ -5,7 +5,7 @@ from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
-from heal.robust import Window
+from heal.robust import LARGEST, Window
 from heal.verdict import Record
 
 
@@ -46,7 +46,7 @@ class LossSpike:
 
     def observe(self, record: Record) -> Finding | None:
         loss = record.loss
-        if not record.has_finite_loss:
+        if not record.has_finite_loss or abs(loss) > LARGEST:
             return None
         usual, spread = self.losses.median, self.losses.spread
         if len(self.losses) < self.FEWEST or spread <= 0.0:

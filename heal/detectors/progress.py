@@ -18,6 +18,7 @@ class Plateau:
 
     BLOCKS = 10
     CHANCE_MARGIN = 0.01
+    STANDARD_ERRORS = 4.0  # of a block's median: a gain within them is none
 
     def __init__(self, config: HealingConfig) -> None:
         self.steps = config.plateau_steps
@@ -47,7 +48,8 @@ class Plateau:
         at_chance = self.chance > 0.0 and all(
             abs(median - self.chance) < self.CHANCE_MARGIN for median in half
         )
-        is_flat = gained <= self.improvement * level
+        noise = self.STANDARD_ERRORS * spread / math.sqrt(self.size)
+        is_flat = gained <= self.improvement * level + noise
         if not is_flat and not at_chance:
             self.told = False
             return None
