@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from zclip import reference
-from zclip.backends import OPS, native
+from zclip.backends import OPS, native, triton
 
 
 def _native(path: str) -> SimpleNamespace:
@@ -29,7 +29,27 @@ def _native(path: str) -> SimpleNamespace:
     return SimpleNamespace(**{name: functools.partial(call, name) for name in OPS})
 
 
+def _triton() -> SimpleNamespace:
+    """The Triton kernels on CPU tensors, run by Triton's interpreter.
+
+    An operator that has none is the reference's, as it would be for a tensor on a GPU.
+    """
+
+    def call(name, *args):
+        return triton.implementation_of(name, "CPU")(*args)
+
+    ours = {name: functools.partial(call, name) for name in triton.MODULE_OF}
+    return SimpleNamespace(**{name: ours.get(name, getattr(reference, name)) for name in OPS})
+
+
 BACKENDS = {"reference": reference}
 if native.is_loaded():
     BACKENDS["native-portable"] = _native("portable")
     BACKENDS["native-avx2"] = _native("avx2")
+if triton.problem() is None and os.environ.get("TRITON_INTERPRET") == "1":
+    BACKENDS["triton-interpret"] = _triton()
+
+
+def steps_for(backend, count: int) -> int:
+    """How many steps a test of a whole run takes: the interpreter is a thousand times slower."""
+    return min(count, 3) if backend is BACKENDS.get("triton-interpret") else count

@@ -65,3 +65,9 @@ def test_official_remembers_an_infinite_norm(backend):
     steps = run(backend, "auto_clip_", [1.0, math.inf, 3.0, 2.0], **official)
     assert steps[1].verdict[THRESHOLD] == math.inf
     assert steps[3].verdict[THRESHOLD].item() == pytest.approx(2.5)
+
+
+def test_between_two_infinities_the_percentile_is_infinite(backend):
+    official = {"on_nonfinite": ON_NONFINITE["official"], "percentile": 75.0}
+    steps = run(backend, "auto_clip_", [math.inf, math.inf, 1.0], **official)
+    assert [s.verdict[THRESHOLD].item() for s in steps] == [math.inf] * 3

@@ -11,6 +11,7 @@ from torch import nn
 import zclip
 from tests.fake_cuda import fake_cuda, fake_parameters
 from tests.models import backward, make_model, norms_of, parameters_with_norms, set_norms
+from tests.upstream import PlainAdaGC
 
 CLIPPERS = {
     "GlobalNorm": lambda **kw: zclip.GlobalNorm(0.5, **kw),
@@ -383,6 +384,16 @@ def test_adagc_keeps_its_gammas_by_name():
         other.step(model)
 
 
+def test_adagc_knows_a_parameter_under_another_name():
+    model, clipper = make_model(), zclip.AdaGC(warmup_steps=2)
+    for seed in range(4):
+        backward(model, seed)
+        clipper.step(model)
+    before = clipper.state_dict()["groups"][0]["gamma"]
+    clipper.bind(list(model.parameters())[::-1])
+    assert torch.equal(clipper.state_dict()["groups"][0]["gamma"], before.flip(0))
+
+
 def test_adagc_gives_a_late_parameter_a_fresh_start():
     params, clipper = parameters_with_norms([1.0, 2.0]), zclip.AdaGC(warmup_steps=1)
     params[1].grad = None
@@ -416,6 +427,23 @@ def test_adagc_follows_the_published_trace():
         assert clipper.state_dict()["groups"][0]["gamma"].tolist() == pytest.approx(
             gammas, rel=1e-5
         )
+
+
+@pytest.mark.parametrize("seed", ["min_clipped", "min_raw", "first"])
+def test_adagc_over_two_hundred_noisy_steps(seed):
+    generator = torch.Generator().manual_seed(5)
+    norms = torch.exp(0.3 * torch.randn(200, 3, generator=generator, dtype=torch.float64))
+    norms[torch.rand(200, 3, generator=generator) < 0.05] *= 20
+    norms[torch.rand(200, 3, generator=generator) < 0.05] = 0.0
+    clipper, plain = zclip.AdaGC(warmup_steps=20, seed=seed), PlainAdaGC(warmup_steps=20, seed=seed)
+    params = parameters_with_norms([1.0] * 3, dtype=torch.float64)
+    for row in norms.tolist():
+        set_norms(params, row)
+        clipper.step(params)
+        expected = [norm * coef for norm, coef in zip(row, plain.step(row), strict=True)]
+        assert norms_of(params) == pytest.approx(expected, rel=1e-9)
+    gamma = clipper.state_dict()["groups"][0]["gamma"]
+    assert gamma.tolist() == pytest.approx([plain.gamma[i] for i in range(3)], rel=1e-9)
 
 
 def test_spike_skip_watches_the_loss_too():

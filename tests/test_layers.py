@@ -20,6 +20,8 @@ FORBIDDEN = {
     "zclip/reference": {"triton", "zclip.ops", "zclip.backends", "zclip.functional"},
     "zclip/schemas": {"zclip.reference", "zclip.ops", "zclip.backends"},
     "zclip/ops.py": {"zclip.functional", "zclip.backends"},
+    "zclip/clippers": {"zclip.optim", "zclip.mailbox", "zclip.backends", "zclip.functional"},
+    "zclip/mailbox.py": {"zclip.clippers", "zclip.optim", "zclip.ops"},
 }
 
 

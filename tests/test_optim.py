@@ -288,6 +288,34 @@ def test_names_come_from_the_optimizer_or_by_hand():
         assert list(optimizer.clipper.norms_by_name()) == [n for n, _ in model.named_parameters()]
 
 
+def test_names_given_by_hand_survive_copies_and_checkpoints():
+    model = make_model()
+    optimizer = zclip.ClippedOptimizer(
+        torch.optim.AdamW(model.parameters(), fused=True),
+        zclip.AdaGC(warmup_steps=1),
+        named_parameters=model.named_parameters(),
+    )
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+    gamma = optimizer.state_dict()["zclip"]["groups"][0]["gamma"]
+    twin, other = pickle.loads(pickle.dumps((model, optimizer)))
+    optimizer.load_state_dict(optimizer.state_dict())
+    for one, its in ((model, optimizer), (twin, other)):
+        backward(one, 2)
+        its.step()
+        group = its.state_dict()["zclip"]["groups"][0]
+        assert group["names"] == [name for name, _ in model.named_parameters()]
+        torch.testing.assert_close(group["gamma"], gamma, rtol=0.02, atol=0)
+
+
+def test_names_that_are_not_all_there_are_refused():
+    model = make_model()
+    inner = torch.optim.AdamW(model.parameters(), fused=True)
+    with pytest.raises(ValueError, match=r"lacks parameters of the shapes \[\(3, 7\), \(3,\)\]"):
+        zclip.wrap(inner, named_parameters=model[0].named_parameters())
+
+
 def test_a_closure_is_called_once_and_its_gradients_are_clipped(make_optimizer):
     model, optimizer = wrapped(make_optimizer, zclip.SpikeSkip())
     calls = []

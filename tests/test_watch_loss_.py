@@ -110,6 +110,12 @@ def test_rising_counts_rises_in_a_row(backend):
     assert flags(verdicts) == [0] * 6 + [LOSS_RISING] * 2 + [0]
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_loss_neither_counts_as_a_rise_nor_ends_one(backend, bad):
+    verdicts, _ = watch(backend, [1.0, 1.1, bad, 1.2, 1.3], rising_steps=3)
+    assert flags(verdicts) == [0, 0, LOSS_NAN, 0, LOSS_RISING]
+
+
 def test_a_diverging_loss_is_rising_although_it_spikes(backend):
     losses = [1.0] * 20 + [2.0**i for i in range(1, 8)]
     verdicts, _ = watch(backend, losses, rising_steps=4)

@@ -8,6 +8,7 @@ from torch import nn
 
 import zclip
 from tests.models import backward, make_model, norms_of, parameters_with_norms, set_norms
+from tests.upstream import PlainZClip
 
 # Norms in, and after each step: norm of the gradients, mean and variance, as the published
 # package gives them with warmup_steps=5 and no max_grad_norm (research notes, section 1.3).
@@ -60,35 +61,6 @@ def test_the_published_trajectory(settings, expected):
             assert clipper.var == pytest.approx(var, rel=1e-5)
 
 
-def plain_zclip(norms, alpha, z_thresh, warmup, option, clip_factor, max_norm, skip_update):
-    """The published rule, restated on floats; yields coefficient, mean and variance."""
-    seen, mean, var = [], None, None
-    for g in norms:
-        if mean is None:
-            seen.append(g)
-            if len(seen) >= warmup:
-                mean = sum(seen) / len(seen)
-                var = sum((x - mean) ** 2 for x in seen) / len(seen)
-            coef = 1.0 if max_norm is None else min(1.0, max_norm / (g + 1e-6))
-            yield coef, mean, var
-            continue
-        std, target = math.sqrt(var), None
-        z = (g - mean) / (std + 1e-6)
-        if option == "percentile":
-            target = mean + z_thresh * std if g > mean + z_thresh * std else None
-        elif z > z_thresh:
-            target = mean
-            if option == "adaptive_scaling":
-                target = (mean + z_thresh * std / (z / z_thresh)) * clip_factor
-        learned = g if target is None else target
-        allowed = learned if max_norm is None else min(learned, max_norm)
-        coef = allowed / (g + 1e-6) if g > allowed else 1.0
-        if target is None or not skip_update:
-            mean = alpha * mean + (1 - alpha) * learned
-            var = alpha * var + (1 - alpha) * (learned - mean) ** 2
-        yield coef, mean, var
-
-
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("skip_update", [False, True])
 @pytest.mark.parametrize("option", ["adaptive_scaling", "mean", "percentile"])
@@ -105,13 +77,19 @@ def test_four_hundred_steps_of_a_noisy_run(option, skip_update, max_grad_norm):
         max_grad_norm=max_grad_norm,
     )
     params = parameters_with_norms([1.0, 1.0], dtype=torch.float64)
-    expected = plain_zclip(norms.tolist(), 0.97, 2.5, 25, option, 0.9, max_grad_norm, skip_update)
-    for norm, (coef, mean, var) in zip(norms.tolist(), expected, strict=True):
+    plain = PlainZClip(
+        option=option,
+        clip_factor=0.9,
+        skip_update_on_spike=skip_update,
+        max_grad_norm=max_grad_norm,
+    )
+    for norm in norms.tolist():
+        coef = plain.step(norm)
         set_norms(params, [0.6 * norm, 0.8 * norm])
         clipper.step(params)
         assert norms_of(params) == pytest.approx([0.6 * norm * coef, 0.8 * norm * coef], rel=1e-9)
-        if mean is not None:
-            assert (clipper.mean, clipper.var) == pytest.approx((mean, var), rel=1e-9)
+        if plain.mean is not None:
+            assert (clipper.mean, clipper.var) == pytest.approx((plain.mean, plain.var), rel=1e-9)
 
 
 def test_the_constructor_echoes_its_arguments():
@@ -208,6 +186,8 @@ def test_is_fsdp_model_looks_inside(monkeypatch):
     assert not zclip.is_fsdp_model(model)
     monkeypatch.setattr(fsdp, "FullyShardedDataParallel", nn.ReLU)
     assert zclip.is_fsdp_model(model)
+    with pytest.raises(NotImplementedError, match="shards, whose norm is not that of the model"):
+        zclip.ZClip().step(model)
 
 
 def test_a_lightning_callback_without_lightning_says_what_to_install(monkeypatch):

@@ -13,12 +13,12 @@ from zclip.clippers import (
     SpikeSkip,
     ZClip,
     apply_in_place_clipping,
-    is_fsdp_model,
 )
 from zclip.functional import clip_grad_norm_, clip_grad_value_, get_total_norm
 from zclip.mailbox import Mailbox
 from zclip.ops import grad_stats
 from zclip.optim import ClippedOptimizer, wrap
+from zclip.targets import is_fsdp_model
 
 BACKEND_REASONS = _backends.load()
 """Why each backend is active or not; ``python -m zclip.info`` prints it."""

@@ -39,8 +39,8 @@ class ClippedOptimizer(Optimizer):
         skip_nonfinite: refuse a step with NaN or Inf even if the clipper would let it pass.
         apply: "inplace" scales the gradients where there is something to clip; "grad_scale" has
             the fused step do it, for clippers with one coefficient for all.
-        named_parameters: names for norms, states and errors; needed only if the optimizer was
-            built without them.
+        named_parameters: names for norms, states and errors, if the optimizer was built without;
+            written into its groups as "param_names", as torch does.
         lag: how many steps late :meth:`metrics` is.
 
     Attributes:
@@ -84,8 +84,9 @@ class ClippedOptimizer(Optimizer):
         # groups of its own; leaving it out altogether breaks register_step_post_hook.
         super().__setstate__({})
         self._check_apply()
-        names = {id(p): name for name, p in named_parameters} if named_parameters else None
-        clipper.bind(self.param_groups, names=names)
+        if named_parameters is not None:
+            self._name_parameters(dict((id(p), name) for name, p in named_parameters))
+        clipper.bind(self.param_groups)
 
     @property
     def guards_on_device(self) -> bool:
@@ -205,7 +206,7 @@ class ClippedOptimizer(Optimizer):
             warnings.warn(
                 f"{name} is not fused, so that the host must read the verdict before every step, "
                 f"which on an accelerator means to wait for it. To avoid it: {cure}.",
-                stacklevel=4,
+                stacklevel=5,
             )
         if not bool(refused):
             with self._scaled_lr():
@@ -229,6 +230,14 @@ class ClippedOptimizer(Optimizer):
     def _needs_closure(self) -> bool:
         closure = inspect.signature(self.inner.step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty
+
+    def _name_parameters(self, names: dict[int, str]) -> None:
+        """Write the names where torch does, so that copies and checkpoints keep them."""
+        for group in self.param_groups:
+            unnamed = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+            if unnamed:
+                raise ValueError(f"named_parameters lacks parameters of the shapes {unnamed}")
+            group["param_names"] = [names[id(p)] for p in group["params"]]
 
     def _check_apply(self) -> None:
         if self.apply not in APPLY:

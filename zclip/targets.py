@@ -5,6 +5,7 @@ is never trusted: every step proves by identity, in nanoseconds per parameter, t
 Gradients are never kept, or memory that ``zero_grad`` gave back would stay in use.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -66,10 +67,11 @@ class Targets:
             start += size
         return sizes
 
-    def group_names(self, group: int) -> list[str]:
-        """Return the names of the parameters of one group."""
+    def named_group(self, group: int) -> list[tuple[str, Tensor]]:
+        """Return names and parameters of one group."""
         start = sum(self.sizes[:group])
-        return self.names[start : start + self.sizes[group]]
+        pairs = zip(self.names, self.params, strict=True)
+        return list(pairs)[start : start + self.sizes[group]]
 
 
 class TargetCache:
@@ -84,12 +86,11 @@ class TargetCache:
     def targets(self) -> Targets | None:
         return self._targets
 
-    def find(self, handed: tuple[Any, ...], names: Mapping[int, str] | None = None) -> Targets:
+    def find(self, handed: tuple[Any, ...]) -> Targets:
         """Return the parameters to clip.
 
         Args:
             handed: the arguments of ``step``: one target, or several models.
-            names: by ``id``, for parameters that come without one.
 
         Raises:
             TypeError: something in there is not a parameter.
@@ -104,10 +105,10 @@ class TargetCache:
         if isinstance(first, Module):
             return self._find_modules(listed)
         if isinstance(first, Mapping):
-            return self._find_groups(listed, names or {})
+            return self._find_groups(listed)
         tensors = [e[1] if type(e) is tuple else e for e in listed]
         if self._targets is None or self._trees or not _same(tensors, self._entries):
-            pairs = [(_name(i, e, names or {}), tensor_at(i, e)) for i, e in enumerate(listed)]
+            pairs = [(_name(i, e), tensor_at(i, e)) for i, e in enumerate(listed)]
             self._keep(Targets([pairs], [{}]), [], tensors)
         assert self._targets is not None
         return self._targets
@@ -116,6 +117,11 @@ class TargetCache:
         roots = [tree.modules[0] for tree in self._trees]
         current = _same(roots, modules) and all(tree.is_current() for tree in self._trees)
         if self._targets is None or not current:
+            if any(is_fsdp_model(module) for module in modules):
+                raise NotImplementedError(
+                    "the gradients of FullyShardedDataParallel are shards, whose norm is not that "
+                    "of the model; use its own clip_grad_norm_"
+                )
             prefixes = [f"models[{i}]." for i in range(len(modules))] if modules[1:] else [""]
             pairs = [
                 (prefix + name, param)
@@ -126,7 +132,7 @@ class TargetCache:
         assert self._targets is not None
         return self._targets
 
-    def _find_groups(self, groups: list[Mapping[str, Any]], names: Mapping[int, str]) -> Targets:
+    def _find_groups(self, groups: list[Mapping[str, Any]]) -> Targets:
         entries: list[Any] = []
         for group in groups:
             entries.append(group)
@@ -137,7 +143,7 @@ class TargetCache:
                 given = group.get("param_names")
                 pairs = []
                 for i, param in enumerate(group["params"]):
-                    name = given[i] if given else _name(position, param, names)
+                    name = given[i] if given else _name(position, param)
                     pairs.append((name, tensor_at(position, param)))
                     position += 1
                 named.append(pairs)
@@ -147,6 +153,14 @@ class TargetCache:
 
     def _keep(self, targets: Targets, trees: list["_Tree"], entries: list[Any]) -> None:
         self._targets, self._trees, self._entries = targets, trees, entries
+
+
+def is_fsdp_model(pl_module: Module) -> bool:
+    """Return whether a module, or one inside it, is sharded by FullyShardedDataParallel."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody has imported it, so nobody can have used it
+        return False
+    return any(isinstance(module, fsdp.FullyShardedDataParallel) for module in pl_module.modules())
 
 
 class _Tree:
@@ -173,7 +187,5 @@ def _same(left: Sequence[object], right: Sequence[object]) -> bool:
     return len(left) == len(right) and all(map(is_, left, right))
 
 
-def _name(i: int, entry: object, names: Mapping[int, str]) -> str:
-    if isinstance(entry, tuple):
-        return str(entry[0])
-    return names.get(id(entry), f"parameters[{i}]")
+def _name(i: int, entry: object) -> str:
+    return str(entry[0]) if isinstance(entry, tuple) else f"parameters[{i}]"

@@ -24,8 +24,8 @@ void for_each_chunk(const TensorList& list, Fn&& fn) {
   torch::stable::parallel_for(
       0, work_before.back(), kWorkPerThread, [&](int64_t begin, int64_t end) {
         const FloatMode mode;
-        auto c = std::lower_bound(work_before.begin(), work_before.end(), begin) -
-                 work_before.begin();
+        auto c =
+            std::lower_bound(work_before.begin(), work_before.end(), begin) - work_before.begin();
         for (; work_before[c] < end; ++c) fn(c, list.chunks()[c]);
       });
 }

@@ -1,4 +1,5 @@
-// CPU backend of zclip::grad_stats: every gradient is read once, all of them in one parallel region.
+// CPU backend of zclip::grad_stats: every gradient is read once, all of them in one parallel
+// region.
 
 #include "../math/grad_stats.h"
 

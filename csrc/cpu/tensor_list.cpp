@@ -69,7 +69,8 @@ TensorList::TensorList(const std::vector<Tensor>& tensors, Access access, const 
     STD_TORCH_CHECK(tensor.is_cpu(), "zclip::", op, ": ", argument, "[", i,
                     "] is not on the CPU like the others; give one call one device");
     STD_TORCH_CHECK(find_format(tensor.scalar_type(), &span.format), "zclip::", op, ": ", argument,
-                    "[", i, "] has an unsupported dtype; wanted float32, bfloat16, float16 or "
+                    "[", i,
+                    "] has an unsupported dtype; wanted float32, bfloat16, float16 or "
                     "float64");
     span.data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
     span.numel = tensor.numel();
@@ -88,7 +89,8 @@ TensorList::TensorList(const std::vector<Tensor>& tensors, Access access, const 
     const bool rows_are_runs = span.rows == 1 || span.strides[0] * span.rows == span.numel;
     span.dense = layout.dense && rows_are_runs;
     STD_TORCH_CHECK(access == Access::kRead || !layout.overlaps, "zclip::", op, ": ", argument, "[",
-                    i, "] has elements that share memory (expand()?) and cannot be written in "
+                    i,
+                    "] has elements that share memory (expand()?) and cannot be written in "
                     "place; wanted a clone()");
   }
   cut_into_chunks();

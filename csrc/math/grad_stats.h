@@ -38,7 +38,9 @@ constexpr double kTinySum = 5.169878828456423e-26;  // 2^-84
 
 // True if the quick float32 sum of a chunk can be believed. Otherwise the chunk is read again:
 // it holds a NaN, an Inf, numbers whose squares overflow float32, or only tiny ones and zeros.
-ZCLIP_HD bool trustworthy(double quick_sum) { return quick_sum >= kTinySum && is_finite(quick_sum); }
+ZCLIP_HD bool trustworthy(double quick_sum) {
+  return quick_sum >= kTinySum && is_finite(quick_sum);
+}
 
 // The second reading, one element at a time. Bad elements are counted and left out, so that the
 // norm of the healthy part stays readable.

@@ -7,7 +7,7 @@ from zclip.clippers.clipper import Clipper
 from zclip.clippers.global_norm import GlobalNorm
 from zclip.clippers.result import ClipResult
 from zclip.clippers.spike_skip import SpikeSkip
-from zclip.clippers.zscore import ZClip, apply_in_place_clipping, is_fsdp_model
+from zclip.clippers.zscore import ZClip, apply_in_place_clipping
 
 CLIPPERS: dict[str, type[Clipper]] = {
     "zclip": ZClip,
@@ -30,5 +30,4 @@ __all__ = [
     "SpikeSkip",
     "ZClip",
     "apply_in_place_clipping",
-    "is_fsdp_model",
 ]

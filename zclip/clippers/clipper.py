@@ -135,9 +135,9 @@ class Clipper(ABC):
         self.result = self._decide(found, grads, loss, grad_scale)
         return self.result
 
-    def bind(self, *targets: Target, names: Mapping[int, str] | None = None) -> None:
+    def bind(self, *targets: Target) -> None:
         """Learn the parameters before the first step, so that a loaded state is checked at once."""
-        found = self._cache.find(targets, names)
+        found = self._cache.find(targets)
         self._state.fit(found, found.params[0].device if found.params else torch.device("cpu"))
 
     def norms_by_name(self) -> dict[str, Tensor]:

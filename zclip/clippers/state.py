@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 COUNTERS: Mapping[str, int] = {"steps": STEPS, "clips": CLIP_COUNT, "skips": SKIP_COUNT}
 
+Entries = Sequence[tuple[str, Tensor | None]]
+"""Name and parameter of each entry of a state; None if only the name is known."""
+
 _NAMES_SHOWN = 5  # names in an error before "and N more"
 
 
@@ -29,7 +32,7 @@ class ClipState:
         self.states: list[Tensor] = []
         self.counters: Tensor | None = None  # of the whole, where there are several groups
         self._owner = owner
-        self._rows: list[list[str]] = []
+        self._entries: Sequence[Entries] = []  # of a state per parameter
         self._fitted: Targets | None = None
         self._is_loaded = False
 
@@ -47,16 +50,16 @@ class ClipState:
             return
         num_groups = len(targets.sizes) if self._owner.per_group else 1
         self._check_groups(targets, num_groups)
-        rows = [targets.names]
+        entries = [list(zip(targets.names, targets.params, strict=True))]
         if num_groups > 1:
-            rows = [targets.group_names(g) for g in range(num_groups)]
+            entries = [targets.named_group(g) for g in range(num_groups)]
         self.states = [
-            self._fitting(g, self._size(targets, g), rows[g], device) for g in range(num_groups)
+            self._fitting(g, self._size(targets, g), entries[g], device) for g in range(num_groups)
         ]
         if num_groups > 1:
             zeros = torch.zeros(NUM_COUNTERS, dtype=wide_dtype(device), device=device)
             self.counters = zeros if self.counters is None else self._moved(self.counters, device)
-        self._rows, self._fitted, self._is_loaded = rows, targets, False
+        self._entries, self._fitted, self._is_loaded = entries, targets, False
 
     def ensure(self) -> list[Tensor]:
         """Return the states, made on the CPU if there was no step yet."""
@@ -78,7 +81,7 @@ class ClipState:
                 name: state[where].clone() for name, where in self._columns().items()
             }
             if self._owner.is_per_tensor:
-                group["names"] = list(self._rows[g]) if self._rows else []
+                group["names"] = [name for name, _ in self._entries[g]] if self._entries else []
             groups.append(group)
         saved: dict[str, Any] = {"clipper": type(self._owner).__name__, "groups": groups}
         if self.counters is not None:
@@ -94,7 +97,7 @@ class ClipState:
         before = self.__dict__.copy()
         device = self.states[0].device if self.states else torch.device("cpu")
         self.states = [self._unpacked(g, group) for g, group in enumerate(saved["groups"])]
-        self._rows = [list(group.get("names", ())) for group in saved["groups"]]
+        self._entries = [[(n, None) for n in group.get("names", ())] for group in saved["groups"]]
         counters = saved.get("counters")
         self.counters = None if counters is None else counters.clone()
         self._fitted, self._is_loaded = None, True
@@ -130,12 +133,14 @@ class ClipState:
         saved = self._owner._adapted(saved)
         return torch.cat([saved[name].double().reshape(-1) for name in columns])
 
-    def _fitting(self, g: int, size: int, names: list[str], device: torch.device) -> Tensor:
-        if g >= len(self.states) or (self._owner.is_per_tensor and not self._rows):
+    def _fitting(
+        self, g: int, size: int, entries: list[tuple[str, Tensor]], device: torch.device
+    ) -> Tensor:
+        if g >= len(self.states) or (self._owner.is_per_tensor and not self._entries):
             return torch.zeros(size, dtype=wide_dtype(device), device=device)
         state = self.states[g]
-        if self._owner.is_per_tensor and self._rows[g] != names:
-            state = self._by_name(state, self._rows[g], names)
+        if self._owner.is_per_tensor:
+            state = self._reordered(state, self._entries[g], entries)
         if state.numel() != size:
             raise ValueError(
                 f"the state has {state.numel()} entries, but the settings of this "
@@ -147,19 +152,29 @@ class ClipState:
     def _moved(state: Tensor, device: torch.device) -> Tensor:
         return state.to(device, wide_dtype(device), non_blocking=True)
 
-    def _by_name(self, state: Tensor, old: list[str], new: list[str]) -> Tensor:
-        missing = [name for name in new if name not in set(old)]
-        unexpected = [name for name in old if name not in set(new)]
+    def _reordered(
+        self,
+        state: Tensor,
+        old: Entries,
+        new: list[tuple[str, Tensor]],
+    ) -> Tensor:
+        """Give every parameter what is known of it, by its name or as the same object."""
+        old_names, new_names = [name for name, _ in old], [name for name, _ in new]
+        if old_names == new_names:
+            return state
+        missing = [name for name in new_names if name not in set(old_names)]
+        unexpected = [name for name in old_names if name not in set(new_names)]
         if self._is_loaded and (missing or unexpected):
             raise ValueError(
                 "the state does not fit these parameters: "
                 f"not in the state: {_listed(missing)}; only in the state: {_listed(unexpected)}"
             )
-        entry = dict(zip(old, state[NUM_COUNTERS:].unbind(), strict=True))
+        known = state[NUM_COUNTERS:].unbind()
+        by_name = dict(zip(old_names, known, strict=True))
+        by_object = {id(param): value for (_, param), value in zip(old, known, strict=True)}
         unset = state.new_zeros(())
-        return torch.cat(
-            [state[:NUM_COUNTERS], torch.stack([entry.get(name, unset) for name in new])]
-        )
+        entries = [by_object.get(id(param), by_name.get(name, unset)) for name, param in new]
+        return torch.cat([state[:NUM_COUNTERS], torch.stack(entries)])
 
     def _check_groups(self, targets: Targets, num_groups: int) -> None:
         if self._is_loaded and self.states and len(self.states) != num_groups:
@@ -176,7 +191,9 @@ class ClipState:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fitted": None}
+        """Keep the names, but not the parameters: they belong to the model."""
+        names = [[(name, None) for name, _ in group] for group in self._entries]
+        return {**self.__dict__, "_fitted": None, "_entries": names}
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,7 +1,6 @@
 """ZClip, with the constructor, attributes and helpers of the published package."""
 
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -255,14 +254,6 @@ def apply_in_place_clipping(
     norm = global_norm.to(device, wide_dtype(device), non_blocking=True)
     coef = torch.where(norm > max_global_norm, max_global_norm / (norm + NORM_EPS), 1.0)
     ops.scale_(grads, coef.clamp(max=1.0).to(norm.dtype).repeat(len(grads)))
-
-
-def is_fsdp_model(pl_module: Module) -> bool:
-    """Return whether a module, or one inside it, is sharded by FullyShardedDataParallel."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # nobody has imported it, so nobody can have used it
-        return False
-    return any(isinstance(module, fsdp.FullyShardedDataParallel) for module in pl_module.modules())
 
 
 def _one_or_all(values: list[Any], nothing: Any = False) -> Any:

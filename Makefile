@@ -1,0 +1,64 @@
+# Two commands matter: `make demo` and `make test`. Both set everything up by themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The torch that tests run on. It is installed before anything that depends on torch, so that no
+# other torch is pulled in; triton is the release that this torch pins.
+TORCH := torch==2.13.0
+TRITON := triton==3.7.1
+CXX_SOURCES := $(shell find csrc -type f)
+
+.PHONY: demo test test-triton-newest soak bench lint format info clean
+
+demo: $(VENV)/built
+	$(BIN)/zclip-bench --quick
+
+test: lint $(VENV)/built
+	$(BIN)/python -m pytest -q
+
+# The tests that concern Triton once more, with the newest release instead of the one torch pins.
+test-triton-newest: $(VENV)/built
+	$(BIN)/pip install -q --no-deps --upgrade --target build/triton-newest triton
+	PYTHONPATH=$(CURDIR)/build/triton-newest $(BIN)/python -m pytest -q -k triton
+
+soak: $(VENV)/built test-triton-newest
+	$(BIN)/python -m pytest -q -m slow
+
+bench: $(VENV)/built
+	$(BIN)/zclip-bench --save benchmarks/results
+	$(BIN)/python benchmarks/bench_step.py --save benchmarks/results
+	$(BIN)/python benchmarks/spikes_gpt.py --save benchmarks/results
+	$(BIN)/python -m pytest -q benchmarks --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
+
+lint: $(VENV)/tools
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+
+format: $(VENV)/tools
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(BIN)/clang-format -i
+
+info: $(VENV)/built
+	$(BIN)/python -m zclip.info
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info zclip/_C*.so
+
+$(VENV)/torch: Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q $(TORCH) numpy ninja 'setuptools>=77' wheel
+	$(BIN)/pip install -q --no-deps $(TRITON)
+	touch $@
+
+$(VENV)/tools: $(VENV)/torch pyproject.toml setup.py
+	ZCLIP_BUILD=none $(BIN)/pip install -q --no-build-isolation -e '.[dev]'
+	touch $@
+
+$(VENV)/built: $(VENV)/tools $(CXX_SOURCES)
+	$(BIN)/python setup.py -q build_ext --inplace
+	touch $@

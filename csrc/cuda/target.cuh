@@ -1,0 +1,51 @@
+// The two things that nvcc and the emulator in tests/simt spell differently: a shared array and a
+// launch. Kernels and launchers include this and are otherwise plain CUDA.
+
+#pragma once
+
+#if defined(ZCLIP_SIMT)
+
+#include "simt.h"
+
+#define ZCLIP_SHARED(type, name, count)                                          \
+  static const ::simt::SharedName name##_shared_name{#name, __FILE__, __LINE__}; \
+  type(&name)[count] = ::simt::shared_array<type, (count)>(name##_shared_name)
+
+namespace zclip::cuda {
+
+using Stream = void*;
+using LaunchError = int;  // always 0: the emulator throws
+
+template <typename... Params, typename... Args>
+LaunchError launch(void (*kernel)(Params...), dim3 grid, dim3 block, Stream /*stream*/,
+                   const Args&... args) {
+  ::simt::launch(kernel, grid, block, args...);
+  return 0;
+}
+
+}  // namespace zclip::cuda
+
+#else
+
+#include <cuda_runtime.h>
+
+#define ZCLIP_SHARED(type, name, count) __shared__ type name[count]
+
+namespace zclip::cuda {
+
+using Stream = cudaStream_t;
+using LaunchError = cudaError_t;
+
+// Does not wait for the kernel; reports only what is wrong with the launch itself.
+template <typename... Params, typename... Args>
+LaunchError launch(void (*kernel)(Params...), dim3 grid, dim3 block, Stream stream,
+                   const Args&... args) {
+  // clang-format off
+  kernel<<<grid, block, 0, stream>>>(args...);
+  // clang-format on
+  return cudaGetLastError();
+}
+
+}  // namespace zclip::cuda
+
+#endif

@@ -1,0 +1,1 @@
+"""What clipping costs on this machine, beside its rivals, in one interleaved run."""

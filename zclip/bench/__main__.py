@@ -1,0 +1,3 @@
+from zclip.bench.cli import main
+
+main()
