@@ -87,9 +87,8 @@ class Chaos:
         """Return ``train_step`` with faults; those between steps strike before it runs."""
 
         def broken(batch: Any) -> Tensor:
-            self._attempt += 1
             loss_changes: list[Callable[[Tensor], Tensor]] = []
-            for fault in self._due(self._attempt, in_loader=False):
+            for fault in self._due_now():
                 change = KINDS[fault.kind](self, fault)
                 if isinstance(change, BatchFault):
                     batch = change.apply(batch)
@@ -115,6 +114,17 @@ class Chaos:
         self._batch += 1
         for fault in self._due(self._batch, in_loader=True):
             raise ValueError(f"injected: sample of batch {self._batch} is torn ({fault.kind})")
+
+    def _due_now(self) -> list[Fault]:
+        """The faults of a new attempt; further pieces or batches of the same one have none."""
+        counted = self._healer.attempts
+        if not counted:  # a hand-written loop: every call is an attempt
+            self._attempt += 1
+        elif counted - 1 > self._attempt:
+            self._attempt = counted - 1
+        else:
+            return []
+        return list(self._due(self._attempt, in_loader=False))
 
     def _due(self, attempt: int, in_loader: bool) -> Iterator[Fault]:
         for fault in self._faults:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from heal.actions import CannotHeal
 from heal.exit_codes import ExitCode
-from heal.journal import Journal, exit_reason, write_postmortem
+from heal.journal import Journal
 
 if TYPE_CHECKING:
     from heal.loop import Healer
@@ -58,18 +58,18 @@ class Exits:
         if healer is None:
             return
         healer.hear_the_rest()
-        halted = isinstance(error, CannotHeal) and bool(healer.history)
-        write_postmortem(
-            self._journal,
-            exit_reason=exit_reason(healer.history[-1][1] if halted else None, error),
-            exit_code=_exit_code(error),
+        self._journal.postmortem(
             exception=error,
+            exit_code=_exit_code(error),
             last_step=healer.last_step,
             final_metrics=_final_metrics(healer),
-            recovery_actions=healer.recoveries,
             running_time_seconds=self._clock() - self._began,
         )
         self._journal.close()
+
+    def dismiss(self) -> None:
+        """Write no postmortem: this run is watched, not trained, by its healer."""
+        self._closed = True
 
     @contextmanager
     def halting(self) -> Iterator[None]:

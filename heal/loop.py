@@ -3,7 +3,6 @@
 ``step`` and ``batches`` serve a hand-written loop; ``run`` is the whole loop.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -91,7 +90,7 @@ class Healer:
         self.model = model
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._schedulers = _listed(scheduler)
-        self.journal = Journal(run_dir, int(os.environ.get("RANK", 0)) if rank is None else rank)
+        self.journal = Journal(run_dir, rank)
         self._guarded = GuardedStep(optimizers, self.config, model.named_parameters(), scaler)
         state = TrainingState(
             model,
@@ -204,6 +203,11 @@ class Healer:
         return self._run.lr_scale
 
     @property
+    def attempts(self) -> int:
+        """How often ``run`` tried to take a step, those that were repeated included."""
+        return self._micro.attempts
+
+    @property
     def history(self) -> Sequence[tuple[int, Diagnosis, Plan]]:
         """Every diagnosis: the step that came next, what it was, and what was done."""
         return self._treatment.log
@@ -211,7 +215,7 @@ class Healer:
     @property
     def recoveries(self) -> list[dict[str, Any]]:
         """What was done about trouble, as the postmortem lists it."""
-        return self._treatment.recoveries
+        return self.journal.recoveries
 
     @property
     def optimizers(self) -> Sequence[ClippedOptimizer]:

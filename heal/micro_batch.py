@@ -36,6 +36,7 @@ class MicroBatcher:
     Attributes:
         pieces: how many parts each batch is cut into.
         phase: "forward" or "backward", for whoever catches an exception.
+        attempts: how often a step was tried.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class MicroBatcher:
     ) -> None:
         self.pieces = 1
         self.phase = "forward"
+        self.attempts = 0
         self.weigh = weigh
         self._model = model
         self._parameters = parameters
@@ -71,6 +73,7 @@ class MicroBatcher:
         Returns:
             The mean loss, detached, on the device.
         """
+        self.attempts += 1
         self._rng = RngState.now()
         self._buffers.refresh()
         self._largest_batch = max(num_samples(batch) for batch in batches)

@@ -3,20 +3,20 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from heal.actions import Action, CannotHeal, Plan, Rollback, Run, action_to_json
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis, diagnose
 from heal.history import History
-from heal.journal import Journal, recovery_action
+from heal.journal import Journal
 from heal.policy import decide
 
 Hook = Callable[[Diagnosis, Plan], Plan | None]
 """Sees what is wrong and what is planned; returns another plan, or None to agree."""
 
-MAX_RECOVERIES = 1000  # entries kept for the postmortem; the journal has them all
+MAX_LOGGED = 1000  # entries kept in memory; the journal has them all
 
 MAY_BE_IN_SNAPSHOTS = (
     Cause.LOSS_SPIKE,
@@ -42,13 +42,11 @@ class Treatment:
     Attributes:
         history: what was tried; survives rollbacks.
         log: the step that came next, diagnosis and plan of everything that was found.
-        recoveries: what was done, as the postmortem lists it.
     """
 
     def __init__(self, run: Run, config: HealingConfig, journal: Journal) -> None:
         self.history = History()
-        self.log: deque[tuple[int, Diagnosis, Plan]] = deque(maxlen=MAX_RECOVERIES)
-        self.recoveries: list[dict[str, Any]] = []
+        self.log: deque[tuple[int, Diagnosis, Plan]] = deque(maxlen=MAX_LOGGED)
         self.hook: Hook | None = None
         self.tell: Callable[[Diagnosis, Plan], None] = lambda diagnosis, plan: None
         self._run = run
@@ -116,17 +114,16 @@ class Treatment:
     def _write_down(
         self, diagnosis: Diagnosis, plan: Plan, effects: Sequence[bool], seconds: float
     ) -> None:
-        entry = recovery_action(diagnosis, plan, effects, seconds=round(seconds, 6))
-        if plan:
-            self.recoveries.append(entry)
-            del self.recoveries[:-MAX_RECOVERIES]
-        kind = "recovery" if plan else "finding"
-        details = {name: value for name, value in entry.items() if name != "step"}
-        self._journal.event(kind, self._run.step, seen_at=diagnosis.step, **details)
+        done = [action_to_json(action) for action in plan]
+        for action, effect in zip(done, effects, strict=False):
+            action["effect"] = effect
         try:
+            self._journal.recovery(
+                diagnosis, done, seconds=round(seconds, 6), resumed_at=self._run.step
+            )
             self.tell(diagnosis, plan)
         except Exception as error:
-            self._journal.event("display_failed", self._run.step, error=repr(error))
+            self._journal.event("telling_failed", self._run.step, error=repr(error))
 
 
 def is_suspect(findings: Sequence[Finding]) -> bool:

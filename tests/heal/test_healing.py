@@ -55,7 +55,7 @@ def test_a_replayed_rollback_of_accumulated_steps_and_schedules_is_bit_exact():
     healed = build()
     healer = healed.healer()
     healer.on_instability(roll_back_only)
-    chaos = Chaos(healer, [Fault("corrupt_weight", at=100)])
+    chaos = Chaos(healer, [Fault("corrupt_weight", at=33)])
     healer.run(chaos.wrap(healed.train_step), healed.loader, 60, accumulate=3, progress=False)
     assert any(isinstance(a, Rollback) for _, _, plan in healer.history for a in plan)
     assert_same(fingerprint(healed), fingerprint(whole))
