@@ -8,11 +8,11 @@ from typing import Any
 
 from heal.config import HealingConfig
 
-NEEDS_TORCH: dict[str, str] = {}
+NEEDS_TORCH: dict[str, str] = {"Healer": "heal.loop"}
 """Public names that need torch, and their modules: loaded on first use, so that the pure half and
 the command line answer at once."""
 
-__all__ = ["HealingConfig"]
+__all__ = ["Healer", "HealingConfig"]
 
 
 def __getattr__(name: str) -> Any:
