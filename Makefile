@@ -13,6 +13,7 @@ CXX_SOURCES := $(shell find csrc -type f)
 
 demo: $(VENV)/built
 	$(BIN)/zclip-bench --quick
+	$(BIN)/heal demo --run-dir build/heal-demo
 
 test: lint $(VENV)/built
 	$(BIN)/python -m pytest -q

@@ -77,6 +77,9 @@ class GuardedStep:
         named_parameters: names for what goes wrong.
         scaler: a GradScaler. Each optimizer is then refused by itself, as torch does it.
 
+    Raises:
+        TypeError: an optimizer calls a closure by itself, as LBFGS does.
+
     Attributes:
         optimizers: the wrapped ones.
         mailbox: carries the verdict of each step, and the loss scale after it.
@@ -91,6 +94,12 @@ class GuardedStep:
     ) -> None:
         names = list(named_parameters)
         self.optimizers = [_watched(o, config, names) for o in optimizers]
+        for optimizer in self.optimizers:
+            if optimizer._needs_closure():
+                raise TypeError(
+                    f"{type(optimizer.inner).__name__} calls a closure several times within one "
+                    "step, which cannot be refused or repeated as a whole; wanted another optimizer"
+                )
         self.scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
         self.mailbox = zclip.Mailbox(config.lag, width=NUM_VERDICT + 1)
         params = (p for o in self.optimizers for g in o.param_groups for p in g["params"])
@@ -105,8 +114,6 @@ class GuardedStep:
         """Take the step, or refuse it on the device; False if there were no gradients at all."""
         if self.scaler is not None:
             verdict = self._scaled_step(loss)
-        elif len(self.optimizers) == 1:
-            verdict = self._one_step(loss)
         else:
             verdict = self._joint_step(loss)
         if verdict is None:
@@ -125,11 +132,6 @@ class GuardedStep:
         except (IndexError, AssertionError):
             return ""
 
-    def _one_step(self, loss: Tensor | None) -> Tensor | None:
-        optimizer = self.optimizers[0]
-        optimizer.step(loss=loss)
-        return None if optimizer.result is None else optimizer.result.verdict
-
     def _joint_step(self, loss: Tensor | None) -> Tensor | None:
         """Judge all first. Half a step, with one part refused, is a state no run ever had."""
         results = []
@@ -138,10 +140,11 @@ class GuardedStep:
         found = [result for result in results if result is not None]
         if not found:
             return None
-        device = found[0].verdict.device
-        blocked = torch.stack([r.blocked.to(device, non_blocking=True) for r in found]).amax()
-        for result in found:
-            result.verdict[BLOCKED] = blocked.to(result.verdict.device, non_blocking=True)
+        if len(found) > 1:
+            device = found[0].verdict.device
+            blocked = torch.stack([r.blocked.to(device, non_blocking=True) for r in found]).amax()
+            for result in found:
+                result.verdict[BLOCKED] = blocked.to(result.verdict.device, non_blocking=True)
         for optimizer, judged in zip(self.optimizers, results, strict=True):
             if judged is not None:
                 optimizer.step_if_allowed(judged)
