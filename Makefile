@@ -30,6 +30,7 @@ bench: $(VENV)/built
 	$(BIN)/zclip-bench --save benchmarks/results
 	$(BIN)/python benchmarks/bench_step.py --save benchmarks/results
 	$(BIN)/python benchmarks/spikes_gpt.py --save benchmarks/results
+	$(BIN)/python benchmarks/bench_heal.py
 	$(BIN)/python -m pytest -q benchmarks --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
 
 lint: $(VENV)/tools

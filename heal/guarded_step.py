@@ -62,7 +62,11 @@ class LossWatch:
 
     def judge(self, loss: Tensor, verdict: Tensor) -> None:
         """Write into the verdict what the loss says. Rises are left to the host, which has time."""
-        loss = loss.detach().reshape(-1)[:1].to(self.state.device, non_blocking=True)
+        loss = loss.detach()
+        if loss.numel() != 1:
+            loss = loss.mean()
+        if loss.device != self.state.device:
+            loss = loss.to(self.state.device, non_blocking=True)
         torch.ops.zclip.watch_loss_(
             self.state, loss, verdict, self.factor, 0, LOSS_DECAY, LOSS_WARMUP_STEPS
         )

@@ -101,4 +101,4 @@ def test_a_healthy_run_is_left_alone(model, way):
     changed = [(d.cause, d.step) for _, d, plan in healer.history if changes_training(plan)]
     assert changed == []
     assert healer.notes == []
-    assert len(healer.snapshots()) == 2
+    assert healer.snapshots()[0] >= STEPS - 30
