@@ -13,7 +13,7 @@ from typing import Any
 
 def now() -> str:
     """Return the time in UTC, as ISO 8601 with a Z."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def dumps(value: Any) -> str:

@@ -58,13 +58,16 @@ class GradientExplosion:
     """Finds norms before clipping of many times their recent upper range.
 
     The reference is the 90 % quantile: runs whose gradient is exactly zero most of the time (RL
-    with equal rewards) have no useful median. Clipping has dealt with a lone explosion, so that
+    with equal rewards) have no useful median. It must also be well above the highest such range
+    of the whole run: one that has memorised its data has gradients of nearly zero, and whatever
+    comes next is many times that. Clipping has dealt with a lone explosion, so that
     it is only a warning; it becomes an error when it lasts and the loss suffers. Values that last
     enter the window: a new regime is learned, not fought.
     """
 
     NORMS, FEWEST = 128, 32
     UPPER = 0.9
+    BEYOND = 10.0  # times the highest upper range of the run
     LOSSES = 64
     HARM = 3.0  # spreads above its median at which a loss suffers
 
@@ -73,6 +76,7 @@ class GradientExplosion:
         self.patience = config.grad_norm_patience
         self.norms = Window(self.NORMS)
         self.losses = Window(self.LOSSES)
+        self.highest = 0.0
         self.streak = 0
         self.first_step = -1
 
@@ -81,8 +85,9 @@ class GradientExplosion:
             return None
         usual = self.norms.quantile(self.UPPER)
         is_armed = len(self.norms) >= self.FEWEST and usual > 0.0
-        if not is_armed or record.norm <= self.limit * usual:
+        if not is_armed or record.norm <= max(self.limit * usual, self.BEYOND * self.highest):
             self.streak = 0
+            self.highest = max(self.highest, usual if is_armed else 0.0)
             self.norms.push(record.norm)
             self.losses.push(record.loss)
             return None
@@ -107,6 +112,7 @@ class GradientExplosion:
         return {
             "norms": self.norms.values(),
             "losses": self.losses.values(),
+            "highest": self.highest,
             "streak": self.streak,
             "first_step": self.first_step,
         }
@@ -114,6 +120,7 @@ class GradientExplosion:
     def load_state(self, state: dict[str, Any]) -> None:
         self.norms = Window(self.NORMS, state["norms"])
         self.losses = Window(self.LOSSES, state["losses"])
+        self.highest = state["highest"]
         self.streak, self.first_step = state["streak"], state["first_step"]
 
 
