@@ -5,7 +5,9 @@
 """
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from setuptools import setup
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]
 # Sums must have the same bits on every machine, so no multiply-add may be contracted.
 OPTIMISE = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden"]
+NVCC = ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler", "-fvisibility=hidden"]
 # libtorch must stay in NEEDED, or the weak stream symbol is silently null under CUDA torch.
 LINK = ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
 
@@ -26,7 +29,20 @@ def say(line: str) -> None:
 def cuda_home() -> str | None:
     """Return the folder of the CUDA toolkit, by CUDA_HOME or by the nvcc on the path."""
     nvcc = shutil.which("nvcc")
-    return os.environ.get("CUDA_HOME") or (nvcc and str(Path(os.path.realpath(nvcc)).parents[1]))
+    if os.environ.get("CUDA_HOME") or not nvcc:
+        return os.environ.get("CUDA_HOME")
+    beside = Path(os.path.realpath(nvcc)).parents[1]
+    if (beside / "include/cuda_runtime.h").exists():
+        return str(beside)
+    # A script that calls the real one, as some distributions have: nvcc itself knows where it is.
+    asked = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    top = re.search(r"TOP=(.+)", asked.stderr)
+    return os.path.realpath(top[1].strip()) if top else None
 
 
 def extension_arguments(wanted: str) -> dict:
@@ -85,7 +101,7 @@ def extension_arguments(wanted: str) -> dict:
         sources,
         py_limited_api=True,
         extra_link_args=LINK,
-        extra_compile_args={"cxx": [*OPTIMISE, *defines], "nvcc": ["-O3", *defines]},
+        extra_compile_args={"cxx": [*OPTIMISE, *defines], "nvcc": [*NVCC, *defines]},
         **options,
     )
     say(f"building the extension for the CPU{' and CUDA' if with_cuda else ''}")

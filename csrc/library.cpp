@@ -5,6 +5,9 @@
 
 #include "cpu/cpu_path.h"
 #include "cpu/ops.h"
+#ifdef ZCLIP_WITH_CUDA
+#include "cuda/register_ops.h"
+#endif
 
 namespace {
 
@@ -42,6 +45,10 @@ STABLE_TORCH_LIBRARY_IMPL(zclip, CPU, m) {
   m.impl("fingerprint", TORCH_BOX(&zclip::cpu::fingerprint));
   m.impl("read_probe", TORCH_BOX(&zclip::cpu::read_probe));
 }
+
+#ifdef ZCLIP_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(zclip, CUDA, m) { zclip::cuda::register_ops(m); }
+#endif
 
 STABLE_TORCH_LIBRARY_IMPL(zclip, CompositeExplicitAutograd, m) {
   m.impl("native_features", TORCH_BOX(&native_features));

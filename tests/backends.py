@@ -8,9 +8,11 @@ import os
 from types import SimpleNamespace
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.simt import build, device
 from zclip import reference
-from zclip.backends import OPS, native, triton
+from zclip.backends import OPS, answering, native, triton
 
 
 def _native(path: str) -> SimpleNamespace:
@@ -53,3 +55,30 @@ if triton.problem() is None and os.environ.get("TRITON_INTERPRET") == "1":
 def steps_for(backend, count: int) -> int:
     """How many steps a test of a whole run takes: the interpreter is a thousand times slower."""
     return min(count, 3) if backend is BACKENDS.get("triton-interpret") else count
+
+
+if build.CAN_RUN:
+    # The CUDA kernels, executed on the CPU. What they leave out, the reference answers.
+    for order in ("forward", "random"):  # reverse order: tests/simt/test_kernels.py
+        BACKENDS[f"simt-{order}"] = SimpleNamespace(
+            **{**vars(reference), **vars(device.backend(order))}
+        )
+
+
+def _cuda(name, *args):
+    """Run an operator on the GPU, on copies of the arguments, and bring back what it wrote."""
+    moved = tree_map_only(torch.Tensor, lambda t: t.cuda(), list(args))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = getattr(torch.ops.zclip, name)(*moved)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for here, there in zip(tree_leaves(list(args)), tree_leaves(moved), strict=True):
+        if isinstance(here, torch.Tensor) and here.numel():
+            here.copy_(there)
+    return tree_map_only(torch.Tensor, lambda t: t.cpu(), result)
+
+
+if torch.cuda.is_available() and answering("grad_stats", "cuda") == "native":
+    served = {name: functools.partial(_cuda, name) for name in device.OPS}
+    BACKENDS["cuda"] = SimpleNamespace(**{**vars(reference), **served})

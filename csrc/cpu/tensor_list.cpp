@@ -1,62 +1,16 @@
 #include "tensor_list.h"
 
 #include <torch/headeronly/core/Layout.h>
-#include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
-#include <numeric>
 
 namespace zclip::cpu {
 namespace {
 
-using torch::headeronly::ScalarType;
-
 // What a chunk costs beyond its elements, in elements. It keeps thousands of tiny tensors from
 // weighing nothing beside one huge one when work is split among threads.
 constexpr int64_t kWorkPerChunk = 128;
-
-struct Layout {
-  bool dense;
-  bool overlaps;  // some element is another's memory, as after expand()
-};
-
-// Walks the dimensions from the smallest stride up. Memory is dense if each stride is the size of
-// everything inside it.
-Layout layout_of(const Span& span) {
-  std::vector<int64_t> order(span.dim);
-  std::iota(order.begin(), order.end(), 0);
-  std::sort(order.begin(), order.end(),
-            [&](int64_t a, int64_t b) { return span.strides[a] < span.strides[b]; });
-  int64_t inside = 1;
-  Layout layout = {true, false};
-  for (const int64_t d : order) {
-    if (span.sizes[d] == 1) continue;
-    layout.dense &= span.strides[d] == inside;
-    layout.overlaps |= span.strides[d] < inside;
-    inside = std::max(inside, span.strides[d]) * span.sizes[d];
-  }
-  return layout;
-}
-
-bool find_format(ScalarType type, Format* format) {
-  switch (type) {
-    case ScalarType::Float:
-      *format = Format::kFloat32;
-      return true;
-    case ScalarType::BFloat16:
-      *format = Format::kBfloat16;
-      return true;
-    case ScalarType::Half:
-      *format = Format::kFloat16;
-      return true;
-    case ScalarType::Double:
-      *format = Format::kFloat64;
-      return true;
-    default:
-      return false;
-  }
-}
 
 }  // namespace
 
@@ -84,7 +38,7 @@ TensorList::TensorList(const std::vector<Tensor>& tensors, Access access, const 
     span.dim = tensor.dim();
     span.sizes = tensor.sizes().data();
     span.strides = tensor.strides().data();
-    const Layout layout = layout_of(span);
+    const Layout layout = layout_of(span.dim, span.sizes, span.strides);
     // Rows may be read where they lie if each is one run of memory, as in channels_last.
     const bool rows_are_runs = span.rows == 1 || span.strides[0] * span.rows == span.numel;
     span.dense = layout.dense && rows_are_runs;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../math/grad_stats.h"
+#include "../memory_layout.h"
 
 namespace zclip::cpu {
 
@@ -64,17 +65,6 @@ class TensorList {
   bool has_float64_ = false;
   int64_t num_rows_ = 0;
 };
-
-inline int64_t bytes_per_element(Format format) {
-  switch (format) {
-    case Format::kFloat32:
-      return 4;
-    case Format::kFloat64:
-      return 8;
-    default:
-      return 2;
-  }
-}
 
 // Calls visit(pointer) with the pointer typed after the format.
 template <typename Visit>

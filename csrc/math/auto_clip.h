@@ -52,19 +52,40 @@ ZCLIP_HD double percentile_of(const double* values, int64_t count, double percen
   return below + (rank - static_cast<double>(low)) * (above - below);
 }
 
-ZCLIP_HD double auto_clip_rule(const Totals& total, double percentile, int64_t history,
-                               OnNonFinite on_nonfinite, double* state, float* verdict) {
+// Two parts, so that a GPU can find the percentile between them with a whole block.
+struct AutoClipStep {
+  Health health;
+  bool refused;
+};
+
+ZCLIP_HD Ring auto_clip_ring(double* state, int64_t history) {
+  return {state + kHistoryColumn, history, state + kHistorySeenColumn};
+}
+
+ZCLIP_HD AutoClipStep auto_clip_begin(const Totals& total, int64_t history,
+                                      OnNonFinite on_nonfinite, double* state) {
   const Health health = health_of(total);
   const bool refuse = refused(health, on_nonfinite);
-  const Ring ring = {state + kHistoryColumn, history, state + kHistorySeenColumn};
-  if (!refuse) push(ring, health.norm);
-  const double threshold = percentile_of(ring.values, filled(ring), percentile);
-  const double wanted = threshold / (health.norm + kNormEps);
-  const double coef = refuse ? kRefuse : wanted >= 1.0 ? kKeep : wanted;
-  Report report = report_of(health, refuse, coef);
+  if (!refuse) push(auto_clip_ring(state, history), health.norm);
+  return {health, refuse};
+}
+
+ZCLIP_HD double auto_clip_finish(const AutoClipStep& step, double threshold, double* state,
+                                 float* verdict) {
+  const double wanted = threshold / (step.health.norm + kNormEps);
+  const double coef = step.refused ? kRefuse : wanted >= 1.0 ? kKeep : wanted;
+  Report report = report_of(step.health, step.refused, coef);
   report.threshold = threshold;
-  write_report(health, report, state, verdict);
+  write_report(step.health, report, state, verdict);
   return coef;
+}
+
+ZCLIP_HD double auto_clip_rule(const Totals& total, double percentile, int64_t history,
+                               OnNonFinite on_nonfinite, double* state, float* verdict) {
+  const AutoClipStep step = auto_clip_begin(total, history, on_nonfinite, state);
+  const Ring ring = auto_clip_ring(state, history);
+  const double threshold = percentile_of(ring.values, filled(ring), percentile);
+  return auto_clip_finish(step, threshold, state, verdict);
 }
 
 }  // namespace zclip

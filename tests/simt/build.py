@@ -18,6 +18,7 @@ CAN_RUN = shutil.which("g++") is not None and platform.machine() == "x86_64"
 
 # nvcc neither assumes strict aliasing nor, under -fmad=false, fuses: the emulator does the same.
 FLAGS = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-fno-strict-aliasing", "-ffp-contract=off"]
+FLAGS += ["-Wno-unknown-pragmas"]  # "unroll" is nvcc's
 DEFINES = ["-DZCLIP_SIMT", f"-I{HERE}"]
 SANITIZERS = {
     "plain": ["-O2"],
@@ -56,7 +57,7 @@ def _library(name: str) -> str:
 def _digest(command: list[str]) -> str:
     """Name of a build: its command and every C++ file it could include."""
     digest = hashlib.sha256("\0".join(command).encode())
-    folders = [HERE, ROOT / "csrc" / "math", ROOT / "csrc" / "cuda"]
+    folders = [HERE, ROOT / "csrc", ROOT / "csrc" / "math", ROOT / "csrc" / "cuda"]
     for folder in folders:
         for path in sorted(folder.glob("*")):
             if path.suffix in {".h", ".cuh", ".cu", ".cpp"}:

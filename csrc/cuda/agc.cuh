@@ -1,0 +1,116 @@
+// agc_: the slots of all rows, of gradients and of weights, become coefficients of rows; then one
+// block writes the report. Pass 1 fills the slots before this, pass 2 scales after it.
+
+#pragma once
+
+#include "../math/agc.h"
+#include "apply_rule.cuh"
+#include "grad_stats.cuh"
+
+namespace zclip::cuda {
+
+struct AgcSettings {
+  double clip;
+  double eps;
+  OnNonFinite on_nonfinite;
+};
+
+// On the device, what agc_ knows about each tensor and each row.
+struct AgcResults {
+  GradStats* stats;   // of each gradient
+  double* least;      // coefficient of each gradient's rows
+  double* clipped;    // squared norm left over, of each gradient
+  double* row_coefs;  // of each row of the list
+};
+
+struct AgcTensor {
+  uint32_t first_row;
+  uint32_t rows;
+  uint32_t first_slot;
+  uint32_t slots_per_row;
+};
+
+constexpr int kAgcCapacity = 200;
+
+struct AgcTable {
+  int32_t count;
+  int32_t first_tensor;
+  AgcTensor tensors[kAgcCapacity];
+};
+static_assert(sizeof(AgcTable) + kOtherArguments <= 4096, "fits any launch");
+
+__device__ __forceinline__ GradStats row_stats(const ChunkSlot* slots, uint32_t count) {
+  GradStats sum = {};
+  for (uint32_t c = 0; c < count; ++c) {
+    merge(sum,
+          {slots[c].sumsq, static_cast<double>(slots[c].nan), static_cast<double>(slots[c].inf)});
+  }
+  return sum;
+}
+
+// grid: any number of blocks; each takes every gridDim.x-th tensor, and each thread every
+// kThreads-th row of it. Threads write row_coefs; thread 0 the tensor's other results, summed in a
+// fixed order.
+__global__ void __launch_bounds__(kThreads)
+    agc_rows(const AgcTable __grid_constant__ table, const ChunkSlot* grad_slots,
+             const ChunkSlot* weight_slots, const AgcSettings settings, const AgcResults out) {
+  ZCLIP_SHARED(double, thread_least, kThreads);
+  for (int t = blockIdx.x; t < table.count; t += gridDim.x) {
+    const AgcTensor& tensor = table.tensors[t];
+    GradStats sum = {};
+    double least = kKeep, clipped = 0.0;
+    for (uint32_t r = threadIdx.x; r < tensor.rows; r += kThreads) {
+      const uint32_t slot = tensor.first_slot + r * tensor.slots_per_row;
+      const GradStats grad = row_stats(grad_slots + slot, tensor.slots_per_row);
+      // The weights' NaN and Inf do not count: this rule judges gradients.
+      const double weight_sumsq = row_stats(weight_slots + slot, tensor.slots_per_row).sumsq;
+      const double norm = norm_of(grad);
+      const double coef = agc_row(norm, sqrt(weight_sumsq), settings.clip, settings.eps);
+      out.row_coefs[tensor.first_row + r] = coef;
+      least = lesser_coef(coef, least);
+      clipped += norm * coef * (norm * coef);
+      merge(sum, grad);
+    }
+    sum = {block_sum(sum.sumsq), block_sum(sum.nan), block_sum(sum.inf)};
+    clipped = block_sum(clipped);
+    thread_least[threadIdx.x] = least;  // read for the tensor before, since the sums have barriers
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int other = 1; other < kThreads; ++other) {
+        least = lesser_coef(thread_least[other], least);
+      }
+      out.stats[table.first_tensor + t] = sum;
+      out.least[table.first_tensor + t] = least;
+      out.clipped[table.first_tensor + t] = clipped;
+    }
+  }
+}
+
+// grid: one block. Writes coefs, verdict, norm and state; on a refused step also all row_coefs.
+__global__ void __launch_bounds__(kThreads)
+    agc_finish(const AgcResults results, int64_t count, int64_t rows, const AgcSettings settings,
+               double* counters, const Judgement out) {
+  ZCLIP_SHARED(bool, refuse, 1);
+  if (threadIdx.x == 0) {
+    const Health health = health_of(total_of(results.stats, count));
+    refuse[0] = refused(health, settings.on_nonfinite);
+    Report report = {};
+    report.blocked = refuse[0];
+    double clipped_sumsq = 0.0;
+    for (int64_t t = 0; t < count; ++t) {
+      clipped_sumsq += results.clipped[t];
+      report.clipped |= !refuse[0] && !(results.least[t] >= 1.0);
+    }
+    report.clipped_norm = refuse[0] ? 0.0 : sqrt(clipped_sumsq);
+    write_report(health, report, counters, out.verdict);
+    write_norm(out, health.norm);
+  }
+  __syncthreads();
+  for (int64_t t = threadIdx.x; t < count; t += kThreads) {
+    out.coefs[t] = refuse[0] ? kRefuse : results.least[t];
+  }
+  if (!refuse[0]) return;
+  for (int64_t r = threadIdx.x; r < rows; r += kThreads) results.row_coefs[r] = kRefuse;
+}
+
+}  // namespace zclip::cuda

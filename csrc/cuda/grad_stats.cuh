@@ -1,0 +1,72 @@
+// Pass 1: reads every gradient once, and in the block that comes last makes rows of stats out of
+// the chunks' slots and applies a clip rule to them. One launch.
+
+#pragma once
+
+#include "apply_rule.cuh"
+#include "chunk_stats.cuh"
+#include "launch_grid.cuh"
+#include "tensor_table.cuh"
+#include "ticket.cuh"
+
+namespace zclip::cuda {
+
+// What the last block does besides filling the rows of this launch's tensors.
+struct Ending {
+  bool fills_rows;     // false: the slots are all that is wanted
+  bool applies_rule;   // of the last launch, where a rule is wanted
+  int64_t total_rows;  // of all launches
+  Rule rule;
+  Judgement out;
+};
+
+// The slots were written by other blocks of this grid, hence around the first-level cache.
+__device__ __forceinline__ ChunkSlot load_slot(const ChunkSlot* slot) {
+  const uint4 bits = __ldcg(reinterpret_cast<const uint4*>(slot));
+  ChunkSlot loaded;
+  memcpy(&loaded, &bits, sizeof loaded);
+  return loaded;
+}
+
+// One warp per tensor: lanes take every 32nd slot in order, then join in a fixed order, in float64.
+// Lane 0 writes the row.
+template <typename Join, typename Table>
+__device__ __forceinline__ void finish_rows(const Table& table, const ChunkSlot* slots,
+                                            GradStats* rows) {
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  for (int t = warp; t < table.count; t += kWarps) {
+    const TableEntry& entry = table.entries[t];
+    const uint32_t end = entry.first_chunk + chunks_per_row(entry.row_len);
+    GradStats sum = {};
+    for (uint32_t c = entry.first_chunk + lane; c < end; c += kWarpSize) {
+      const ChunkSlot slot = load_slot(slots + c);
+      sum.sumsq = Join::join(sum.sumsq, slot.sumsq);
+      sum.nan += slot.nan;
+      sum.inf += slot.inf;
+    }
+    sum = {warp_join<Join>(sum.sumsq), warp_join<Add>(sum.nan), warp_join<Add>(sum.inf)};
+    if (lane == 0) rows[entry.row_and_format >> kFormatBits] = sum;
+  }
+}
+
+// grid: any number of blocks; each takes every gridDim.x-th chunk. Thread 0 writes slots[chunk] for
+// each chunk of its block. The last block writes rows, coefs, verdict, norm and state. No result
+// depends on the number of blocks or on their order.
+template <typename Table>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    grad_stats_partials(const Table __grid_constant__ table, ChunkSlot* slots, const Ticket ticket,
+                        GradStats* rows, const Ending __grid_constant__ ending) {
+  for (uint32_t c = blockIdx.x; c < table.chunks; c += gridDim.x) {
+    const ChunkPlace place = place_of(table, c);
+    const ChunkSlot slot =
+        visit_chunk(place, [&](auto* data) { return chunk_stats(data, place.len); });
+    if (threadIdx.x == 0) slots[c] = slot;
+  }
+  if (!ending.fills_rows || !is_last_block(ticket)) return;
+  finish_rows<Add>(table, slots, rows);
+  if (!ending.applies_rule) return;
+  __syncthreads();  // every warp has written its rows
+  apply_rule(ending.rule, rows, ending.total_rows, ending.out);
+}
+
+}  // namespace zclip::cuda

@@ -1,0 +1,76 @@
+#include "rule_op.h"
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "../memory_layout.h"
+
+namespace zclip::cuda {
+
+using torch::headeronly::ScalarType;
+
+double* state_of(const Tensor& state, int64_t size, const Place& place, const char* op) {
+  STD_TORCH_CHECK(place.holds(state) && state.scalar_type() == ScalarType::Double &&
+                      state.is_contiguous() && state.numel() == size,
+                  "zclip::", op, ": state must be a contiguous float64 tensor of ", size,
+                  " elements on ", place.name(), ", got ", state.numel());
+  return static_cast<double*>(state.mutable_data_ptr());
+}
+
+DeviceNumber loss_of(const Tensor& loss, const Place& place, const char* op) {
+  STD_TORCH_CHECK(place.holds(loss) && loss.numel() <= 1, "zclip::", op,
+                  ": loss must have one element, or none, and be on ", place.name(), ", got ",
+                  loss.numel());
+  if (loss.numel() == 0) return {nullptr, Format::kFloat32};
+  DeviceNumber number = {loss.const_data_ptr(), Format::kFloat32};
+  STD_TORCH_CHECK(find_format(loss.scalar_type(), &number.format), "zclip::", op,
+                  ": loss[0] has an unsupported dtype; wanted float32, bfloat16, float16 or "
+                  "float64");
+  return number;
+}
+
+Judgement Results::judgement() const {
+  return {static_cast<double*>(coefs.mutable_data_ptr()),
+          static_cast<float*>(verdict.mutable_data_ptr()), norm.mutable_data_ptr(),
+          norm.scalar_type() == ScalarType::Double};
+}
+
+Results make_results(const DeviceList& grads, const Tensor& like) {
+  const ScalarType norm_type = grads.has_float64() ? ScalarType::Double : ScalarType::Float;
+  return {torch::stable::new_empty(like, {}, norm_type),
+          torch::stable::new_empty(like, {grads.count(), kNumStats}, ScalarType::Double),
+          torch::stable::new_empty(like, {grads.count()}, ScalarType::Double),
+          torch::stable::new_empty(like, {kNumVerdict}, ScalarType::Float)};
+}
+
+Judged judge(const Tensor& stats, const Place& place, const char* op, const Rule& rule) {
+  STD_TORCH_CHECK(stats.scalar_type() == ScalarType::Double && stats.is_contiguous() &&
+                      stats.dim() == 2 && stats.size(1) == kNumStats,
+                  "zclip::", op, ": stats must be a contiguous float64 tensor of shape [N, ",
+                  kNumStats, "]");
+  const int64_t count = stats.size(0);
+  const Tensor coefs = torch::stable::new_empty(stats, {count}, ScalarType::Double);
+  const Tensor verdict = torch::stable::new_empty(stats, {kNumVerdict}, ScalarType::Float);
+  const Judgement out = {static_cast<double*>(coefs.mutable_data_ptr()),
+                         static_cast<float*>(verdict.mutable_data_ptr()), nullptr, false};
+  check_launch(launch_rule(rule, static_cast<const GradStats*>(stats.const_data_ptr()), count, out,
+                           place.queue()),
+               op);
+  return {coefs, verdict};
+}
+
+Clipped clip_by(DeviceList& grads, const Tensor& state, const Place& place, const char* op,
+                const Rule& rule, NonFinite nonfinite) {
+  const Results results = make_results(grads, state);
+  const Tensor scratch = grads.scratch(state);
+  const Judgement out = results.judgement();
+  check_launch(launch_grad_stats(grads.data(), grads.count(), scratch.mutable_data_ptr(),
+                                 results.rows(), &rule, out, place.queue()),
+               op);
+  const GradStats* zeroed = nonfinite == NonFinite::kZero ? results.rows() : nullptr;
+  check_launch(launch_scale(grads.data(), grads.count(), out.coefs, zeroed, place.queue()), op);
+  grads.write_back();
+  return results.clipped();
+}
+
+}  // namespace zclip::cuda

@@ -1,0 +1,109 @@
+"""Compiles csrc/cuda with nvcc, once per content, into build/cuda, and reads what came out."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = ROOT / "build" / "cuda"
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+HAS_NVCC = shutil.which("nvcc") is not None
+SOURCE = ROOT / "csrc/cuda/launchers.cu"
+# As in setup.py; a test compares them.
+FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler", "-fvisibility=hidden"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says about one kernel."""
+
+    architecture: str
+    name: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def _digest(*parts: str) -> str:
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for folder in ("csrc/cuda", "csrc/math"):
+        for path in sorted((ROOT / folder).iterdir()):
+            if path.suffix in {".h", ".cuh", ".cu"}:
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def compile_object() -> tuple[Path, str]:
+    """Return the object file of the launchers, for all architectures, and what ptxas printed."""
+    codes = [f"-gencode=arch=compute_{a[3:]},code={a}" for a in ARCHITECTURES]
+    command = ["nvcc", *FLAGS, *codes, "--threads", "2", "-Xptxas", "-v", "-Xcompiler", "-fPIC"]
+    target = OUTPUT / f"launchers-{_digest(*command)}.o"
+    log = target.with_suffix(".txt")
+    if not (target.exists() and log.exists()):
+        OUTPUT.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f"{os.getpid()}-{target.name}")
+        done = subprocess.run(
+            [*command, "-c", str(SOURCE), "-o", str(unfinished)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"nvcc could not build {SOURCE.name}:\n{done.stderr}")
+        log.write_text(done.stderr)
+        unfinished.replace(target)
+    return target, log.read_text()
+
+
+def kernels() -> list[Kernel]:
+    """Return every kernel of every architecture, by what ptxas said about it."""
+    found = []
+    sections = re.split(r"Compiling entry function '(\w+)' for '(\w+)'", compile_object()[1])
+    for mangled, architecture, text in zip(
+        sections[1::3], sections[2::3], sections[3::3], strict=True
+    ):
+        spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
+        shared = re.search(r"(\d+) bytes smem", text)
+        found.append(
+            Kernel(
+                architecture,
+                plain_name(mangled),
+                int(re.search(r"Used (\d+) registers", text)[1]),
+                sum(map(int, spills)),
+                int(shared[1]) if shared else 0,
+            )
+        )
+    return found
+
+
+def plain_name(mangled: str) -> str:
+    """Return a short readable name: rewrite<1340, Scale>."""
+    text = subprocess.run(
+        ["c++filt", mangled], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    name = re.search(r"zclip::cuda::(\w+)", text)[1]
+    capacity = re.search(r"TensorTable<(\d+)>", text)
+    change = re.search(r"cuda::(Scale|Clamp|ZeroNonFinite)\b", text)
+    arguments = [m[1] for m in (capacity, change) if m]
+    return f"{name}<{', '.join(arguments)}>" if arguments else name
+
+
+def cuobjdump(*arguments: str) -> str:
+    """Run NVIDIA's object dumper, which comes inside the triton wheel."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def machine_code(architecture: str) -> dict[str, str]:
+    """Return the SASS of each kernel by its plain name."""
+    text = cuobjdump("-sass", "-arch", architecture, str(compile_object()[0]))
+    sections = re.split(r"Function : (\w+)\n", text)
+    return {plain_name(m): code for m, code in zip(sections[1::2], sections[2::2], strict=True)}

@@ -1,0 +1,253 @@
+"""Bends the CUDA kernels, one place at a time, and demands that some check fails.
+
+Every barrier and every fence of csrc/cuda is deleted in turn; conditions at the ends of loops,
+tickets and special cases are bent by the list below. A mutation that no check notices is a hole.
+
+    python -m tests.mutations           all of them
+    python -m tests.mutations ticket    those whose file or text contains "ticket"
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.simt import build
+
+KERNELS = build.ROOT / "csrc/cuda"
+TIMEOUT_SECONDS = 240  # a bent loop may never end
+SEEDS = {"plain": 4, "asan": 1, "tsan": 1}
+# What only TSan can see: fences and who is ordered after whom.
+INVISIBLE = ("__threadfence", "atomicCAS", "slots[c] = slot")
+
+# File, text that occurs there once, what replaces it, and the check that looks there.
+BENT = [
+    ("ticket.cuh", "if (is_last[0]) *ticket.word = 0;", "", "splitting"),
+    ("ticket.cuh", "== gridDim.x;", "== gridDim.x - 1;", "stats"),
+    ("ticket.cuh", "== gridDim.x;", ">= 1;", "stats"),
+    ("ticket.cuh", "has_begun ? seen + 1", "true ? seen + 1", "stats"),
+    ("ticket.cuh", "const bool has_begun = seen >> kCountBits == ticket.nonce;",
+     "const bool has_begun = false;", "stats"),
+    ("ticket.cuh", "if (found == seen) break;", "break;", "stats"),
+    ("ticket.cuh", "atomicCAS(ticket.word, seen, counted)",
+     "*ticket.word; if (found == seen) *ticket.word = counted", "stats"),
+    ("tensor_table.cuh", "].first_chunk <= chunk", "].first_chunk < chunk", "stats"),
+    ("tensor_table.cuh", "rest < kDeviceChunk ? rest : kDeviceChunk", "kDeviceChunk", "stats"),
+    ("tensor_table.cuh", "rest < kDeviceChunk ? rest : kDeviceChunk", "rest", "stats"),
+    ("tensor_table.cuh", "(row_len + kDeviceChunk - 1) / kDeviceChunk);",
+     "(row_len + kDeviceChunk) / kDeviceChunk);", "stats"),
+    ("tensor_table.cuh", "table.chunks += static_cast<uint32_t>(num_chunks(tensor));",
+     "table.chunks += 1;", "stats"),
+    ("tensor_table.cuh", "chunks_before += table.chunks;", "", "agc"),
+    ("tensor_table.cuh", "row += tensor.rows;", "row += 1;", "agc"),
+    ("tensor_table.cuh", "next == count);", "true);", "splitting"),
+    ("vectors.cuh", "to_go < len ? to_go : len", "to_go", "stats"),
+    ("vectors.cuh", "(kVectorBytes - past) % kVectorBytes", "0", "stats"),
+    ("vectors.cuh", "len - head - vectors * kWidth}", "0}", "stats"),
+    ("vectors.cuh", "(len - head) / kWidth", "(len - head + kWidth - 1) / kWidth", "stats"),
+    ("chunk_stats.cuh", "v + (kInFlight - 1) * kThreads < pieces.vectors",
+     "v + (kInFlight - 1) * kThreads <= pieces.vectors", "stats"),
+    ("chunk_stats.cuh", "for (; v < pieces.vectors; v += kThreads) {",
+     "for (; v <= pieces.vectors; v += kThreads) {", "stats"),
+    ("chunk_stats.cuh", "for (; v < pieces.vectors; v += kThreads) {",
+     "for (; v < pieces.vectors - 1; v += kThreads) {", "stats"),
+    ("chunk_stats.cuh", "v += kInFlight * kThreads", "v += (kInFlight - 1) * kThreads", "stats"),
+    ("chunk_stats.cuh", "thread < pieces.head_len", "thread <= pieces.head_len", "stats"),
+    ("chunk_stats.cuh", "thread < pieces.head_len", "thread < pieces.head_len - 1", "stats"),
+    ("chunk_stats.cuh", "thread < pieces.tail_len", "thread <= pieces.tail_len", "stats"),
+    ("chunk_stats.cuh", "thread < pieces.tail_len", "thread < pieces.tail_len - 1", "stats"),
+    ("chunk_stats.cuh", "if (trustworthy(quick))", "if (true)", "stats"),
+    ("chunk_stats.cuh", "i < len; i += kThreads) observe", "i <= len; i += kThreads) observe",
+     "stats"),
+    ("chunk_stats.cuh", "i < len; i += kThreads) observe", "i < len - 1; i += kThreads) observe",
+     "stats"),
+    ("grad_stats.cuh", "c < table.chunks; c += gridDim.x", "c <= table.chunks; c += gridDim.x",
+     "stats"),
+    ("grad_stats.cuh", "if (threadIdx.x == 0) slots[c] = slot;",
+     "if (threadIdx.x == kThreads - 1) slots[c] = slot;", "stats"),
+    ("grad_stats.cuh", "t < table.count; t += kWarps", "t < table.count - 1; t += kWarps", "stats"),
+    ("grad_stats.cuh", "c < end; c += kWarpSize", "c <= end; c += kWarpSize", "stats"),
+    ("grad_stats.cuh", "if (!ending.applies_rule) return;", "", "stats"),
+    ("block_join.cuh", "lane < kWarps ? per_warp[lane] : value_t{}", "per_warp[lane]", "stats"),
+    ("block_join.cuh", "distance > 0; distance /= 2", "distance > 1; distance /= 2", "stats"),
+    ("apply_rule.cuh", "i < count; i += kThreads) out.coefs[i] = coef[0];\n}\n\n// grid",
+     "i < count - 1; i += kThreads) out.coefs[i] = coef[0];\n}\n\n// grid", "rules"),
+    ("apply_rule.cuh", "i < count; i += kThreads) out.coefs[i] = coef[0];\n}\n\n// All",
+     "i < count - 1; i += kThreads) out.coefs[i] = coef[0];\n}\n\n// All", "rules"),
+    ("percentile.cuh", "i < count && values[i] < bound", "i <= count && values[i] < bound",
+     "percentile"),
+    ("percentile.cuh", "first < count; first += kThreads", "first < 1; first += kThreads",
+     "percentile"),
+    ("percentile.cuh", "below <= rank", "below < rank", "percentile"),
+    ("rewrite.cuh", "v + (kInFlight - 1) * kThreads < pieces.vectors",
+     "v + (kInFlight - 1) * kThreads <= pieces.vectors", "rewriting"),
+    ("rewrite.cuh", "for (; v < pieces.vectors; v += kThreads) {",
+     "for (; v <= pieces.vectors; v += kThreads) {", "rewriting"),
+    ("rewrite.cuh", "if (thread < pieces.head_len) change", "if (thread <= pieces.head_len) change",
+     "rewriting"),
+    ("rewrite.cuh", "if (thread < pieces.tail_len) change", "if (thread <= pieces.tail_len) change",
+     "rewriting"),
+    ("rewrite.cuh", "if (thread < pieces.head_len) pieces.head",
+     "if (thread <= pieces.head_len) pieces.head", "rewriting"),
+    ("rewrite.cuh", "if (thread < pieces.tail_len) pieces.tail",
+     "if (thread <= pieces.tail_len) pieces.tail", "rewriting"),
+    ("rewrite.cuh", "int v = thread; v < pieces.vectors; v += kThreads",
+     "int v = thread; v <= pieces.vectors; v += kThreads", "rewriting"),
+    ("rewrite.cuh", "if (coef == kRefuse)", "if (false)", "rewriting"),
+    ("rewrite.cuh", "fabs(coef) < kSmallestNormalFloat && coef != 0.0", "false", "rewriting"),
+    ("rewrite.cuh", "if (change.wants(place.row))", "if (true)", "rewriting"),
+    ("rewrite.cuh", "row < end; row += kThreads", "row < end - 1; row += kThreads", "rewriting"),
+    ("rewrite.cuh", "(place.next_chunk - c + gridDim.x - 1)", "(place.next_chunk - c + gridDim.x)",
+     "rewriting"),
+    ("fingerprint.cuh", "byte + i < end", "byte + i <= end", "fingerprints"),
+    ("fingerprint.cuh", "if (v < vectors) words[k]", "if (v <= vectors) words[k]", "fingerprints"),
+    ("fingerprint.cuh", "if (v >= vectors) break;", "", "fingerprints"),
+    ("fingerprint.cuh", "% kVectorBytes == 0", "% kVectorBytes < 16", "fingerprints"),
+    ("fingerprint.cuh", "c < end; c += kWarpSize", "c <= end; c += kWarpSize", "fingerprints"),
+    ("power_stats.cuh", "i < len; i += kThreads", "i <= len; i += kThreads", "powers"),
+    ("power_stats.cuh", "finish_rows<Largest>", "finish_rows<Add>", "powers"),
+    ("power_stats.cuh", "i < p; i += 1.0", "i <= p; i += 1.0", "powers"),
+    ("agc.cuh", "r < tensor.rows; r += kThreads", "r <= tensor.rows; r += kThreads", "agc"),
+    ("agc.cuh", "other = 1; other < kThreads", "other = 1; other < kThreads - 60", "agc"),
+    ("agc.cuh", "c < count; ++c", "c < 1; ++c", "agc"),
+    ("agc.cuh", "r < rows; r += kThreads) results.row_coefs[r] = kRefuse;",
+     "r < rows - 1; r += kThreads) results.row_coefs[r] = kRefuse;", "agc"),
+    ("launchers.cu", "this_ending.applies_rule &= is_last;", "", "splitting"),
+    ("launchers.cu", "first_row = end_row;", "", "splitting"),
+]  # fmt: skip
+
+# A few of each kind, for the run that everybody makes.
+QUICK = (
+    "ticket.cuh: delete __threadfence() 1",
+    "ticket.cuh: delete __syncthreads() 1",
+    "block_join.cuh: delete __syncthreads() 2",
+    "chunk_stats.cuh: thread < pieces.tail_len -> thread <= pieces.tail_len",
+    "ticket.cuh: if (is_last[0]) *ticket.word = 0; -> nothing",
+)
+
+# Which check looks at the barriers of which file.
+LOOKS_AT = {
+    "agc.cuh": "agc",
+    "apply_rule.cuh": "rules",
+    "percentile.cuh": "percentile",
+    "rewrite.cuh": "rewriting",
+    "fingerprint.cuh": "fingerprints",
+    "power_stats.cuh": "powers",
+}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change of one file, and the check expected to notice."""
+
+    name: str
+    file: str
+    text: str  # of the whole file, changed
+    check: str
+
+
+def mutations() -> list[Mutation]:
+    """Return all mutations. Raises if one of BENT does not fit the source any more."""
+    found = []
+    for path in sorted(KERNELS.glob("*.cuh")):
+        text = path.read_text()
+        for call in ("__syncthreads()", "__threadfence()"):
+            for number, match in enumerate(re.finditer(re.escape(call), text), 1):
+                changed = text[: match.start()] + "(void)0" + text[match.end() :]
+                name = f"{path.name}: delete {call} {number}"
+                check = LOOKS_AT.get(path.name, "stats")
+                if (path.name, number) == ("grad_stats.cuh", 1):
+                    check = "rules"  # the barrier before a rule
+                found.append(Mutation(name, path.name, changed, check))
+        for vote in re.finditer(r"(__syncthreads_(?:or|count))\(", text):
+            changed = text[: vote.start()] + "static_cast<int>(" + text[vote.end() :]
+            check = LOOKS_AT[path.name]
+            found.append(Mutation(f"{path.name}: {vote[1]} -> own", path.name, changed, check))
+    for file, before, after, check in BENT:
+        text = (KERNELS / file).read_text()
+        if text.count(before) != 1:
+            raise ValueError(f"{file} has {before!r} {text.count(before)} times; wanted once")
+        name = " ".join(f"{file}: {before} -> {after or 'nothing'}".split())
+        found.append(Mutation(name, file, text.replace(before, after), check))
+    return found
+
+
+def outcome(mutation: Mutation | None, folder: Path) -> str:
+    """Return what notices the mutation; an empty string if nothing does."""
+    root = folder / "project"
+    shutil.copytree(build.ROOT / "csrc", root / "csrc")
+    shutil.copytree(build.HERE, root / "tests/simt", ignore=shutil.ignore_patterns("*.py", "__*"))
+    if mutation:
+        (root / "csrc/cuda" / mutation.file).write_text(mutation.text)
+    sanitizers = ["plain", "asan", "tsan"]
+    if mutation and any(text in mutation.name for text in INVISIBLE):
+        sanitizers.reverse()
+    for sanitizer in sanitizers:
+        noticed = _run(root, folder / sanitizer, sanitizer, SEEDS[sanitizer], mutation)
+        if noticed:
+            return f"{sanitizer}: {noticed}"
+    return ""
+
+
+def _run(root: Path, program: Path, sanitizer: str, seeds: int, mutation: Mutation | None) -> str:
+    source = root / "tests/simt/kernel_check.cpp"
+    small = ["-DZCLIP_LARGE_ARGUMENTS=0", "-DZCLIP_BLOCK_THREADS=64", "-w"]
+    # Compiling takes longer than running, so nothing is optimised.
+    flags = [*build.FLAGS, *build.SANITIZERS[sanitizer], "-O0", *small, "-DZCLIP_SIMT"]
+    includes = [f"-I{source.parent}"]
+    compiled = subprocess.run(
+        ["g++", *flags, *includes, "-x", "c++", str(source), "-o", str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if compiled.returncode:
+        return "does not compile: " + compiled.stderr[:300]
+    checks = [mutation.check] if mutation else []
+    try:
+        done = subprocess.run(
+            [program, "0", str(seeds), *checks],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=build.environment(sanitizer),
+            timeout=TIMEOUT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "never ends"
+    if done.returncode == 0:
+        return ""
+    report = re.search(r"(ERROR|WARNING|runtime error)[^\n]*", done.stderr)
+    said = report[0] if report else done.stdout
+    return " ".join(said.split())[:100] or f"ended with {done.returncode}"
+
+
+def sweep(chosen: list[Mutation], workers: int = 2) -> dict[str, str]:
+    """Return what noticed each mutation, by its name."""
+
+    def judge(mutation: Mutation) -> tuple[str, str]:
+        with tempfile.TemporaryDirectory() as folder:
+            noticed = outcome(mutation, Path(folder))
+        print(f"{'caught  ' if noticed else 'SURVIVED'} {mutation.name}  [{noticed}]", flush=True)
+        return mutation.name, noticed
+
+    with ThreadPoolExecutor(workers) as pool:
+        return dict(pool.map(judge, chosen))
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    chosen = [m for m in mutations() if not words or any(w in m.name for w in words)]
+    results = sweep(chosen)
+    survivors = [name for name, noticed in results.items() if not noticed]
+    broken = [name for name, noticed in results.items() if "does not compile" in noticed]
+    print(f"{len(results)} mutations, {len(survivors)} survived, {len(broken)} did not compile")
+    return 1 if survivors or broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,548 @@
+// Runs every kernel of csrc/cuda against a plain loop over the same numbers, without Python and
+// torch: quick to build, so that sanitizers and mutated kernels can be run through it.
+//
+//   kernel_check first_seed seeds [name of one check]
+
+#include "../../csrc/cuda/launchers.cu"
+
+#include "kernel_memory.h"
+
+#include <cmath>
+#include <cstdio>
+#include <functional>
+#include <stdexcept>
+#include <string>
+
+namespace kernel_check {
+namespace {
+
+constexpr double kTolerance = 1e-6;
+const cuda::Queue kQueue = {nullptr, 0};
+constexpr int64_t kStep = cuda::kThreads;  // vectors that a block loads at once
+
+void expect(bool holds, const std::string& what) {
+  if (!holds) throw std::logic_error(what);
+}
+
+template <typename T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  if (a.size() != b.size()) return false;
+  return a.empty() || memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+bool is_close(double got, double want) {
+  return got == want || std::fabs(got - want) <= kTolerance * std::fabs(want);
+}
+
+void expect_guards(const Tensors& tensors) {
+  for (const GuardedTensor& t : tensors) expect(t.guards_are_intact(), "wrote outside a tensor");
+}
+
+// Every format; lengths around a vector, the vectors a block has in flight, and a chunk; aligned
+// and not; some empty.
+Tensors make_tensors(simt::Random& random) {
+  Tensors tensors;
+  const int64_t chunk = cuda::kDeviceChunk;
+  for (const Format format :
+       {Format::kFloat32, Format::kBfloat16, Format::kFloat16, Format::kFloat64}) {
+    const int64_t width = cuda::kVectorBytes / bytes_per_element(format);
+    const int64_t lengths[] = {0,
+                               1,
+                               width - 1,
+                               width,
+                               width + 1,
+                               kStep * width + 1,
+                               4 * kStep * width - 1,
+                               4 * kStep * width + width + 1,
+                               SIMT_TSAN ? 77 : chunk - 1,
+                               SIMT_TSAN ? 78 : chunk,
+                               SIMT_TSAN ? 79 : chunk + 1};
+    for (const int64_t numel : lengths) {
+      tensors.emplace_back(format, numel, random.below(static_cast<unsigned>(width)));
+      fill(tensors.back(), random);
+    }
+  }
+  tensors.emplace_back(Format::kBfloat16, (SIMT_TSAN ? 2 : 3) * chunk + 5, 1);
+  fill(tensors.back(), random);
+  tensors.emplace_back(Format::kFloat32, 0, 0);
+  return tensors;
+}
+
+std::vector<GradStats> true_rows(const Tensors& tensors) {
+  std::vector<GradStats> rows;
+  for (const GuardedTensor& tensor : tensors) {
+    GradStats row = {};
+    for (int64_t i = 0; i < tensor.numel(); ++i) observe(row, tensor.get(i));
+    rows.push_back(row);
+  }
+  return rows;
+}
+
+void expect_rows(const std::vector<GradStats>& rows, const std::vector<GradStats>& want) {
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const std::string place = " of tensor " + std::to_string(i);
+    expect(rows[i].nan == want[i].nan && rows[i].inf == want[i].inf, "counts" + place);
+    expect(is_close(rows[i].sumsq, want[i].sumsq), "sum of squares" + place);
+  }
+}
+
+std::vector<GradStats> measure(const std::vector<DeviceTensor>& list, Scratch& scratch) {
+  std::vector<GradStats> rows(list.size(), GradStats{NAN, NAN, NAN});
+  cuda::launch_grad_stats(list.data(), static_cast<int64_t>(list.size()), scratch.data(),
+                          rows.data(), nullptr, {}, kQueue);
+  return rows;
+}
+
+void poison(Tensors& tensors, simt::Random& random) {
+  for (GuardedTensor& tensor : tensors) {
+    if (tensor.numel() == 0 || random.one_in(2)) continue;
+    const double values[] = {NAN, INFINITY, -INFINITY};
+    const int64_t places[] = {0, tensor.numel() - 1,
+                              static_cast<int64_t>(random.next() % tensor.numel())};
+    tensor.set(places[random.below(3)], values[random.below(3)]);
+  }
+}
+
+void check_stats(simt::Random& random) {
+  Tensors tensors = make_tensors(random);
+  const std::vector<DeviceTensor> list = device_list(tensors);
+  Scratch scratch(list, random);
+  cuda::emulated_multiprocessors = 2;
+  const std::vector<GradStats> rows = measure(list, scratch);
+  expect_rows(rows, true_rows(tensors));
+  // Again with the same memory, on smaller and larger devices.
+  for (const int64_t multiprocessors : {1, 2, 5}) {
+    if (SIMT_TSAN && multiprocessors != 1) continue;
+    cuda::emulated_multiprocessors = multiprocessors;
+    expect(same_bits(measure(list, scratch), rows), "another grid, other bits");
+  }
+  cuda::emulated_multiprocessors = 2;
+  poison(tensors, random);
+  for (GuardedTensor& tensor : tensors) {
+    if (tensor.format() != Format::kFloat16 && random.one_in(4)) fill(tensor, random, 1e-25);
+    if (tensor.format() == Format::kFloat32 && random.one_in(4)) fill(tensor, random, 3e38);
+  }
+  expect_rows(measure(list, scratch), true_rows(tensors));
+  expect_guards(tensors);
+}
+
+// A rule in the block that comes last has the bits of the same rule on the same rows.
+using Serial = std::function<void(const GradStats*, int64_t, double* state, double*, float*)>;
+
+void check_rule(cuda::Rule rule, size_t columns, const Serial& serial, simt::Random& random) {
+  Tensors tensors;
+  for (int i = 0; i < 9; ++i) {
+    tensors.emplace_back(i % 2 ? Format::kFloat32 : Format::kBfloat16, 40 * i, i % 3);
+  }
+  const auto count = static_cast<int64_t>(tensors.size());
+  const std::vector<DeviceTensor> list = device_list(tensors);
+  std::vector<double> state(columns), want_state(columns), alone_state(columns);
+  for (int step = 0; step < (SIMT_TSAN ? 3 : 12); ++step) {
+    for (GuardedTensor& tensor : tensors) fill(tensor, random, step % 4 == 3 ? 50.0 : 1.0);
+    if (step % 5 == 4) tensors[3].set(7, step % 2 ? NAN : INFINITY);
+    Scratch scratch(list, random);
+    std::vector<GradStats> rows(count);
+    std::vector<double> coefs(count, NAN), want(count), alone(count);
+    std::vector<float> verdict(kNumVerdict, NAN), want_verdict(kNumVerdict), said(kNumVerdict);
+    float norm = -1.0f;
+    rule.state = state.data();
+    cuda::launch_grad_stats(list.data(), count, scratch.data(), rows.data(), &rule,
+                            {coefs.data(), verdict.data(), &norm, false}, kQueue);
+    serial(rows.data(), count, want_state.data(), want.data(), want_verdict.data());
+    rule.state = alone_state.data();
+    cuda::launch_rule(rule, rows.data(), count, {alone.data(), said.data(), nullptr, false},
+                      kQueue);
+    expect(same_bits(coefs, want) && same_bits(alone, want), "coefficients of a rule");
+    expect(same_bits(verdict, want_verdict) && same_bits(said, want_verdict), "verdict of a rule");
+    expect(same_bits(state, want_state) && same_bits(alone_state, want_state), "state of a rule");
+    expect(memcmp(&norm, &verdict[kNorm], sizeof norm) == 0, "norm of a rule");
+  }
+}
+
+template <typename One>
+Serial same_for_all(One one) {
+  return [one](const GradStats* rows, int64_t count, double* state, double* coefs, float* verdict) {
+    std::fill_n(coefs, count, one(total_of(rows, count), state, verdict));
+  };
+}
+
+void check_rules(simt::Random& random) {
+  using Kind = cuda::Rule::Kind;
+  cuda::Rule rule = {};
+  rule.kind = Kind::kGlobalNorm;
+  rule.global_norm = {1.0, NonFinite::kSkip};
+  check_rule(rule, kNumCounters, same_for_all([](const Totals& total, double* s, float* v) {
+               return global_norm_rule(total, 1.0, NonFinite::kSkip, s, v);
+             }),
+             random);
+  rule.kind = Kind::kZClip;
+  const ZClipSettings zclip = rule.zclip =
+      zclip_settings(0.97, 2.5, 1.0, 1e-6, 3, 0, 1.0, false, false, 0);
+  check_rule(rule, kBufferColumn + 3, same_for_all([=](const Totals& total, double* s, float* v) {
+               return zclip_rule(total, zclip, s, v);
+             }),
+             random);
+  rule.kind = Kind::kAdaGc;
+  const AdaGcSettings adagc = rule.adagc = adagc_settings(1.04, 0.99, 1.0, 1e-6, 2, 0, 0);
+  check_rule(
+      rule, kGammaColumn + 9,
+      [=](const GradStats* rows, int64_t count, double* s, double* coefs, float* v) {
+        adagc_rule(rows, count, adagc, s, coefs, v);
+      },
+      random);
+  rule.kind = Kind::kSpikeSkip;
+  const double loss = 2.5;
+  const SpikeSkipSettings spikes = rule.spike_skip = {4, 3.0, 2, OnNonFinite::kSkip};
+  rule.loss = {&loss, Format::kFloat64};
+  check_rule(rule, kWindowColumn + 8, same_for_all([&](const Totals& total, double* s, float* v) {
+               return spike_skip_rule(total, &loss, spikes, s, v);
+             }),
+             random);
+  rule.kind = Kind::kAutoClip;
+  // More norms than threads in the smallest build, so that counting takes two rounds.
+  constexpr int64_t kHistory = 7;
+  rule.auto_clip = {30.0, kHistory, OnNonFinite::kSkip};
+  check_rule(rule, kHistoryColumn + kHistory,
+             same_for_all([](const Totals& total, double* s, float* v) {
+               return auto_clip_rule(total, 30.0, kHistory, OnNonFinite::kSkip, s, v);
+             }),
+             random);
+}
+
+// A history longer than a block has threads, with and without a NaN in it.
+void check_percentile(simt::Random& random) {
+  const int64_t history = cuda::kThreads + 9;
+  for (const bool has_nan : {false, true}) {
+    std::vector<double> state(kHistoryColumn + history), coefs(1), want_coefs(1);
+    for (double& column : state) column = random.below(50) * 0.37;
+    for (int c = 0; c < kHistorySeenColumn; ++c) state[c] = 0.0;
+    state[kHistorySeenColumn] = static_cast<double>(history + 3);
+    if (has_nan) state[kHistoryColumn + 40] = NAN;
+    std::vector<double> want_state = state;
+    const GradStats row = {25.0, 0.0, 0.0};
+    std::vector<float> verdict(kNumVerdict), want(kNumVerdict);
+    cuda::Rule rule = {};
+    rule.kind = cuda::Rule::Kind::kAutoClip;
+    rule.state = state.data();
+    rule.auto_clip = {61.0, history, OnNonFinite::kOfficial};
+    cuda::launch_rule(rule, &row, 1, {coefs.data(), verdict.data(), nullptr, false}, kQueue);
+    want_coefs[0] = auto_clip_rule(total_of(&row, 1), 61.0, history, OnNonFinite::kOfficial,
+                                   want_state.data(), want.data());
+    expect(same_bits(state, want_state) && same_bits(verdict, want), "percentile of a history");
+    expect(same_bits(coefs, want_coefs), "coefficient by percentile");
+  }
+}
+
+template <typename number_t>
+void scale_as_told(number_t& x, double coef) {
+  if (coef == kRefuse) {
+    x = number_t{};
+  } else if (std::fabs(coef) < kSmallestNormalFloat && coef != 0.0) {
+    scale_one_wide(x, coef);
+  } else {
+    scale_one(x, static_cast<decltype(widen(x))>(coef));
+  }
+}
+
+// Applies change(x) to element i of a tensor's bytes.
+template <typename Change>
+void change_element(Format format, char* data, int64_t i, Change&& change) {
+  switch (format) {
+    case Format::kFloat32:
+      return change(reinterpret_cast<float*>(data)[i]);
+    case Format::kBfloat16:
+      return change(reinterpret_cast<Bfloat16*>(data)[i]);
+    case Format::kFloat16:
+      return change(reinterpret_cast<Float16*>(data)[i]);
+    default:
+      return change(reinterpret_cast<double*>(data)[i]);
+  }
+}
+
+template <typename Change>
+std::vector<std::vector<char>> changed(const Tensors& tensors, Change&& change) {
+  std::vector<std::vector<char>> all;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    all.push_back(tensors[t].copy());
+    for (int64_t i = 0; i < tensors[t].numel(); ++i) {
+      change_element(tensors[t].format(), all.back().data(), i, [&](auto& x) { change(x, t); });
+    }
+  }
+  return all;
+}
+
+void expect_content(const Tensors& tensors, const std::vector<std::vector<char>>& want,
+                    const std::string& op) {
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    expect(same_bits(tensors[t].copy(), want[t]), op + ", tensor " + std::to_string(t));
+  }
+  expect_guards(tensors);
+}
+
+void check_rewriting(simt::Random& random) {
+  Tensors tensors = make_tensors(random);
+  const std::vector<DeviceTensor> list = device_list(tensors);
+  const auto count = static_cast<int64_t>(list.size());
+  const double choices[] = {0.3, kKeep, 0.007, kRefuse, 1e-41, 0.0, kKeep};
+  std::vector<double> coefs(count);
+  for (double& coef : coefs) coef = choices[random.below(7)];
+  auto want = changed(tensors, [&](auto& x, size_t t) {
+    if (coefs[t] != kKeep) scale_as_told(x, coefs[t]);
+  });
+  cuda::launch_scale(list.data(), count, coefs.data(), nullptr, kQueue);
+  expect_content(tensors, want, "scale_");
+
+  for (GuardedTensor& tensor : tensors) fill(tensor, random);
+  poison(tensors, random);
+  const std::vector<GradStats> rows = true_rows(tensors);
+  want = changed(tensors, [&](auto& x, size_t t) {
+    zero_one_if_nonfinite(x);
+    if (coefs[t] != kKeep) scale_as_told(x, coefs[t]);
+  });
+  cuda::launch_scale(list.data(), count, coefs.data(), rows.data(), kQueue);
+  expect_content(tensors, want, "scale_ that drops bad elements");
+
+  poison(tensors, random);
+  want = changed(tensors, [](auto& x, size_t) { zero_one_if_nonfinite(x); });
+  cuda::launch_zero_nonfinite(list.data(), count, true_rows(tensors).data(), kQueue);
+  expect_content(tensors, want, "zero_nonfinite_");
+
+  want = changed(tensors, [](auto& x, size_t) {
+    auto bound = x;
+    narrow(static_cast<decltype(widen(x))>(0.1), &bound);
+    clamp_one(x, widen(bound));
+  });
+  cuda::launch_clamp(list.data(), count, 0.1, kQueue);
+  expect_content(tensors, want, "clamp_");
+
+  // A gradient whose coefficient is 1 is not even read: no address, no fault.
+  std::vector<DeviceTensor> nowhere = list;
+  for (DeviceTensor& tensor : nowhere) tensor.address = reinterpret_cast<void*>(64);
+  const std::vector<double> keep(count, kKeep);
+  cuda::launch_scale(nowhere.data(), count, keep.data(), nullptr, kQueue);
+
+  // Nor is it if another gradient is scaled, be it the last.
+  const size_t last = list.size() - 2;  // the one behind it is empty
+  nowhere[last] = list[last];
+  std::vector<double> one = keep;
+  one[last] = 0.5;
+  want = changed(tensors, [&](auto& x, size_t t) { scale_as_told(x, t == last ? 0.5 : kKeep); });
+  cuda::launch_scale(nowhere.data(), static_cast<int64_t>(last) + 1, one.data(), nullptr, kQueue);
+  expect_content(tensors, want, "scale_ of the last");
+}
+
+void check_powers(simt::Random& random) {
+  Tensors tensors;
+  for (const int64_t numel : {5, 700, SIMT_TSAN ? 9 : 40000, 0}) {
+    tensors.emplace_back(Format::kFloat32, numel, 1);
+    fill(tensors.back(), random);
+  }
+  poison(tensors, random);
+  const std::vector<DeviceTensor> list = device_list(tensors);
+  for (const double p : {1.0, 3.0, 0.5, static_cast<double>(INFINITY)}) {
+    Scratch scratch(list, random);
+    std::vector<GradStats> rows(list.size()), want = true_rows(tensors);
+    cuda::launch_power_stats(list.data(), static_cast<int64_t>(list.size()), scratch.data(),
+                             rows.data(), p, kQueue);
+    for (size_t t = 0; t < tensors.size(); ++t) {
+      want[t].sumsq = 0.0;
+      for (int64_t i = 0; i < tensors[t].numel(); ++i) {
+        const double size = std::fabs(tensors[t].get(i));
+        if (!is_finite(size)) continue;
+        want[t].sumsq =
+            std::isinf(p) ? std::fmax(want[t].sumsq, size) : want[t].sumsq + std::pow(size, p);
+      }
+    }
+    expect_rows(rows, want);
+  }
+}
+
+void check_fingerprints(simt::Random& random) {
+  Tensors tensors;
+  for (const int64_t numel : {0, 1, 3, 4, 7, 8, 9, 513, 16384, 16389, 70001}) {
+    if (SIMT_TSAN && numel > 600 && numel != 16389) continue;
+    tensors.emplace_back(Format::kBfloat16, numel, random.one_in(2) ? 0 : random.below(8));
+    fill(tensors.back(), random);
+  }
+  std::vector<DeviceTensor> list = device_list(tensors);
+  for (DeviceTensor& tensor : list) tensor.row_len *= 2;  // in bytes
+  Scratch scratch(list, random);
+  std::vector<int64_t> hashes(list.size());
+  cuda::launch_fingerprint(list.data(), static_cast<int64_t>(list.size()), scratch.data(),
+                           hashes.data(), kQueue);
+  for (size_t t = 0; t < list.size(); ++t) {
+    std::vector<char> bytes = tensors[t].copy();
+    uint64_t want = mix_length(bytes.size());
+    bytes.resize((bytes.size() + 7) / 8 * 8);
+    for (size_t word = 0; word < bytes.size() / 8; ++word) {
+      uint64_t value;
+      memcpy(&value, bytes.data() + 8 * word, sizeof value);
+      want += mix(value, (word + 1) * kGolden);
+    }
+    expect(static_cast<uint64_t>(hashes[t]) == want, "fingerprint " + std::to_string(t));
+  }
+}
+
+void check_agc(simt::Random& random) {
+  Tensors grads, weights;
+  std::vector<std::pair<int64_t, int64_t>> shapes = {{1, 50}, {3, 40}, {70, 5}, {2, 0}};
+  shapes.push_back({2, SIMT_TSAN ? 9 : cuda::kDeviceChunk + 3});
+  // More tensors than a table of rows holds, and than 4 KB of arguments do.
+  for (int i = 0; i < cuda::kAgcCapacity; ++i) shapes.push_back({1 + i % 2, 3});
+  size_t num_rows = 0;
+  for (const auto& [rows, row_len] : shapes) {
+    grads.emplace_back(Format::kFloat32, rows * row_len, 1, rows);
+    weights.emplace_back(Format::kBfloat16, rows * row_len, 0, rows);
+    fill(grads.back(), random);
+    fill(weights.back(), random, 8.0);
+    num_rows += rows;
+  }
+  const auto grad_list = device_list(grads), weight_list = device_list(weights);
+  const auto count = static_cast<int64_t>(grads.size());
+  for (const bool refuse : {false, true}) {
+    if (refuse) grads[1].set(41, NAN);
+    std::vector<double> want_coefs, row_coefs(num_rows), per_tensor(2 * count), coefs(count),
+        state(3);
+    std::vector<GradStats> stats(count);
+    std::vector<float> verdict(kNumVerdict);
+    double left_over = 0.0, norm = 0.0;
+    std::vector<std::vector<char>> want;
+    for (int64_t t = 0; t < count; ++t) {
+      const DeviceTensor& tensor = grad_list[t];
+      want.push_back(grads[t].copy());
+      double least = kKeep;
+      for (int64_t r = 0; r < tensor.rows; ++r) {
+        double grad = 0.0, weight = 0.0;
+        for (int64_t i = r * tensor.row_len; i < (r + 1) * tensor.row_len; ++i) {
+          grad += grads[t].get(i) * grads[t].get(i);
+          weight += weights[t].get(i) * weights[t].get(i);
+        }
+        const double coef = refuse ? kRefuse : agc_row(sqrt(grad), sqrt(weight), 0.1, 1e-3);
+        least = lesser_coef(coef, least);
+        left_over += grad * coef * coef;
+        for (int64_t i = r * tensor.row_len; i < (r + 1) * tensor.row_len; ++i) {
+          if (coef != kKeep) scale_as_told(reinterpret_cast<float*>(want[t].data())[i], coef);
+        }
+      }
+      want_coefs.push_back(refuse ? kRefuse : least);
+    }
+    const std::vector<GradStats> want_rows = true_rows(grads);
+    Scratch grad_scratch(grad_list, random), weight_scratch(weight_list, random);
+    const cuda::AgcCall call = {0.1,
+                                1e-3,
+                                OnNonFinite::kSkip,
+                                state.data(),
+                                stats.data(),
+                                per_tensor.data(),
+                                row_coefs.data()};
+    cuda::launch_agc(grad_list.data(), weight_list.data(), count, grad_scratch.data(),
+                     weight_scratch.data(), call, {coefs.data(), verdict.data(), &norm, true},
+                     kQueue);
+    expect_rows(stats, want_rows);
+    for (int64_t t = 0; t < count; ++t) {
+      expect(is_close(coefs[t], want_coefs[t]), "least coefficient of agc_");
+      const auto* expected = reinterpret_cast<const float*>(want[t].data());
+      for (int64_t i = 0; i < grads[t].numel(); ++i) {
+        expect(is_close(grads[t].get(i), expected[i]), "gradient after agc_");
+      }
+    }
+    expect(verdict[kBlocked] == (refuse ? 1.0f : 0.0f), "agc_ blocks");
+    if (!refuse) expect(is_close(verdict[kClippedNorm], sqrt(left_over)), "norm left by agc_");
+    expect(std::isnan(norm) == refuse && state[kSteps] == 1.0, "norm and state of agc_");
+    expect_guards(grads);
+  }
+}
+
+void check_watch_loss(simt::Random& random) {
+  std::vector<double> state(kNumLossState), want_state(kNumLossState);
+  const LossSettings settings = {3.0, 2, 0.9, 2};
+  for (int step = 0; step < 8; ++step) {
+    const float loss = step == 6 ? NAN : 2.0f + static_cast<float>(random.below(100)) * 0.1f;
+    std::vector<float> verdict(kNumVerdict), want(kNumVerdict);
+    cuda::launch_watch_loss({&loss, Format::kFloat32}, settings, state.data(), verdict.data(),
+                            kQueue);
+    watch_loss_rule(loss, settings, want_state.data(), want.data());
+    expect(same_bits(state, want_state) && same_bits(verdict, want), "watch_loss_");
+  }
+}
+
+// More tensors than a launch can carry: the rows of all, and a rule that sees all.
+void check_splitting(simt::Random& random) {
+  const int64_t count = SIMT_TSAN ? 300 : 2 * cuda::LargeTable::kCapacity + 3;
+  Tensors tensors;
+  for (int64_t i = 0; i < count; ++i) {
+    tensors.emplace_back(Format::kFloat32, i % 5, 0);
+    fill(tensors.back(), random);
+  }
+  const std::vector<DeviceTensor> list = device_list(tensors);
+  Scratch scratch(list, random);
+  std::vector<GradStats> rows(count);
+  std::vector<double> coefs(count), state(kNumCounters);
+  std::vector<float> verdict(kNumVerdict);
+  cuda::Rule rule = {};
+  rule.kind = cuda::Rule::Kind::kGlobalNorm;
+  rule.state = state.data();
+  rule.global_norm = {1.0, NonFinite::kPropagate};
+  const uint64_t before = simt::counters.launches;
+  cuda::launch_grad_stats(list.data(), count, scratch.data(), rows.data(), &rule,
+                          {coefs.data(), verdict.data(), nullptr, false}, kQueue);
+  const auto want = true_rows(tensors);
+  expect_rows(rows, want);
+  const int64_t capacity =
+      ZCLIP_LARGE_ARGUMENTS ? cuda::LargeTable::kCapacity : cuda::SmallTable::kCapacity;
+  const auto launches = static_cast<int64_t>(simt::counters.launches - before);
+  expect(launches == (count + capacity - 1) / capacity, "number of launches");
+  expect(state[kSteps] == 1.0, "a rule is applied once");
+  const double norm = sqrt(total_of(want.data(), count).sum.sumsq);
+  const auto scaled = changed(tensors, [&](auto& x, size_t t) { scale_as_told(x, coefs[t]); });
+  cuda::launch_scale(list.data(), count, coefs.data(), nullptr, kQueue);
+  expect_content(tensors, scaled, "scale_ in several launches");
+  expect(is_close(coefs[0], 1.0 / norm) && coefs[0] == coefs[count - 1], "coefficient of all");
+  std::vector<double> one(count, kKeep);
+  one[count - 1] = 0.5;
+  const auto last_halved = changed(tensors, [&](auto& x, size_t t) { scale_as_told(x, one[t]); });
+  cuda::launch_scale(list.data(), count, one.data(), nullptr, kQueue);
+  expect_content(tensors, last_halved, "scale_ of the last in several launches");
+}
+
+struct Check {
+  const char* name;
+  void (*run)(simt::Random&);
+};
+
+constexpr Check kChecks[] = {{"stats", check_stats},
+                             {"rewriting", check_rewriting},
+                             {"rules", check_rules},
+                             {"percentile", check_percentile},
+                             {"agc", check_agc},
+                             {"fingerprints", check_fingerprints},
+                             {"powers", check_powers},
+                             {"watch_loss", check_watch_loss},
+                             {"splitting", check_splitting}};
+
+}  // namespace
+}  // namespace kernel_check
+
+int main(int argc, char** argv) {
+  const uint64_t first = argc > 1 ? strtoull(argv[1], nullptr, 10) : 0;
+  const uint64_t seeds = argc > 2 ? strtoull(argv[2], nullptr, 10) : 1;
+  int passed = 0;
+  for (uint64_t seed = first; seed < first + seeds; ++seed) {
+    const simt::Order orders[] = {simt::Order::kRandom, simt::Order::kForward,
+                                  simt::Order::kReverse, simt::Order::kRandom};
+    for (const kernel_check::Check& check : kernel_check::kChecks) {
+      if (argc > 3 && std::string(argv[3]) != check.name) continue;
+      simt::set_schedule({orders[seed % 4], seed});
+      simt::Random random(seed);
+      try {
+        check.run(random);
+        ++passed;
+      } catch (const std::exception& error) {
+        printf("%s, seed %lu: %s\n", check.name, static_cast<unsigned long>(seed), error.what());
+        return 1;
+      }
+    }
+  }
+  printf("passed %d\n", passed);
+  return passed ? 0 : 3;
+}
