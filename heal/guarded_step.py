@@ -40,12 +40,15 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         elif not self._must_wait() or not bool(refused):
             self._guarded_step(result, refused, None)
 
-    def _clip(self, loss: Tensor | None, grad_scale: Tensor | None) -> ClipResult | None:
+    def _clip(
+        self, loss: Tensor | None, grad_scale: Tensor | None, extra: Tensor | None = None
+    ) -> ClipResult | None:
         """As the parent, but the loss is judged before the verdict counts; mail goes out later."""
+        groups = self.param_groups
         if self.apply == "inplace":
-            self.clipper.step(self.param_groups, loss=loss, grad_scale=grad_scale)
+            self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
         else:
-            self.clipper.decide(self.param_groups, loss=loss, grad_scale=grad_scale)
+            self.clipper.decide(groups, loss=loss, grad_scale=grad_scale, extra=extra)
         result = self.clipper.result
         if result is not None and loss is not None and self.watch is not None:
             self.watch.judge(loss, result.verdict)
