@@ -90,6 +90,7 @@ class GuardedStep:
     Attributes:
         optimizers: the wrapped ones.
         mailbox: carries the verdict of each step, and the loss scale after it.
+        watches_loss: whether the loss is judged; not where there are several ranks.
     """
 
     def __init__(
@@ -112,8 +113,11 @@ class GuardedStep:
         params = (p for o in self.optimizers for g in o.param_groups for p in g["params"])
         device = next((p.device for p in params), torch.device("cpu"))
         self.watch = LossWatch(config.loss_spike_factor, device)
+        # Each rank has a loss of its own: judged here, one rank would refuse what others take.
+        # A NaN that matters is in the gradients, which all ranks share.
+        self.watches_loss = not _has_peers()
         for optimizer in self.optimizers:
-            optimizer.watch = self.watch
+            optimizer.watch = self.watch if self.watches_loss else None
         self._no_scale = torch.full((1,), NO_LOSS_SCALE, device=device)
 
     @torch.no_grad()
@@ -168,12 +172,21 @@ class GuardedStep:
         # Not fused: the scaler saw Inf on the host, and told nobody.
         verdict = torch.zeros(NUM_VERDICT, device=self._no_scale.device)
         verdict[: len(_OVERFLOWED)] = torch.tensor(_OVERFLOWED, device=verdict.device)
-        if loss is not None:
+        if loss is not None and self.watches_loss:
             self.watch.judge(loss, verdict)
         return verdict
 
 
 _OVERFLOWED = (1.0, float(zclip.layout.HAS_INF), math.inf)  # blocked, flags, norm
+
+
+def _has_peers() -> bool:
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
 
 
 def _watched(
