@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 TRITON := triton==3.7.1
 CXX_SOURCES := $(shell find csrc -type f)
 
-.PHONY: demo test soak bench lint format info clean
+.PHONY: demo test test-triton-newest soak bench lint format info clean
 
 demo: $(VENV)/built
 	$(BIN)/zclip-bench --quick
@@ -17,7 +17,12 @@ demo: $(VENV)/built
 test: lint $(VENV)/built
 	$(BIN)/python -m pytest -q
 
-soak: $(VENV)/built
+# The tests that concern Triton once more, with the newest release instead of the one torch pins.
+test-triton-newest: $(VENV)/built
+	$(BIN)/pip install -q --no-deps --upgrade --target build/triton-newest triton
+	PYTHONPATH=$(CURDIR)/build/triton-newest $(BIN)/python -m pytest -q -k triton
+
+soak: $(VENV)/built test-triton-newest
 	$(BIN)/python -m pytest -q -m slow
 
 bench: $(VENV)/built

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.simt import build, device
 from zclip import reference
-from zclip.backends import OPS, answering, native
+from zclip.backends import OPS, answering, native, triton
 
 
 def _native(path: str) -> SimpleNamespace:
@@ -31,16 +31,17 @@ def _native(path: str) -> SimpleNamespace:
     return SimpleNamespace(**{name: functools.partial(call, name) for name in OPS})
 
 
-BACKENDS = {"reference": reference}
-if native.is_loaded():
-    BACKENDS["native-portable"] = _native("portable")
-    BACKENDS["native-avx2"] = _native("avx2")
-if build.CAN_RUN:
-    # The CUDA kernels, executed on the CPU. What they leave out, the reference answers.
-    for order in ("forward", "random"):  # reverse order: tests/simt/test_kernels.py
-        BACKENDS[f"simt-{order}"] = SimpleNamespace(
-            **{**vars(reference), **vars(device.backend(order))}
-        )
+def _triton() -> SimpleNamespace:
+    """The Triton kernels on CPU tensors, run by Triton's interpreter.
+
+    An operator that has none is the reference's, as it would be for a tensor on a GPU.
+    """
+
+    def call(name, *args):
+        return triton.implementation_of(name, "CPU")(*args)
+
+    ours = {name: functools.partial(call, name) for name in triton.MODULE_OF}
+    return SimpleNamespace(**{name: ours.get(name, getattr(reference, name)) for name in OPS})
 
 
 def _cuda(name, *args):
@@ -57,6 +58,23 @@ def _cuda(name, *args):
     return tree_map_only(torch.Tensor, lambda t: t.cpu(), result)
 
 
+BACKENDS = {"reference": reference}
+if native.is_loaded():
+    BACKENDS["native-portable"] = _native("portable")
+    BACKENDS["native-avx2"] = _native("avx2")
+if build.CAN_RUN:
+    # The CUDA kernels, executed on the CPU. What they leave out, the reference answers.
+    for order in ("forward", "random"):  # reverse order: tests/simt/test_kernels.py
+        BACKENDS[f"simt-{order}"] = SimpleNamespace(
+            **{**vars(reference), **vars(device.backend(order))}
+        )
+if triton.problem() is None and os.environ.get("TRITON_INTERPRET") == "1":
+    BACKENDS["triton-interpret"] = _triton()
 if torch.cuda.is_available() and answering("grad_stats", "cuda") == "native":
     served = {name: functools.partial(_cuda, name) for name in device.OPS}
     BACKENDS["cuda"] = SimpleNamespace(**{**vars(reference), **served})
+
+
+def steps_for(backend, count: int) -> int:
+    """How many steps a test of a whole run takes: the interpreter is a thousand times slower."""
+    return min(count, 3) if backend is BACKENDS.get("triton-interpret") else count

@@ -40,7 +40,7 @@ def test_a_forced_backend_is_said_to_be_forced():
 
 def test_who_answers_is_what_the_dispatcher_does():
     collected = info.collect()
-    assert collected.answers["grad_stats"] == {"cpu": "native", "cuda": "reference"}
+    assert collected.answers["grad_stats"] == {"cpu": "native", "cuda": "triton"}
     assert collected.advice == ["Nothing is missing."]
 
 
@@ -52,6 +52,6 @@ def test_a_missing_extension_comes_with_what_to_do(monkeypatch):
         info.show(collected, console)
 
 
-@pytest.mark.parametrize("device", ["mps", "xpu", "cuda"])
+@pytest.mark.parametrize("device", ["mps", "xpu"])
 def test_devices_without_kernels_fall_to_the_reference(device):
     assert backends.answering("grad_stats", device) == "reference"

@@ -7,7 +7,7 @@ is taken and :mod:`zclip.info` says which and why.
 import torch
 
 from zclip import reference
-from zclip.backends import native
+from zclip.backends import native, triton
 from zclip.config import wanted_backend
 from zclip.schemas import library
 
@@ -34,6 +34,8 @@ OPS = (
 )
 """Every operator that a backend may implement, by its one name."""
 
+_triton_keys: set[str] = set()
+
 
 def load() -> dict[str, str]:
     """Register the backends; return for each the reason why it is active or not.
@@ -53,18 +55,33 @@ def load() -> dict[str, str]:
         reasons["native"] = problem or f"loaded, {native.describe()}"
     else:
         reasons["native"] = f"not loaded: ZCLIP_BACKEND={wanted}"
-    if wanted == "triton":
-        raise RuntimeError(
-            "ZCLIP_BACKEND=triton, but this version has no Triton backend; "
-            "wanted auto, native or reference"
-        )
+    reasons["triton"] = _choose_triton(wanted)
     if not native.is_loaded():
         library.impl("native_features", reference.native_features, "CompositeExplicitAutograd")
     return reasons
 
 
+def _choose_triton(wanted: str) -> str:
+    """Register Triton where nothing better answers; return why, or why not."""
+    if wanted not in ("auto", "triton"):
+        return f"not loaded: ZCLIP_BACKEND={wanted}"
+    if native.has_cuda():
+        return "not needed: the extension has CUDA code"
+    problem = triton.problem()
+    if problem and wanted == "triton":
+        raise RuntimeError(f"ZCLIP_BACKEND=triton, but {problem}")
+    if problem:
+        return problem
+    keys = ("CUDA", "CPU") if wanted == "triton" else ("CUDA",)
+    for key in keys:
+        triton.register(key)
+        _triton_keys.add(key)
+    return "answers for CUDA and HIP tensors; loaded when the first of them comes"
+
+
 def answering(op: str, device_type: str) -> str:
     """Return the name of the backend that serves ``op`` for tensors of a device type."""
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
-    served = key and torch._C._dispatch_has_kernel_for_dispatch_key(f"zclip::{op}", key)
-    return "native" if served else "reference"
+    if key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"zclip::{op}", key):
+        return "reference"
+    return "triton" if key in _triton_keys else "native"

@@ -31,6 +31,11 @@ def is_loaded() -> bool:
     return _loaded
 
 
+def has_cuda() -> bool:
+    """Return whether the extension is loaded and has CUDA kernels."""
+    return _loaded and bool(torch.ops.zclip.native_features() & HAS_CUDA)
+
+
 def describe() -> str:
     """Return one line about what the loaded extension can do here."""
     features = torch.ops.zclip.native_features()

@@ -1,0 +1,235 @@
+"""Compiles every Triton kernel for GPUs that need not be here, and says what came out.
+
+``python -m tests.triton.kernels`` prints it as JSON; with ``--write`` it writes the table of
+docs/triton-kernels.md. Must run without TRITON_INTERPRET: the interpreter compiles nothing.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+PAGE = Path(__file__).parents[2] / "docs" / "triton-kernels.md"
+
+TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
+DTYPES = ["float32", "bfloat16", "float16", "float64"]
+PER_DTYPE = [
+    "grad_stats_partials",
+    "power_stats_partials",
+    "scale_chunks",
+    "scale_chunks, dropping",
+    "clamp_chunks",
+]
+PER_LIST = ["grad_stats_finish", "global_norm", "clip_by_global_norm_finish"]
+VECTORISED = [name for name in PER_DTYPE if name != "power_stats_partials"]
+"""Kernels whose full-chunk path must move 16 bytes at a time; the other one is bound by float64."""
+
+CASES = [
+    (kernel, dtype, target)
+    for target in TARGETS
+    for kernel in PER_DTYPE + PER_LIST
+    for dtype in (DTYPES if kernel in PER_DTYPE else ["-"])
+]
+
+# The types of the arguments, which have one name in all kernels.
+TYPES = {
+    **dict.fromkeys(["addresses", "lengths", "tensors", "tensor_chunks", "owners"], "*i64"),
+    **dict.fromkeys(["slots", "stats", "coefs", "state"], "*fp64"),
+    **dict.fromkeys(["verdict", "norm"], "*fp32"),
+    **dict.fromkeys(["first_chunk", "num_chunks", "num_tensors", "nonfinite"], "i32"),
+    **dict.fromkeys(["max_norm_bits", "limit_bits", "p_bits"], "i64"),
+    "ticket": "*i32",
+}
+
+
+def _kernel_and_constants(name, dtype):
+    import torch
+
+    from zclip.backends.triton import (
+        chunk,
+        clamp_,
+        clip_by_global_norm_,
+        global_norm_,
+        grad_stats,
+        power_stats,
+        scale_,
+    )
+
+    shape = chunk.shape_for(getattr(torch, dtype)) if dtype != "-" else {}
+    constants = {k: v for k, v in shape.items() if k.isupper()}
+    block = {"BLOCK": 1024}
+    return {
+        "grad_stats_partials": (grad_stats.grad_stats_partials, constants),
+        "power_stats_partials": (power_stats.power_stats_partials, {"KIND": 2, **constants}),
+        "scale_chunks": (scale_.scale_chunks, {"DROP_NONFINITE": False, **constants}),
+        "scale_chunks, dropping": (scale_.scale_chunks, {"DROP_NONFINITE": True, **constants}),
+        "clamp_chunks": (clamp_.clamp_chunks, constants),
+        "grad_stats_finish": (grad_stats.grad_stats_finish, {"FIRST_IS_MAX": False, **block}),
+        "global_norm": (global_norm_.global_norm, {"HAS_STATE": True, **block}),
+        "clip_by_global_norm_finish": (
+            clip_by_global_norm_.clip_by_global_norm_finish,
+            {"HAS_STATE": True, **block},
+        ),
+    }[name]
+
+
+def compile_case(case):
+    """Return what the compiler made of one (kernel, dtype, target)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    name, dtype, target = case
+    kernel, constants = _kernel_and_constants(name, dtype)
+    signature = {a: "constexpr" if a in constants else TYPES[a] for a in kernel.arg_names}
+    # As at run time: every pointer handed to a kernel is 16-byte aligned.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, a in enumerate(kernel.arg_names)
+        if signature[a].startswith("*")
+    }
+    is_amd = target.startswith("gfx")
+    compiled = triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
+        target=GPUTarget("hip", target, 64) if is_amd else GPUTarget("cuda", int(target[3:]), 32),
+        options={"num_warps": 4 if is_amd else 8, "enable_fp_fusion": False},
+    )
+    return (_read_amd if is_amd else _read_nvidia)(compiled)
+
+
+def _read_nvidia(compiled):
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    field = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    ptx = compiled.asm["ptx"]
+    return {
+        "registers": field["REG"],
+        "spilled_bytes": field["STACK"] + field["LOCAL"],
+        "shared_bytes": compiled.metadata.shared,
+        "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.(?:v4\.b32|v8\.b32|v[24]\.b64)", ptx)),
+        "wide_stores": len(re.findall(r"st\.global[\w.:]*\.(?:v4\.b32|v8\.b32|v[24]\.b64)", ptx)),
+        "fused_multiply_adds": len(re.findall(r"\bfma\.rn\.f32\b", ptx)),
+        "float_atomics": len(re.findall(r"\b(?:atom|red)\.[\w.:]*\.f(?:32|64)\b", ptx)),
+        "acquire_release": len(re.findall(r"atom\.[\w.:]*acq_rel", ptx)),
+    }
+
+
+def _read_amd(compiled):
+    assembly = compiled.asm["amdgcn"]
+
+    def number(key):
+        return int(re.search(rf"\.{key}:\s*(\d+)", assembly)[1])
+
+    def count(pattern):
+        return len(re.findall(pattern, assembly))
+
+    return {
+        "registers": number("vgpr_count"),
+        "spilled_bytes": 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
+        + number("private_segment_fixed_size"),
+        "shared_bytes": compiled.metadata.shared,
+        "wide_loads": count(r"\b(?:global|buffer|flat)_load_dwordx4\b"),
+        "wide_stores": count(r"\b(?:global|buffer|flat)_store_dwordx4\b"),
+        "fused_multiply_adds": count(r"\bv_(?:pk_)?fma(?:c|mk|ak)?_f32\b"),
+        "float_atomics": count(r"\b\w+_atomic_(?:pk_)?add_f(?:16|32|64)\b"),
+        "acquire_release": count(r"\b\w+_atomic_add\b"),
+    }
+
+
+def compile_all(workers=2):
+    """Return {"kernel/dtype/target": what came out} of every case."""
+    with ProcessPoolExecutor(workers) as pool:
+        results = pool.map(compile_case, CASES)
+        return {"/".join(case): result for case, result in zip(CASES, results, strict=True)}
+
+
+def launched():
+    """Return {kernel: [types and alignments of its arguments]} as launches would bind them.
+
+    One entry per variant that Triton would compile; calls differ in sizes, counts and settings.
+    """
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime import jit
+
+    from zclip.backends.triton import MODULE_OF, implementation_of
+
+    variants = {}
+    backend = CUDABackend(GPUTarget("cuda", 90, 32))
+
+    def bind(kernel, *args, grid, warmup, **kwargs):
+        binder = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, _ = binder(*args, **kwargs)
+        types = {
+            name: f"{kind} {note or ''}".strip()
+            for name, (kind, note) in zip(kernel.arg_names, specialization, strict=True)
+            if kind != "constexpr"
+        }
+        known = variants.setdefault(kernel.__name__, [])
+        known += [types] * (types not in known)
+
+    run, jit.JITFunction.run = jit.JITFunction.run, bind
+    ops = SimpleNamespace(**{name: implementation_of(name, "CUDA") for name in MODULE_OF})
+    for count, setting in ((1, 0.0), (2, 1.0), (3, 0.1), (17, 16.0)):
+        grads = [torch.zeros(count * 9000) for _ in range(count)]
+        state = torch.zeros(3, dtype=torch.float64)
+        stats = ops.grad_stats(grads)
+        ops.power_stats(grads, setting + 2.0)
+        coefs, _ = ops.global_norm_(state, stats, setting, count % 4)
+        ops.scale_(grads, coefs)
+        ops.clamp_(grads, setting)
+        ops.clip_by_global_norm_(grads, state, setting, count % 4)
+    jit.JITFunction.run = run
+    return variants
+
+
+def page(results, version):
+    """Return docs/triton-kernels.md."""
+    lines = [
+        "# Triton kernels, compiled",
+        "",
+        f"Registers per thread / bytes of shared memory, with Triton {version}; 256 threads per",
+        "program. Nothing spills, and where a ¹ stands, full chunks move in 128-bit accesses.",
+        "Written by `python -m tests.triton.kernels --write`; a test compares.",
+        "",
+        "| kernel | dtype | " + " | ".join(TARGETS) + " |",
+        "|---|---|" + "---|" * len(TARGETS),
+    ]
+    for kernel, dtype, target in CASES:
+        if target != TARGETS[0]:
+            break
+        row = [results[f"{kernel}/{dtype}/{t}"] for t in TARGETS]
+        cells = [f"{r['registers']} / {r['shared_bytes']}" for r in row]
+        mark = "¹" if kernel in VECTORISED and all(r["wide_loads"] for r in row) else ""
+        lines.append(f"| `{kernel}`{mark} | {dtype} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    import triton
+
+    results = compile_all()
+    if "--write" in sys.argv:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(page(results, triton.__version__))
+    else:
+        found = {"version": triton.__version__, "results": results, "launched": launched()}
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
