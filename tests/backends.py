@@ -44,6 +44,27 @@ def _triton() -> SimpleNamespace:
     return SimpleNamespace(**{name: ours.get(name, getattr(reference, name)) for name in OPS})
 
 
+BACKENDS = {"reference": reference}
+if native.is_loaded():
+    BACKENDS["native-portable"] = _native("portable")
+    BACKENDS["native-avx2"] = _native("avx2")
+if triton.problem() is None and os.environ.get("TRITON_INTERPRET") == "1":
+    BACKENDS["triton-interpret"] = _triton()
+
+
+def steps_for(backend, count: int) -> int:
+    """How many steps a test of a whole run takes: the interpreter is a thousand times slower."""
+    return min(count, 3) if backend is BACKENDS.get("triton-interpret") else count
+
+
+if build.CAN_RUN:
+    # The CUDA kernels, executed on the CPU. What they leave out, the reference answers.
+    for order in ("forward", "random"):  # reverse order: tests/simt/test_kernels.py
+        BACKENDS[f"simt-{order}"] = SimpleNamespace(
+            **{**vars(reference), **vars(device.backend(order))}
+        )
+
+
 def _cuda(name, *args):
     """Run an operator on the GPU, on copies of the arguments, and bring back what it wrote."""
     moved = tree_map_only(torch.Tensor, lambda t: t.cuda(), list(args))
@@ -58,23 +79,6 @@ def _cuda(name, *args):
     return tree_map_only(torch.Tensor, lambda t: t.cpu(), result)
 
 
-BACKENDS = {"reference": reference}
-if native.is_loaded():
-    BACKENDS["native-portable"] = _native("portable")
-    BACKENDS["native-avx2"] = _native("avx2")
-if build.CAN_RUN:
-    # The CUDA kernels, executed on the CPU. What they leave out, the reference answers.
-    for order in ("forward", "random"):  # reverse order: tests/simt/test_kernels.py
-        BACKENDS[f"simt-{order}"] = SimpleNamespace(
-            **{**vars(reference), **vars(device.backend(order))}
-        )
-if triton.problem() is None and os.environ.get("TRITON_INTERPRET") == "1":
-    BACKENDS["triton-interpret"] = _triton()
 if torch.cuda.is_available() and answering("grad_stats", "cuda") == "native":
     served = {name: functools.partial(_cuda, name) for name in device.OPS}
     BACKENDS["cuda"] = SimpleNamespace(**{**vars(reference), **served})
-
-
-def steps_for(backend, count: int) -> int:
-    """How many steps a test of a whole run takes: the interpreter is a thousand times slower."""
-    return min(count, 3) if backend is BACKENDS.get("triton-interpret") else count

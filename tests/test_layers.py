@@ -17,6 +17,7 @@ FORBIDDEN = {
     "zclip/config.py": {"torch", "zclip"},
     "zclip/layout.py": {"torch", "zclip"},
     "zclip/checks.py": {"zclip"},
+    "zclip/parallel": {"zclip.clippers", "zclip.functional", "zclip.ops", "zclip.optim"},
     "zclip/reference": {"triton", "zclip.ops", "zclip.backends", "zclip.functional"},
     "zclip/schemas": {"zclip.reference", "zclip.ops", "zclip.backends"},
     "zclip/ops.py": {"zclip.functional", "zclip.backends"},

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,9 +10,22 @@ from torch import Tensor
 from zclip import ops
 from zclip.checks import Name, check_limit, check_tensors, check_writable
 from zclip.layout import ERROR, INF, NAN, NONFINITE, PROPAGATE, SUMSQ, ZERO
-from zclip.parameters import Parameters, as_list, device_of, grads_of, name_of_grad
+from zclip.parallel import Reduction, find_reduction
+from zclip.parallel.placement import has_dtensor, local_parts
+from zclip.parameters import (
+    Parameters,
+    as_list,
+    device_of,
+    grads_of,
+    name_of_grad,
+    names_of,
+    tensors_of,
+)
 from zclip.reference import reported_norm
 from zclip.schemas import norm_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _BAD_SHOWN = 8  # bad tensors named in an error before "and N more"
 
@@ -25,6 +39,8 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     nonfinite: str = "propagate",
+    process_group: "ProcessGroup | None" = None,
+    pipeline_group: "ProcessGroup | None" = None,
 ) -> Tensor:
     """Clip the gradients of ``parameters`` in place, as if they were one vector.
 
@@ -33,7 +49,9 @@ def clip_grad_norm_(
     exact to 1e-6 for every dtype, bfloat16 included, and finite gradients whose norm overflows
     float32 are clipped like any others. Nothing waits for the device, except in mode "error".
     The same bits come out for any number of threads. A parameter that appears twice, or a
-    gradient shared by two, counts once.
+    gradient shared by two, counts once. Parameters may be DTensors, of several meshes and beside
+    plain tensors: one all-reduce then adds up what the ranks hold, all of them have to call this,
+    and all get the same norm, bit by bit.
 
     Args:
         parameters: one tensor, or any iterable of them; ``model.named_parameters()`` as well,
@@ -46,6 +64,9 @@ def clip_grad_norm_(
             non-finite norm. "skip": make every gradient zero, so that the step does no harm.
             "zero": make the bad elements zero and clip the rest by the norm of the rest. "error":
             touch nothing and raise; this has to wait for the device.
+        process_group: the ranks that hold other elements of the same plain tensors. Not for DDP,
+            where all ranks hold the same gradients, nor for DTensors, which know their ranks.
+        pipeline_group: ranks that hold other tensors, one of each pipeline stage.
 
     Returns:
         The norm before clipping, a 0-dim tensor on the device of the first gradient, float64 if a
@@ -60,6 +81,16 @@ def clip_grad_norm_(
     norm_type = _check_norm_type(norm_type)
     mode = _check_mode(nonfinite, error_if_nonfinite)
     listed = as_list(parameters)
+    if process_group is not None or pipeline_group is not None or has_dtensor(listed):
+        params = tensors_of(listed)
+
+        def names() -> list[str]:
+            return names_of(listed)
+
+        reduction = find_reduction(params, names, process_group, pipeline_group)
+        assert reduction is not None
+        parts = reduction.local_parts([p.grad for p in params])
+        return _clip_across(reduction, parts, max_norm, norm_type, mode)
     grads = grads_of(listed)
     if not grads:
         return torch.zeros((), device=device_of(listed))
@@ -69,7 +100,7 @@ def clip_grad_norm_(
 
     norm, stats = _clip(grads, max_norm, norm_type, mode, name)
     if mode == ERROR:
-        _raise_if_nonfinite(norm, stats, grads, name)
+        _raise_if_nonfinite(norm, stats, name, lambda i: f" {tuple(grads[i].shape)}")
     return norm
 
 
@@ -98,10 +129,18 @@ def get_total_norm(
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not tensors:
         return torch.zeros(())
-    stats = _measure(tensors, norm_type)
-    norm = reported_norm(_as_one_row(stats, norm_type), PROPAGATE).to(norm_dtype(tensors))
+    name, parts = "tensors[{}]".format, tensors
+    if has_dtensor(tensors):
+        reduction = find_reduction(tensors, lambda: list(map(name, range(len(tensors)))))
+        assert reduction is not None
+        parts = reduction.local_parts(tensors)
+        measured = _measure(parts, norm_type)
+        stats = reduction.reduce(measured, is_max=math.isinf(norm_type)).stats
+    else:
+        stats = _measure(tensors, norm_type)
+    norm = reported_norm(_as_one_row(stats, norm_type), PROPAGATE).to(norm_dtype(parts))
     if error_if_nonfinite:
-        _raise_if_nonfinite(norm, stats, tensors, "tensors[{}]".format)
+        _raise_if_nonfinite(norm, stats, name, lambda i: f" {tuple(tensors[i].shape)}")
     return norm
 
 
@@ -122,7 +161,13 @@ def clip_grad_value_(
     limit = check_limit("clip_value", clip_value)
     listed = as_list(parameters)
     grads = grads_of(listed)
-    ops.clamp_(grads, limit, lambda i: f"the gradient of {name_of_grad(listed, grads[i])}")
+
+    def name(i: int) -> str:
+        return f"the gradient of {name_of_grad(listed, grads[i])}"
+
+    # Element by element, so that no rank needs to know of another.
+    parts = local_parts(grads, name) if has_dtensor(grads) else grads
+    ops.clamp_(parts, limit, name)
 
 
 def _clip(
@@ -148,6 +193,23 @@ def _clip(
     return reported_norm(total, mode).to(norm_dtype(grads)), stats
 
 
+def _clip_across(
+    reduction: Reduction, parts: list[Tensor], max_norm: float, norm_type: float, mode: int
+) -> Tensor:
+    """Clip what this rank holds by the norm of what all hold, and return that norm."""
+    ours = _measure(parts, norm_type)
+    whole = reduction.reduce(ours, is_max=math.isinf(norm_type)).stats
+    total = _as_one_row(whole, norm_type)
+    coef, _ = torch.ops.zclip.global_norm_(total.new_empty(0), total, max_norm, mode)
+    if mode == ZERO:
+        ops.zero_nonfinite_(parts, ours)
+    ops.scale_(parts, coef.repeat(len(parts)))
+    norm = reported_norm(total, mode).to(norm_dtype(parts))
+    if mode == ERROR:
+        _raise_if_nonfinite(norm, whole, reduction.names.__getitem__, lambda i: "")
+    return norm
+
+
 def _measure(tensors: list[Tensor], norm_type: float) -> Tensor:
     return ops.grad_stats(tensors) if norm_type == 2.0 else ops.power_stats(tensors, norm_type)
 
@@ -159,12 +221,12 @@ def _as_one_row(stats: Tensor, norm_type: float) -> Tensor:
     return torch.stack([norm.square(), stats[:, NAN].sum(), stats[:, INF].sum()]).unsqueeze(0)
 
 
-def _raise_if_nonfinite(norm: Tensor, stats: Tensor, tensors: list[Tensor], name: Name) -> None:
+def _raise_if_nonfinite(norm: Tensor, stats: Tensor, name: Name, shape: Name) -> None:
     if norm.isfinite():  # waits for the device
         return
     rows = stats.tolist()
     bad = [
-        f"{name(i)} {tuple(tensors[i].shape)}: {row[NAN]:.0f} NaN, {row[INF]:.0f} Inf"
+        f"{name(i)}{shape(i)}: {row[NAN]:.0f} NaN, {row[INF]:.0f} Inf"
         for i, row in enumerate(rows)
         if row[NAN] or row[INF]
     ]

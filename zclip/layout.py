@@ -26,10 +26,11 @@ NUM_STATS = 3
 NUM_VERDICT = 14
 
 HAS_NAN, HAS_INF, OVERFLOW, CLIPPED = 1, 2, 4, 8
-SPIKE, LOSS_NAN, LOSS_SPIKE, LOSS_RISING = 16, 32, 64, 128
+SPIKE, LOSS_NAN, LOSS_SPIKE, LOSS_RISING, DESYNC = 16, 32, 64, 128, 256
 """Bits of ``verdict[FLAGS]``. OVERFLOW: every element is finite and the float32 norm is not.
 
-SPIKE: the rule found the norm out of the ordinary. LOSS_NAN: the loss is NaN or Inf.
+SPIKE: the rule found the norm out of the ordinary. LOSS_NAN: the loss is NaN or Inf. DESYNC: ranks
+that should be at the same step are not.
 """
 
 STEPS, CLIP_COUNT, SKIP_COUNT = range(3)
@@ -70,6 +71,24 @@ HISTORY_SEEN_COLUMN, HISTORY_COLUMN = range(3, 5)
 """Columns of the state of ``watch_loss_``. Its CLIP_COUNT counts spikes, its SKIP_COUNT NaNs."""
 
 NUM_LOSS_STATE = 8
+
+TAG, TAG_SQUARED, RANKS, LOSS_SUM, LOSS_COUNT = range(5)
+"""First lanes of the packed vector that ranks add up, float64 [5 + extra + 4 * num_tensors].
+
+The step that a rank believes to be at, and its square; 1; its loss, and 1 if it has one. Then come
+the extra lanes of the caller, then one row per tensor: the columns of stats, and COPIES.
+"""
+
+NUM_RECORD = 5
+
+COPIES = NUM_STATS
+"""Last column of a row of the packed vector: how many times the tensor was counted."""
+
+NUM_ROW = NUM_STATS + 1
+
+TAG_MODULUS = 4096
+"""Tags are counted modulo this, so that what is done with their squares is exact in float64 for up
+to 16,384 ranks."""
 
 KEEP, REFUSE = 1.0, -1.0
 """Coefficients with a meaning of their own: leave bitwise untouched, and write zeros."""

@@ -4,7 +4,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from zclip.clippers import CLIPPERS, Clipper, ClipResult
 from zclip.layout import FLAGS, HAS_INF, HAS_NAN
 from zclip.mailbox import Mailbox
 from zclip.momentum import FirstMomentum
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 APPLY = ("inplace", "grad_scale")
 CLIP_KEY = "zclip"
@@ -42,6 +45,10 @@ class ClippedOptimizer(Optimizer):
         named_parameters: names for norms, states and errors, if the optimizer was built without;
             written into its groups as "param_names", as torch does.
         lag: how many steps late :meth:`metrics` is.
+        process_group: this and the next two: see :meth:`zclip.Clipper.distribute`. Not needed for
+            DDP, FSDP2 and whatever else makes DTensors.
+        pipeline_group: ranks with the other stages of a pipeline.
+        record_group: ranks to share losses and extra lanes with, where gradients need no message.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -64,6 +71,9 @@ class ClippedOptimizer(Optimizer):
         apply: str = "inplace",
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         lag: int = 1,
+        process_group: "ProcessGroup | None" = None,
+        pipeline_group: "ProcessGroup | None" = None,
+        record_group: "ProcessGroup | None" = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}; wanted a torch Optimizer")
@@ -86,6 +96,8 @@ class ClippedOptimizer(Optimizer):
         self._check_apply()
         if named_parameters is not None:
             self._name_parameters(dict((id(p), name) for name, p in named_parameters))
+        if (process_group, pipeline_group, record_group) != (None, None, None):
+            clipper.distribute(process_group, pipeline_group, record_group)
         clipper.bind(self.param_groups)
 
     @property
@@ -103,13 +115,20 @@ class ClippedOptimizer(Optimizer):
         return self.guards_on_device
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, loss: Tensor | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        loss: Tensor | None = None,
+        extra: Tensor | None = None,
+    ) -> Any:
         """Clip, then step unless the step is refused.
 
         Args:
             closure: computes the loss and the gradients. It is called once, before clipping; if
                 the optimizer needs to call it several times, as LBFGS does, each call is clipped.
             loss: 0-dim, for clippers that watch it; that of the closure if there is one.
+            extra: what only this rank knows; see :meth:`zclip.Clipper.step`.
 
         Returns:
             What the closure returned, else None.
@@ -124,7 +143,7 @@ class ClippedOptimizer(Optimizer):
             loss = returned if isinstance(returned, Tensor) else loss
         # Put here by GradScaler, which takes them away again after the step.
         grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
-        result = self._clip(loss, grad_scale)
+        result = self._clip(loss, grad_scale, extra)
         if result is None:
             self.inner.step()  # no gradients: what the optimizer makes of that is its own affair
             return returned
@@ -144,12 +163,14 @@ class ClippedOptimizer(Optimizer):
         """What the clipper found in the last step."""
         return self.clipper.result
 
-    def _clip(self, loss: Tensor | None, grad_scale: Tensor | None) -> ClipResult | None:
+    def _clip(
+        self, loss: Tensor | None, grad_scale: Tensor | None, extra: Tensor | None = None
+    ) -> ClipResult | None:
         groups = self.param_groups
         if self.apply == "inplace":
-            self.clipper.step(groups, loss=loss, grad_scale=grad_scale)
+            self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
         else:
-            self.clipper.decide(groups, loss=loss, grad_scale=grad_scale)
+            self.clipper.decide(groups, loss=loss, grad_scale=grad_scale, extra=extra)
         result = self.clipper.result
         if result is not None:
             self.mailbox.post(self._steps, result.verdict)
@@ -356,7 +377,8 @@ def wrap(
     Example:
         >>> optimizer = zclip.wrap(torch.optim.AdamW(model.parameters(), fused=True), "zclip")
     """
-    own = ("skip_nonfinite", "apply", "named_parameters", "lag")
+    groups = ("process_group", "pipeline_group", "record_group")
+    own = ("skip_nonfinite", "apply", "named_parameters", "lag", *groups)
     of_wrapper = {name: settings.pop(name) for name in own if name in settings}
     if isinstance(clipper, str):
         if clipper not in CLIPPERS:

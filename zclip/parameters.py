@@ -50,6 +50,23 @@ def name_of_grad(parameters: Sequence[Tensor], grad: Tensor) -> str:
     raise ValueError("this is not the gradient of any of the parameters")
 
 
+def tensors_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return every tensor once, in order of first appearance, without its name."""
+    tensors = [e if isinstance(e, Tensor) else tensor_at(i, e) for i, e in enumerate(parameters)]
+    if len(set(map(id, tensors))) == len(tensors):
+        return tensors
+    return list({id(t): t for t in tensors}.values())
+
+
+def names_of(parameters: Sequence[Tensor]) -> list[str]:
+    """Return the names of :func:`tensors_of`; without one it is the place in the list."""
+    names: dict[int, str] = {}
+    for i, entry in enumerate(parameters):
+        name = str(entry[0]) if isinstance(entry, tuple) else f"parameters[{i}]"
+        names.setdefault(id(tensor_at(i, entry)), name)
+    return list(names.values())
+
+
 def device_of(parameters: Sequence[Tensor]) -> torch.device:
     """Return where the first parameter lives; the CPU if there is none."""
     return tensor_at(0, parameters[0]).device if parameters else torch.device("cpu")

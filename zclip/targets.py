@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -56,6 +57,19 @@ class Targets:
             kept = set(present)
             return [g if i in kept else nothing for i, g in enumerate(grads)], None  # type: ignore[misc]
         return [grads[i] for i in present], present  # type: ignore[misc]
+
+    def among(self, names: list[str], own: slice) -> "Targets":
+        """Return these as part of a longer list, in one group.
+
+        Args:
+            names: of the whole list: a model of which other ranks hold the rest.
+            own: where in it these are.
+        """
+        whole = Targets([[]], self.settings)
+        whole.names, whole.sizes = names, [len(names)]
+        whole.params = [torch.empty(0) for _ in names]  # each its own object, as parameters are
+        whole.params[own] = self.params
+        return whole
 
     def sizes_of(self, present: list[int] | None) -> list[int]:
         """Return how many of the present gradients each group has."""
@@ -120,7 +134,8 @@ class TargetCache:
             if any(is_fsdp_model(module) for module in modules):
                 raise NotImplementedError(
                     "the gradients of FullyShardedDataParallel are shards, whose norm is not that "
-                    "of the model; use its own clip_grad_norm_"
+                    "of the model; use its own clip_grad_norm_, or fully_shard, or say that they "
+                    "are: distribute(process_group=...) and step(model.parameters())"
                 )
             prefixes = [f"models[{i}]." for i in range(len(modules))] if modules[1:] else [""]
             pairs = [

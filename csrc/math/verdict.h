@@ -33,6 +33,7 @@ enum VerdictFlag : int {
   kLossNan = 32,  // NaN or Inf
   kLossSpike = 64,
   kLossRising = 128,
+  kDesync = 256,  // ranks disagree about the step; set where ranks meet, by no rule
 };
 
 // What to do with a step whose gradients hold NaN or Inf.

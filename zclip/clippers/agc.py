@@ -1,6 +1,7 @@
 """AGC of NFNets: each row of a gradient is bounded by the norm of the same row of its weight."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,11 @@ from zclip.checks import check_limit
 from zclip.clippers.clipper import Clipper, FusedRule, Rule
 from zclip.clippers.result import ClipResult
 from zclip.layout import ON_NONFINITE
+from zclip.parallel import Record
+from zclip.parallel.units import UnitRows
+from zclip.reference.report import health_of, report
+from zclip.reference.scale import scaled
+from zclip.schemas import norm_dtype
 from zclip.targets import Targets
 
 
@@ -18,7 +24,9 @@ class AGC(Clipper):
     """Scale each row whose gradient exceeds ``clip`` times its weight (arXiv 2102.06171).
 
     The paper leaves the last linear layer out: give ``step`` the parameters without it. The
-    coefficients of the result are per tensor and only say whether the step was refused.
+    coefficients of the result are per tensor and only to look at: the smallest of its rows, or -1
+    if the step was refused. Rows of DTensors may be split over ranks: sums of their squares then
+    travel with the statistics, and the coefficients of the result are those of this rank's rows.
 
     Args:
         clip: largest ratio of the norm of a gradient row to that of its weight row.
@@ -34,12 +42,60 @@ class AGC(Clipper):
         super().__init__(on_nonfinite=on_nonfinite)
         self.clip = check_limit("clip", clip)
         self.eps = check_limit("eps", eps)
+        self._row_coefs: list[Tensor] = []
 
     def _ops(self) -> tuple[Rule, FusedRule]:
         raise NotImplementedError("AGC reads the weights, so it has no rule on statistics alone")
 
     def _settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         return self.clip, self.eps, ON_NONFINITE[self.on_nonfinite]
+
+    def _decide(
+        self,
+        found: Targets,
+        grads: list[Tensor],
+        loss: Tensor | None,
+        grad_scale: Tensor | None,
+        extra: Tensor | None,
+        record: Record | None,
+    ) -> tuple[ClipResult, Record | None]:
+        reduction = self._peers.reduction
+        if reduction is None:
+            return super()._decide(found, grads, loss, grad_scale, extra, record)
+        if grad_scale is not None:
+            raise NotImplementedError("AGC scales rows, which cannot be left to the optimizer")
+        rows = UnitRows(reduction, found.params, grads, self.clip, self.eps)
+        own_lanes = rows.lanes()
+        lanes = own_lanes if extra is None or record else torch.cat([own_lanes, extra.double()])
+        reduced = reduction.reduce(
+            ops.grad_stats(grads), None if record else loss, lanes, self._tag()
+        )
+        health = health_of(reduced.stats)
+        refused = health.refused(ON_NONFINITE[self.on_nonfinite])
+        judged = rows.judge(reduced.record.extra, reduced.copies, refused)
+        self._row_coefs = judged.coefs
+        verdict = report(
+            self._state.states[0],
+            reduced.stats,
+            health,
+            blocked=refused,
+            clipped=~refused & judged.is_clipped,
+            clipped_norm=torch.where(refused, 0.0, judged.clipped_norm),
+        )
+        news = reduced.record
+        if record is None:
+            record = replace(news, extra=news.extra[len(own_lanes) :])
+        else:
+            record = replace(record, desynced=record.desynced | news.desynced)
+        norm = health.norm.to(norm_dtype(grads))
+        return ClipResult(norm, reduced.stats, judged.least, verdict), record
+
+    def _scale(self, grads: list[Tensor], coefs: Tensor) -> None:
+        for grad, rows in zip(grads, self._row_coefs, strict=True):
+            if grad.numel():
+                shape = (-1, *[1] * (grad.dim() - 1)) if grad.dim() > 1 else ()
+                grad.copy_(scaled(grad, rows.reshape(shape)))
+        self._row_coefs = []
 
     def _clip_at_once(
         self, found: Targets, grads: list[Tensor], loss: Tensor | None

@@ -6,21 +6,38 @@ like. All arithmetic is in the operators, so that it runs on the device and noth
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from zclip import ops
+from zclip.clippers.peers import Peers
 from zclip.clippers.result import ClipResult, merge_verdicts
 from zclip.clippers.state import ClipState
-from zclip.layout import NAN, NUM_COUNTERS, ON_NONFINITE, PROPAGATE, SUMSQ, WORST
+from zclip.layout import (
+    DESYNC,
+    FLAGS,
+    NAN,
+    NUM_COUNTERS,
+    ON_NONFINITE,
+    PROPAGATE,
+    STEPS,
+    SUMSQ,
+    WORST,
+)
+from zclip.parallel import Record
 from zclip.reference import reported_norm
 from zclip.schemas import norm_dtype, wide_dtype
 from zclip.targets import Target, TargetCache, Targets
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 Rule = Callable[..., tuple[Tensor, Tensor]]
 FusedRule = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+Self = TypeVar("Self", bound="Clipper")
 
 
 class Clipper(ABC):
@@ -55,6 +72,29 @@ class Clipper(ABC):
         self._state = ClipState(self)
         self._cache = TargetCache()
         self._present: list[int] | None = None
+        self._peers = Peers()
+
+    def distribute(
+        self: Self,
+        process_group: "ProcessGroup | None" = None,
+        pipeline_group: "ProcessGroup | None" = None,
+        record_group: "ProcessGroup | None" = None,
+    ) -> Self:
+        """Say with which ranks to add up, where the parameters do not; return self.
+
+        DTensors (FSDP2, HSDP, tensor parallelism) know it and need none of this; nor does plain
+        DDP, where all gradients are equal already. ``docs/parallel.md`` has a recipe for each.
+
+        Args:
+            process_group: every rank in it holds other elements of the same plain tensors.
+            pipeline_group: every rank in it holds other tensors: one rank of each stage.
+            record_group: where gradients need no message, add up losses and extra lanes over it,
+                at the price of one small all-reduce. Where they do, these travel along.
+        """
+        if pipeline_group is not None and self.per_group:
+            raise ValueError("per_group=True with pipeline_group: stages have groups of their own")
+        self._peers = Peers(process_group, pipeline_group, record_group)
+        return self
 
     @abstractmethod
     def _ops(self) -> tuple[Rule, FusedRule]:
@@ -85,43 +125,63 @@ class Clipper(ABC):
 
     @torch.no_grad()
     def step(
-        self, *targets: Target, loss: Tensor | None = None, grad_scale: Tensor | None = None
+        self,
+        *targets: Target,
+        loss: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> Tensor:
         """Clip the gradients in place; call it after ``backward`` and before ``optimizer.step``.
 
         Nothing waits for the device. A parameter without a gradient is left out; if none has one,
         nothing happens and nothing is counted. Call it once per step: give several models in one
-        call, not in several.
+        call, not in several. Among the parameters may be DTensors, of several meshes and beside
+        plain tensors: then every rank has to call this, with gradients or without, and all come to
+        the same result, bit by bit, by one all-reduce. (If no rank has a gradient, that is then a
+        step of norm 0, because none can know it of the others.)
 
         Args:
             targets: a model, several of them, parameters (a list, a generator or
                 ``named_parameters()``), or groups as in ``optimizer.param_groups``.
-            loss: 0-dim, of this step, for clippers that look at it.
+            loss: 0-dim, of this step, for clippers that look at it. Where ranks add up it becomes
+                the mean of those that gave one; one with no elements stands for "not here".
             grad_scale: 0-dim; the gradients are so many times too large, as under a GradScaler,
                 and are divided by it first.
+            extra: float64 [E], numbers that only this rank knows (say 1 if it was told to stop, or
+                is short of memory), added up over all ranks in the same all-reduce; the sums are
+                in ``result.extra``.
 
         Returns:
             The norm of all gradients before clipping, 0-dim, on the device of the first; float64
             if a gradient is, else float32.
 
         Raises:
-            TypeError: a gradient is sparse, complex or a DTensor, or a target not a parameter.
+            TypeError: a gradient is sparse, complex or ``Partial``, or a target not a parameter.
         """
         found, grads = self._gather(targets)
-        if not grads:
+        record = self._peers.tell(loss, extra, self._tag, found)
+        if not grads and self._peers.reduction is None:
             return self._nothing(found)
-        if grad_scale is not None:
+        if record is not None:
+            loss = record.loss
+        if grad_scale is not None and grads:
             ops.scale_(grads, _inverse(grad_scale, grads[0].device).repeat(len(grads)))
-        result = self._clip_at_once(found, grads, loss) if len(self._state.states) == 1 else None
+        result = None
+        if self._peers.reduction is None and len(self._state.states) == 1:
+            result = self._clip_at_once(found, grads, loss)
         if result is None:
-            result = self._decide(found, grads, loss, None)
-            ops.scale_(grads, result.coefs)
-        self.result = result
+            result, record = self._decide(found, grads, loss, None, extra, record)
+            self._scale(grads, result.coefs[self._peers.own])
+        self.result = _noted(result, record, extra)
         return result.total_norm
 
     @torch.no_grad()
     def decide(
-        self, *targets: Target, loss: Tensor | None = None, grad_scale: Tensor | None = None
+        self,
+        *targets: Target,
+        loss: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> ClipResult | None:
         """Do all of :meth:`step` but scale: for those who apply the coefficients elsewhere.
 
@@ -129,16 +189,21 @@ class Clipper(ABC):
             The result, also kept in ``result``; None if no parameter has a gradient.
         """
         found, grads = self._gather(targets)
-        if not grads:
+        record = self._peers.tell(loss, extra, self._tag, found)
+        if not grads and self._peers.reduction is None:
             self._nothing(found)
             return None
-        self.result = self._decide(found, grads, loss, grad_scale)
+        if record is not None:
+            loss = record.loss
+        result, record = self._decide(found, grads, loss, grad_scale, extra, record)
+        self.result = _noted(result, record, extra)
         return self.result
 
     def bind(self, *targets: Target) -> None:
         """Learn the parameters before the first step, so that a loaded state is checked at once."""
         found = self._cache.find(targets)
-        self._state.fit(found, found.params[0].device if found.params else torch.device("cpu"))
+        device = found.params[0].device if found.params else torch.device("cpu")
+        self._state.fit(self._peers.find(found), device)
 
     def norms_by_name(self) -> dict[str, Tensor]:
         """Return the norm of every gradient of the last step, 0-dim tensors on the device."""
@@ -167,16 +232,33 @@ class Clipper(ABC):
         Raises:
             ValueError: the state does not fit this clipper or its parameters; says what differs.
                 If no parameters are known yet, theirs are compared in the first step.
+
+        Where ranks add up and the parameters are known, every rank has to load, and all get what
+        the first one loaded.
         """
         self._state.load(state_dict)
         self.result = None
+        if self._peers.reduction is not None:
+            self._peers.reduction.broadcast(self._state.tensors())
 
     def _gather(self, targets: tuple[Target, ...]) -> tuple[Targets, list[Tensor]]:
         found = self._cache.find(targets)
+        whole, reduction = self._peers.find(found), self._peers.reduction
+        if reduction is not None:
+            self._present = None
+            self._state.fit(whole, reduction.device)
+            return found, reduction.local_parts([p.grad for p in found.params])
         grads, self._present = found.gradients(aligned=self.is_per_tensor)
         if grads:
             self._state.fit(found, grads[0].device)
         return found, grads
+
+    def _tag(self) -> Tensor | None:
+        """Return the number of the step, by which ranks notice that they are apart."""
+        if not self._state.states:
+            return None
+        counters = self._state.counters
+        return (self._state.states[0] if counters is None else counters)[STEPS]
 
     def _nothing(self, found: Targets) -> Tensor:
         self.result = None
@@ -197,13 +279,18 @@ class Clipper(ABC):
         grads: list[Tensor],
         loss: Tensor | None,
         grad_scale: Tensor | None,
-    ) -> ClipResult:
-        """Any number of groups and devices: the same operators, one at a time."""
+        extra: Tensor | None,
+        record: Record | None,
+    ) -> tuple[ClipResult, Record | None]:
+        """Any number of groups, devices and ranks: the same operators, one at a time."""
         stats = ops.grad_stats(grads)
         if grad_scale is not None:
             stats[:, SUMSQ] *= _inverse(grad_scale, stats.device).square()
+        stats, record = self._peers.add_up(stats, loss, extra, self._tag, record)
+        if record is not None:
+            loss = record.loss
         states = self._state.states
-        sizes = found.sizes_of(self._present) if len(states) > 1 else [len(grads)]
+        sizes = found.sizes_of(self._present) if len(states) > 1 else [len(stats)]
         coefs, verdicts = [], []
         for group, rows in enumerate(self._shared_alarm(stats, sizes)):
             if not len(rows):
@@ -216,7 +303,11 @@ class Clipper(ABC):
         if self._state.counters is not None:
             verdict = merge_verdicts(verdicts, stats, self._state.counters)
         norm = reported_norm(stats, PROPAGATE).to(norm_dtype(grads))
-        return ClipResult(norm, stats, torch.cat(coefs), verdict)
+        return ClipResult(norm, stats, torch.cat(coefs), verdict), record
+
+    def _scale(self, grads: list[Tensor], coefs: Tensor) -> None:
+        """Apply what was decided to the gradients of this rank."""
+        ops.scale_(grads, coefs)
 
     def _shared_alarm(self, stats: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
         """Split the stats by group, and let every group know of a bad element in any.
@@ -238,6 +329,8 @@ class Clipper(ABC):
         return f"the gradient of {self._names()[i]}"
 
     def _names(self) -> list[str]:
+        if self._peers.reduction is not None:
+            return self._peers.reduction.names
         targets = self._cache.targets
         assert targets is not None
         return targets.names if self._present is None else [targets.names[i] for i in self._present]
@@ -245,6 +338,14 @@ class Clipper(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the parameters and the last result: they belong to the run, not to us."""
         return {**self.__dict__, "_cache": TargetCache(), "_present": None, "result": None}
+
+
+def _noted(result: ClipResult, record: Record | None, extra: Tensor | None) -> ClipResult:
+    """Return the result with what the ranks had to say besides."""
+    if record is None:
+        return result if extra is None else replace(result, extra=extra)
+    result.verdict[FLAGS] += DESYNC * record.desynced
+    return result if extra is None else replace(result, extra=record.extra)
 
 
 def _inverse(grad_scale: Tensor, device: torch.device) -> Tensor:

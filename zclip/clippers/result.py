@@ -36,12 +36,15 @@ class ClipResult:
         stats: float64 [N, 3], one row per gradient; columns as in :mod:`zclip.layout`.
         coefs: float64 [N], the factor of each gradient; 1 left it untouched, -1 zeroed it.
         verdict: float32 [14]; elements as in :mod:`zclip.layout`.
+        extra: float64 [E], the extra lanes given to the step, added up over all ranks; None if none
+            were given.
     """
 
     total_norm: Tensor
     stats: Tensor
     coefs: Tensor
     verdict: Tensor
+    extra: Tensor | None = None
 
     @property
     def clipped_norm(self) -> Tensor:

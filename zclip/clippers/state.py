@@ -67,12 +67,14 @@ class ClipState:
             self.states = [torch.zeros(self._owner._state_size(0), dtype=torch.float64)]
         return self.states
 
+    def tensors(self) -> list[Tensor]:
+        """Return all that is learned, to be written in place."""
+        return self.states if self.counters is None else [*self.states, self.counters]
+
     def reset(self) -> None:
         """Make every state a fresh one, in place."""
-        for state in self.states:
+        for state in self.tensors():
             state.zero_()
-        if self.counters is not None:
-            self.counters.zero_()
 
     def save(self) -> dict[str, Any]:
         groups: list[dict[str, Any]] = []

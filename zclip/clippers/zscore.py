@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from zclip import ops
+from zclip.checks import PLACE
 from zclip.clippers.clipper import Clipper, FusedRule, Rule
 from zclip.clippers.result import ClipResult
 from zclip.layout import (
@@ -20,6 +21,7 @@ from zclip.layout import (
     VAR_COLUMN,
     ZCLIP_MODES,
 )
+from zclip.parallel.placement import has_dtensor, local_parts
 from zclip.schemas import wide_dtype
 from zclip.targets import Targets
 
@@ -248,6 +250,8 @@ def apply_in_place_clipping(
     grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
     if not grads:
         return
+    if has_dtensor(grads):
+        grads = local_parts(grads, PLACE)
     device = grads[0].device
     if not isinstance(global_norm, Tensor):
         global_norm = torch.full((), global_norm, device=device)

@@ -1,0 +1,241 @@
+"""What can be done to a sick run. An action says what it does; the policy says when.
+
+Each action is a small frozen value, so that plans can be compared in tests and written to the
+journal as they are. ``apply`` touches the run and nothing else, and tells whether that had an
+effect.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from heal.exit_codes import ExitCode
+
+
+class Run(Protocol):
+    """The parts of a training run that healing may touch.
+
+    Steps count from 0. The snapshot of step ``s`` is the state *before* step ``s`` was taken: it
+    holds the updates of steps 0 to s - 1, so that a step that did damage at ``s`` is undone by it.
+    """
+
+    step: int
+    lr_scale: float
+    micro_batches: int
+
+    def snapshots(self) -> list[int]:
+        """Return the steps of the snapshots known to be good, newest first."""
+        ...
+
+    def restore(self, step: int) -> None:
+        """Return to the snapshot of ``step``: all of it, or raise and change nothing."""
+        ...
+
+    def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:
+        """Multiply ``lr_scale``, no lower than ``floor``; return to 1 over ``ramp_steps`` steps."""
+        ...
+
+    def tighten_clip(self, factor: float) -> None:
+        """Multiply the thresholds of clipping."""
+        ...
+
+    def skip_batches(self, first_step: int, last_step: int) -> None:
+        """Never again feed the batches that these steps had, both ends included.
+
+        The numbers are those of the timeline before any rollback of the same plan; a batch that
+        lies behind the data position anyhow needs nothing, one not yet reached is passed over.
+        """
+        ...
+
+    def shrink_micro_batch(self) -> bool:
+        """Halve the micro-batch, same effective batch; False if it is at its minimum."""
+        ...
+
+    def checkpoint_activations(self) -> bool:
+        """Recompute activations in backward; False if the model cannot or already does."""
+        ...
+
+    def clear_cache(self) -> None:
+        """Give memory that the allocator holds back to the device."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Wait. Tests give a clock of their own."""
+        ...
+
+    def perturb_weights(self, std: float, seed: int) -> None:
+        """Add normal noise of ``std`` times each tensor's own spread; alike on every rank."""
+        ...
+
+
+class CannotHeal(RuntimeError):
+    """The plan cannot be carried out; the run should stop and keep its postmortem."""
+
+    def __init__(self, reason: str, exit_code: int = ExitCode.UNRECOVERABLE) -> None:
+        super().__init__(reason)
+        self.exit_code = int(exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Nothing to do: the device has refused the step already and the state is clean."""
+
+    def apply(self, run: Run) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class TightenClip:
+    """Multiply the thresholds of clipping by ``factor``, for gradients that keep exploding."""
+
+    factor: float
+
+    def apply(self, run: Run) -> bool:
+        run.tighten_clip(self.factor)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleLr:
+    """Multiply the learning rate by ``factor``, never below ``floor`` of the scheduled one.
+
+    The factor is kept beside the schedule and applied at step time, so no scheduler can undo
+    it and no rollback can lose it. It returns to 1 over ``ramp_steps`` steps.
+    """
+
+    factor: float
+    floor: float = 0.01
+    ramp_steps: int = 200
+
+    def apply(self, run: Run) -> bool:
+        before = run.lr_scale
+        run.scale_lr(self.factor, self.floor, self.ramp_steps)
+        return run.lr_scale != before
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Return to the newest snapshot taken before ``before_step`` was.
+
+    The snapshot restores parameters, optimizer moments, clip statistics, RNG and data position
+    together: restoring only some of them replays the failure or trains on a mixture.
+    """
+
+    before_step: int
+
+    def apply(self, run: Run) -> bool:
+        good_step = newest_snapshot(run.snapshots(), self.before_step)
+        if good_step is None:
+            raise CannotHeal(
+                f"no good snapshot from before step {self.before_step}", ExitCode.NO_SNAPSHOT
+            )
+        run.restore(good_step)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class SkipBatches:
+    """Do not feed the batches of these steps again, both ends included."""
+
+    first_step: int
+    last_step: int
+
+    def apply(self, run: Run) -> bool:
+        run.skip_batches(self.first_step, self.last_step)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkBatch:
+    """Halve the micro-batch; the effective batch stays.
+
+    ``halving`` counts within one incident: no two plans for it are the same.
+    """
+
+    halving: int = 1
+
+    def apply(self, run: Run) -> bool:
+        return run.shrink_micro_batch()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointActivations:
+    """Trade time for memory: recompute activations in the backward pass."""
+
+    def apply(self, run: Run) -> bool:
+        return run.checkpoint_activations()
+
+
+@dataclass(frozen=True, slots=True)
+class ClearCache:
+    """Give unused memory back before the retry, so that it is not lost to fragments."""
+
+    def apply(self, run: Run) -> bool:
+        run.clear_cache()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Wait for a service or a network to come back."""
+
+    seconds: float
+
+    def apply(self, run: Run) -> bool:
+        run.sleep(self.seconds)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class PerturbWeights:
+    """Nudge the weights off a point that fails every time; off unless asked for."""
+
+    std: float
+    seed: int
+
+    def apply(self, run: Run) -> bool:
+        run.perturb_weights(self.std, self.seed)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Give up, saying why. The journal already holds the rest of the story."""
+
+    reason: str
+    exit_code: int = ExitCode.UNRECOVERABLE
+
+    def apply(self, run: Run) -> bool:
+        raise CannotHeal(self.reason, self.exit_code)
+
+
+Action = (
+    Refuse
+    | TightenClip
+    | ScaleLr
+    | Rollback
+    | SkipBatches
+    | ShrinkBatch
+    | CheckpointActivations
+    | ClearCache
+    | Backoff
+    | PerturbWeights
+    | Halt
+)
+Plan = tuple[Action, ...]
+
+
+def newest_snapshot(snapshots: Sequence[int], before_step: int) -> int | None:
+    """Return the newest snapshot that knows nothing of ``before_step``, None if there is none."""
+    return max((step for step in snapshots if step <= before_step), default=None)
+
+
+def action_to_json(action: Action) -> dict[str, Any]:
+    """Return an action as the journal writes it: its name, then what it was told."""
+    return {"action": type(action).__name__, **asdict(action)}
+
+
+def changes_training(plan: Plan) -> bool:
+    """Tell whether a plan touches weights, learning rate, clipping, batches or data."""
+    harmless = (Refuse, ClearCache, Backoff, Halt)
+    return any(not isinstance(action, harmless) for action in plan)

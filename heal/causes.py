@@ -1,0 +1,144 @@
+"""Every cause of trouble that healing knows: what it means, how grave it is, who described it."""
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+
+class Severity(IntEnum):
+    """What a cause asks for. The names are those of the alerts that trackers show."""
+
+    INFO = 0  # write it down
+    WARN = 1  # tell somebody; the state is clean and training goes on
+    ERROR = 2  # act
+    FATAL = 3  # stop
+
+
+class Family(str, Enum):
+    """Causes that share one ladder: going up it for one counts for all of the family."""
+
+    NUMERIC = "numeric"
+    MEMORY = "memory"
+    DATA = "data"
+    WAIT = "wait"
+    STOP = "stop"
+    ALERT = "alert"
+
+
+class Cause(str, Enum):
+    """Why a run is in trouble."""
+
+    NONFINITE_GRADIENT = "nonfinite_gradient"
+    NONFINITE_LOSS = "nonfinite_loss"
+    SCALER_OVERFLOW = "scaler_overflow"
+    GRADIENT_SPIKE = "gradient_spike"
+    GRADIENT_EXPLOSION = "gradient_explosion"
+    LOSS_SPIKE = "loss_spike"
+    DIVERGENCE = "divergence"
+    LR_SPIKE = "lr_spike"
+    WEIGHT_CORRUPTION = "weight_corruption"
+    OPTIMIZER_CORRUPTION = "optimizer_corruption"
+    OPTIMIZER_RESET = "optimizer_reset"
+    WEIGHT_DRIFT = "weight_drift"
+    PLATEAU = "plateau"
+    OVERFITTING = "overfitting"
+    THROUGHPUT_COLLAPSE = "throughput_collapse"
+    OUT_OF_MEMORY = "oom"
+    MEMORY_PRESSURE = "memory_pressure"
+    DATA_ERROR = "data_error"
+    NETWORK_ERROR = "network_error"
+    STORAGE_ERROR = "storage_error"
+    COLLECTIVE_ERROR = "collective_error"
+    DEVICE_ERROR = "device_error"
+    PREEMPTED = "preempted"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What there is to say about a cause whatever the run."""
+
+    family: Family
+    summary: str
+    reference: str = ""
+
+
+ZCLIP = "ZClip, arXiv:2504.02507"
+ADAGC = "AdaGC, arXiv:2502.11034"
+PALM = "PaLM section 5.1, arXiv:2204.02311"
+OPT = "OPT-175B logbook, arXiv:2205.01068"
+UNICRON = "Unicron, arXiv:2401.00134"
+SILENT_ERRORS = "Llama 3 section 3.3.4, arXiv:2407.21783"
+DPO = "Rafailov et al. 2023, arXiv:2305.18290"
+
+ABOUT: dict[Cause, About] = {
+    Cause.NONFINITE_GRADIENT: About(
+        Family.NUMERIC, "NaN or Inf in the gradients; the device refused the step.", ZCLIP
+    ),
+    Cause.NONFINITE_LOSS: About(
+        Family.NUMERIC, "The loss is NaN or Inf; the device refused the step.", ZCLIP
+    ),
+    Cause.SCALER_OVERFLOW: About(
+        Family.ALERT, "Gradients overflowed under a loss scale that is still being searched."
+    ),
+    Cause.GRADIENT_SPIKE: About(
+        Family.NUMERIC, "A gradient norm out of the ordinary; the clip rule dealt with it.", ZCLIP
+    ),
+    Cause.GRADIENT_EXPLOSION: About(
+        Family.NUMERIC, "Gradient norms far above their median, and the loss suffers.", ADAGC
+    ),
+    Cause.LOSS_SPIKE: About(
+        Family.NUMERIC, "The loss leapt far above every level seen and stays there.", PALM
+    ),
+    Cause.DIVERGENCE: About(Family.NUMERIC, "The loss rises and undoes what was learned.", OPT),
+    Cause.LR_SPIKE: About(Family.NUMERIC, "The learning rate is not what the schedule says.", OPT),
+    Cause.WEIGHT_CORRUPTION: About(
+        Family.NUMERIC, "Weights hold NaN or Inf, or leapt as no update could.", SILENT_ERRORS
+    ),
+    Cause.OPTIMIZER_CORRUPTION: About(
+        Family.NUMERIC, "The optimizer's state holds NaN or Inf.", SILENT_ERRORS
+    ),
+    Cause.OPTIMIZER_RESET: About(
+        Family.NUMERIC, "The optimizer lost its moments or its step count.", SILENT_ERRORS
+    ),
+    Cause.WEIGHT_DRIFT: About(
+        Family.ALERT, "A weight norm left its course faster than before.", SILENT_ERRORS
+    ),
+    Cause.PLATEAU: About(Family.ALERT, "The loss has stopped improving.", DPO),
+    Cause.OVERFITTING: About(Family.ALERT, "The evaluation loss is far above the training loss."),
+    Cause.THROUGHPUT_COLLAPSE: About(
+        Family.ALERT, "Steps take much longer than they used to.", UNICRON
+    ),
+    Cause.OUT_OF_MEMORY: About(
+        Family.MEMORY, "Out of memory: the micro-batch exceeds what is free.", UNICRON
+    ),
+    Cause.MEMORY_PRESSURE: About(Family.MEMORY, "Memory is nearly used up.", UNICRON),
+    Cause.DATA_ERROR: About(
+        Family.DATA, "A batch could not be read or used.", "Deep Researcher, arXiv:2604.05854"
+    ),
+    Cause.NETWORK_ERROR: About(Family.WAIT, "A service or network did not answer.", UNICRON),
+    Cause.STORAGE_ERROR: About(Family.WAIT, "The disk is full or cannot be written.", UNICRON),
+    Cause.COLLECTIVE_ERROR: About(
+        Family.STOP, "A collective failed or timed out; the process group is broken.", UNICRON
+    ),
+    Cause.DEVICE_ERROR: About(
+        Family.STOP, "The device reported an error that poisons the process.", UNICRON
+    ),
+    Cause.PREEMPTED: About(Family.STOP, "The job was told to stop."),
+    Cause.UNKNOWN: About(Family.STOP, "An error that healing has no cure for."),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one detector saw.
+
+    ``step`` is where it was seen; ``bad_step`` the first step that may have done damage: a
+    snapshot of that step or before is clean. ``streak`` counts how often in a row.
+    """
+
+    cause: Cause
+    step: int
+    bad_step: int
+    severity: Severity
+    evidence: dict[str, object]
+    streak: int = 1

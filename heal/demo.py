@@ -1,0 +1,178 @@
+"""The demonstration: a small GPT is broken a dozen times while it trains, and heals.
+
+It is trained three times from one seed: undisturbed; with faults and no protection, until that
+dies; and with the same faults under a Healer.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from heal.chaos import Chaos, Fault
+from heal.config import HealingConfig
+from heal.demo_gpt import build, evaluate
+from heal.drill import COLUMNS, Drill, Outcome, standard_faults
+from heal.loop import Healer
+
+PLOT = "healing.png"
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """What the demonstration found."""
+
+    outcomes: list[Outcome]
+    healed_loss: float
+    undisturbed_loss: float
+    first_loss: float
+    unprotected: str
+    seconds: float
+
+
+def settings() -> HealingConfig:
+    """Return settings for a run of minutes: everything happens closer together than in weeks."""
+    return HealingConfig(
+        max_recovery_attempts=30,
+        incident_steps=12,
+        snapshot_interval=10,
+        snapshot_memory_fraction=4.0,
+        quarantine_steps=4,
+        check_interval=5,
+        lr_ramp_steps=20,
+        micro_batch_grow_steps=15,
+        backoff_seconds=0.5,
+    )
+
+
+def demonstrate(
+    steps: int, seed: int, run_dir: Path, console: Console, progress: bool = True
+) -> Demonstration:
+    """Run all three, print what happens, and write journal and plot to ``run_dir``."""
+    began = time.monotonic()
+    faults = standard_faults(steps)
+    console.rule("undisturbed")
+    model, optimizer, scheduler, loader = build(seed, steps)
+    first = evaluate(model, loader)
+    calm = Drill(Healer(model, optimizer, scheduler, settings()), [], seed)
+    calm.run(model.loss, loader, steps, progress)
+    undisturbed = evaluate(model, loader)
+    console.rule("the same faults, no protection")
+    unprotected = _without_protection(steps, seed, faults)
+    console.print(unprotected)
+    console.rule(f"{len(faults)} faults, healed")
+    model, optimizer, scheduler, loader = build(seed, steps)
+    healer = Healer(model, optimizer, scheduler, settings(), run_dir=run_dir)
+    drill = Drill(healer, faults, seed)
+    drill.run(model.loss, loader, steps, progress)
+    healed = evaluate(model, loader)
+    found = Demonstration(
+        drill.outcomes, healed, undisturbed, first, unprotected, time.monotonic() - began
+    )
+    console.print(outcome_table(drill.outcomes))
+    _print_losses(console, found)
+    console.print(_plot(run_dir / PLOT, calm, drill))
+    return found
+
+
+def outcome_table(outcomes: list[Outcome]) -> Table:
+    """Return the table of faults: when each was detected, what was done, what it cost."""
+    table = Table(title="faults and their cures")
+    for name in COLUMNS:
+        numeric = name in ("struck at", "detected at", "steps lost", "seconds")
+        table.add_column(name, justify="right" if numeric else "left")
+    for outcome in outcomes:
+        table.add_row(*outcome.row())
+    table.add_section()
+    lost = sum(outcome.lost_steps for outcome in outcomes)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    table.add_row("all", "", "", "", "", str(lost), f"{seconds:.2f}")
+    return table
+
+
+def _print_losses(console: Console, found: Demonstration) -> None:
+    table = Table(title="loss on the same text, in nats per character")
+    for name in ("before training", "undisturbed", "healed", "unprotected"):
+        table.add_column(name)
+    table.add_row(
+        f"{found.first_loss:.3f}",
+        f"{found.undisturbed_loss:.3f}",
+        f"{found.healed_loss:.3f}",
+        found.unprotected,
+    )
+    console.print(table)
+    console.print(f"{found.seconds:.0f} seconds in all")
+
+
+def _without_protection(steps: int, seed: int, faults: list[Fault]) -> str:
+    """Train the bare loop until a fault ends it; return how."""
+    model, optimizer, scheduler, loader = build(seed, steps)
+    bystander = Healer(model, optimizer, scheduler, settings())  # chaos asks it what there is
+    bystander.exits.dismiss()
+    chaos = Chaos(bystander, faults, seed)
+    train_step, broken = chaos.wrap(model.loss), chaos.wrap_loader(loader)
+    step = 0
+    try:
+        while True:
+            for batch in broken:
+                optimizer.zero_grad()
+                loss = train_step(batch)
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                if not math.isfinite(float(loss.detach())):
+                    return f"every loss is NaN from step {step} on"
+                step += 1
+                if step == steps:
+                    return f"reached step {step}"
+    except Exception as error:
+        return f"died at step {step}: {type(error).__name__}"
+
+
+def _plot(path: Path, calm: Drill, drill: Drill) -> str:
+    """Draw both losses and the faults; return where the plot is, or why there is none."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no plot: matplotlib is not installed (pip install 'zclip-heal[plot]')"
+    figure = Figure(figsize=(10, 5))
+    axes = figure.add_subplot()
+    for name, one in (("undisturbed", calm), ("healed", drill)):
+        losses = [(attempt, float(loss)) for attempt, loss in one.losses]
+        axes.plot(*zip(*losses, strict=True), label=name, linewidth=1)
+    for outcome in drill.outcomes:
+        at = outcome.strike.attempt
+        axes.axvline(at, color="gray", linewidth=0.5)
+        axes.annotate(
+            outcome.strike.fault.kind,
+            (at, 1),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va="top",
+            ha="right",
+            fontsize=7,
+        )
+    axes.set_xlabel("attempted steps")
+    axes.set_ylabel("loss, nats per character")
+    axes.legend(loc="lower left")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, bbox_inches="tight")
+    except OSError as error:
+        return f"no plot: {error}"
+    return f"plot and journal: {path.parent}"
+
+
+def quiet_threads() -> None:
+    """Use no more threads than a model of this size can feed."""
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def console_for(plain: bool) -> Any:
+    """Return a console; plain for logs, where no terminal would be."""
+    return Console(force_terminal=False, width=140) if plain else Console()

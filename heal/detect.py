@@ -1,0 +1,97 @@
+"""Puts the detectors together: records, health checks and evaluations in, findings out.
+
+Host-side and pure. The state of all detectors is plain values; it is part of every snapshot and
+returns with it, so that after a rollback nothing is remembered of steps that did not happen.
+"""
+
+import math
+from typing import Any, Protocol
+
+from heal.causes import Finding
+from heal.config import HealingConfig
+from heal.detectors.divergence import Divergence
+from heal.detectors.gradients import GradientExplosion, RefusedSteps
+from heal.detectors.health import StateHealth
+from heal.detectors.loss_spike import LossSpike
+from heal.detectors.pace import HostNews, LrSpike, ThroughputCollapse
+from heal.detectors.progress import OverfittingGap, Plateau
+from heal.verdict import HealthRow, Record
+
+__all__ = ["Detector", "Finding", "Watch"]
+
+
+class Detector(Protocol):
+    """Looks for one kind of symptom in the stream of records."""
+
+    def observe(self, record: Record) -> Finding | None:
+        """Hear of a step, in order; return what is wrong, if anything."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is remembered, as values that JSON has."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Remember what :meth:`state` returned, and nothing else."""
+        ...
+
+
+class Watch:
+    """All detectors of a run.
+
+    Attributes:
+        detectors: by name. More may be added before the first step; they are saved like ours.
+    """
+
+    def __init__(self, config: HealingConfig) -> None:
+        self._spike = LossSpike(config)
+        self._gap = OverfittingGap(config)
+        self._health = StateHealth(config)
+        self.detectors: dict[str, Detector] = {
+            "host_news": HostNews(config),
+            "refused_steps": RefusedSteps(config),
+            "gradient_explosion": GradientExplosion(config),
+            "loss_spike": self._spike,
+            "divergence": Divergence(config),
+            "lr_spike": LrSpike(config),
+            "plateau": Plateau(config),
+            "overfitting_gap": self._gap,
+            "throughput_collapse": ThroughputCollapse(config),
+        }
+
+    def observe(self, record: Record) -> list[Finding]:
+        """Return what the detectors find in the record of a step; records come in order."""
+        findings = [detector.observe(record) for detector in self.detectors.values()]
+        return [finding for finding in findings if finding is not None]
+
+    def observe_health(self, row: HealthRow) -> list[Finding]:
+        """Return what is wrong with weights or optimizer state."""
+        finding = self._health.observe_health(row)
+        return [] if finding is None else [finding]
+
+    def observe_eval(
+        self, step: int, eval_loss: float, train_loss: float | None = None
+    ) -> list[Finding]:
+        """Return what an evaluation tells; ``train_loss`` if measured in evaluation mode too."""
+        finding = self._gap.observe_eval(step, eval_loss, train_loss)
+        return [] if finding is None else [finding]
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is worth a plot."""
+        metrics = {"healing/loss_spike_ratio": self._spike.ratio}
+        if math.isfinite(self._gap.gap):
+            metrics["healing/eval_gap"] = self._gap.gap
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of every detector, as values that JSON has."""
+        state = {name: detector.state() for name, detector in self.detectors.items()}
+        return {**state, "health": self._health.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Return every detector to a state; one that the state does not know stays as it is."""
+        for name, detector in self.detectors.items():
+            if name in state:
+                detector.load_state(state[name])
+        if "health" in state:
+            self._health.load_state(state["health"])

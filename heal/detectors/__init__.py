@@ -1,0 +1,1 @@
+"""One file per kind of symptom; :mod:`heal.detect` puts them together."""

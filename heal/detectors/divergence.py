@@ -1,0 +1,199 @@
+"""Finds losses that climb, whatever the noise, and undo what was learned."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+from heal.causes import Cause, Finding, Severity
+from heal.config import HealingConfig
+from heal.robust import Window
+from heal.verdict import Record
+
+TINY = 1e-12
+"""Keeps divisions defined; no loss is judged by it."""
+
+
+class Block(NamedTuple):
+    """Some steps in a row: the first one, and medians of what they had."""
+
+    step: float
+    loss: float
+    spread: float
+    norm: float
+
+
+class Divergence:
+    """Finds a loss that climbs and undoes what was learned.
+
+    The last ``divergence_patience`` losses are cut into blocks, and a climb is a rise of their
+    medians from block to block beyond the noise, with no fall: slow, over one to three times the
+    patience, or steep, over the last blocks and to above where the run began. One leap (harder
+    data, a restart of the schedule) is one rise, two if it falls into a block, and no climb; a loss
+    that always wandered as much (a critic's) does not climb either. A climb is divergence when it
+    has undone half of what was learned since the start and gradients are no longer what they were
+    at the best: grown, or vanished in a network that died. Where nothing was learned yet, or the
+    loss says little about learning (RL), they must have changed more and the climb must steepen. A
+    loss that leapt to where it was untrained and lies there for three times the patience has
+    collapsed, which is divergence too.
+    """
+
+    BLOCKS, LEVELS, STEEP_BLOCKS = 10, 5, 4
+    UNDONE, COLLAPSED = 0.5, 0.8  # shares of what was learned
+    NOISE = 4.0  # spreads within a block that it must have risen, and must have learned before
+    WANDER, WANDER_FLAT = 8.0, 30.0  # usual moves between blocks that a climb, a collapse must span
+    STANDARD_ERRORS = 4.0  # of a median; the two that a rise compares make about 2.3 of them
+    CHANGED, CHANGED_MUCH = 1.5, 3.0  # gradient norms, up or down, against those at the best loss
+    WINDOWS = 3  # times the patience that is looked back
+    HABIT = 60  # blocks from which noise and moves are known
+
+    def __init__(self, config: HealingConfig) -> None:
+        self.size = max(config.divergence_patience // self.BLOCKS, 4)
+        self.losses = Window(self.size)
+        self.norms = Window(self.size)
+        self.block_step = -1
+        self.blocks: list[Block] = []
+        self.initial: float | None = None
+        self.best: Block | None = None
+        self.moves = Window(self.HABIT)
+        self.spreads = Window(self.HABIT)
+
+    def observe(self, record: Record) -> Finding | None:
+        if not record.has_finite_loss:
+            return None
+        if len(self.losses) == 0:
+            self.block_step = record.step
+        self.losses.push(record.loss)
+        self.norms.push(record.norm)
+        if len(self.losses) < self.size:
+            return None
+        norm = self.norms.median if len(self.norms) else 0.0
+        spread = max(self.losses.spread, TINY)
+        block = Block(float(self.block_step), self.losses.median, spread, norm)
+        self.losses.clear()
+        self.norms.clear()
+        self._append(block)
+        kind = self._kind()
+        if not kind or self.best is None:
+            return None
+        low = self.best if kind == "collapse" else min(self.blocks, key=lambda b: b.loss)
+        evidence: dict[str, object] = {
+            "kind": kind,
+            "loss": block.loss,
+            "best_loss": self.best.loss,
+            "initial_loss": self.initial,
+            "norm": norm,
+            "norm_at_best": self.best.norm,
+        }
+        self.blocks.clear()  # the next verdict needs blocks of its own
+        return Finding(
+            cause=Cause.DIVERGENCE,
+            step=record.step,
+            bad_step=int(low.step),
+            severity=Severity.ERROR,
+            evidence=evidence,
+        )
+
+    def _append(self, block: Block) -> None:
+        if len(self.blocks) >= self.BLOCKS:
+            # Habits enter a window late, so that those of a climb do not pass for them.
+            before, after = self.blocks[-self.BLOCKS :][:2]
+            self.moves.push(abs(after.loss - before.loss))
+            self.spreads.push(before.spread)
+        self.blocks.append(block)
+        del self.blocks[: -self.BLOCKS * self.WINDOWS]
+        self.initial = block.loss if self.initial is None else self.initial
+        if self.best is None or block.loss < self.best.loss:
+            self.best = block
+
+    def _kind(self) -> str:
+        """Return how the loss diverges; empty if it does not."""
+        if self.best is None or self.initial is None or len(self.blocks) < self.STEEP_BLOCKS:
+            return ""
+        noise = max(self.spreads.median if len(self.spreads) else 0.0, self.best.spread)
+        wander = self.moves.median if len(self.moves) else 0.0
+        learned = self.initial - self.best.loss
+        risen = self.blocks[-1].loss - self.best.loss
+        margin = max(self.NOISE * noise, self.WANDER * wander)
+        if risen > max(self.UNDONE * learned, margin):
+            has_learned = learned > self.NOISE * noise
+            change = self._norm_change(self.best)
+            is_sick = change > (self.CHANGED if has_learned else self.CHANGED_MUCH)
+            if is_sick and self._climbs(noise) and (has_learned or self._steepens()):
+                return "climb"
+            is_worse = risen > (1.0 + self.UNDONE) * learned + margin
+            if is_worse and change > self.CHANGED_MUCH and self._climbs_steeply(noise):
+                return "steep climb"
+        has_learned_much = learned > max(2.0 * self.NOISE * noise, self.WANDER_FLAT * wander)
+        level = self.best.loss + self.COLLAPSED * learned
+        return "collapse" if has_learned_much and self._lies_flat(level, noise) else ""
+
+    def _norm_change(self, best: Block) -> float:
+        """Return the factor, up or down, between the norms of now and of the best loss."""
+        norm = self.blocks[-1].norm
+        if best.norm <= 0.0:
+            return 1.0
+        return max(norm / best.norm, best.norm / norm if norm > 0.0 else math.inf)
+
+    def _climbs(self, noise: float) -> bool:
+        """Look at one, two and three times the patience: the more noise, the longer it takes."""
+        for windows in range(1, len(self.blocks) // self.BLOCKS + 1):
+            whole = self.blocks[-self.BLOCKS * windows :]
+            size = len(whole) // self.LEVELS
+            parts = [whole[at : at + size] for at in range(0, len(whole), size)]
+            levels = [mean(block.loss for block in part) for part in parts]
+            error = self._error(noise) / math.sqrt(size)
+            rises = [after - before for before, after in pairwise(levels)]
+            if min(rises) > -error and sum(rise > error for rise in rises) >= len(rises) - 1:
+                return True
+        return False
+
+    def _climbs_steeply(self, noise: float) -> bool:
+        last = self.blocks[-self.STEEP_BLOCKS :]
+        return all(
+            after.loss - before.loss > self._error(noise) for before, after in pairwise(last)
+        )
+
+    def _steepens(self) -> bool:
+        window = self.blocks[-self.BLOCKS :]
+        middle = window[len(window) // 2].loss
+        return window[-1].loss - middle > middle - window[0].loss
+
+    def _lies_flat(self, level: float, noise: float) -> bool:
+        whole = self.blocks
+        if len(whole) < self.BLOCKS * self.WINDOWS:
+            return False
+        if any(block.loss < level for block in whole):
+            return False
+        half = len(whole) // 2
+        before, after = (median(b.loss for b in part) for part in (whole[:half], whole[-half:]))
+        return after > before - noise / math.sqrt(self.size)
+
+    def _error(self, noise: float) -> float:
+        return self.STANDARD_ERRORS * noise / math.sqrt(self.size)
+
+    def state(self) -> dict[str, Any]:
+        windows = ("losses", "norms", "moves", "spreads")
+        return {
+            **{name: getattr(self, name).values() for name in windows},
+            "block_step": self.block_step,
+            "blocks": [list(block) for block in self.blocks],
+            "initial": self.initial,
+            "best": None if self.best is None else list(self.best),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.losses = Window(self.size, state["losses"])
+        self.norms = Window(self.size, state["norms"])
+        self.moves = Window(self.HABIT, state["moves"])
+        self.spreads = Window(self.HABIT, state["spreads"])
+        self.block_step = state["block_step"]
+        self.blocks = [_block(block) for block in state["blocks"]]
+        self.initial = state["initial"]
+        self.best = None if state["best"] is None else _block(state["best"])
+
+
+def _block(values: Sequence[float]) -> Block:
+    step, loss, spread, norm = values
+    return Block(step, loss, spread, norm)

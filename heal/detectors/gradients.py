@@ -1,0 +1,138 @@
+"""Detectors over gradients: NaN and Inf, refused spikes, explosions."""
+
+import math
+from typing import Any
+
+from heal.causes import Cause, Finding, Severity
+from heal.config import HealingConfig
+from heal.robust import Window
+from heal.verdict import Flag, Record
+
+
+class RefusedSteps:
+    """Counts refused steps in a row, whatever they were refused for, and names the tensor.
+
+    NaN losses and NaN gradients share the streak: they often alternate and are one trouble. A
+    gradient scaler that still searches its scale overflows on purpose; as long as the scale can
+    fall this is routine, and it ends by itself because each overflow halves the scale.
+    """
+
+    def __init__(self, config: HealingConfig) -> None:
+        self.streak = 0
+        self.first_step = -1
+
+    def observe(self, record: Record) -> Finding | None:
+        loss_is_bad = record.has(Flag.LOSS_NAN)
+        is_nonfinite = record.has_nonfinite_gradient or loss_is_bad
+        if not is_nonfinite and not record.blocked:
+            self.streak = 0
+            return None
+        if not loss_is_bad and record.loss_scale is not None and record.loss_scale > 1.0:
+            evidence: dict[str, object] = {"loss_scale": record.loss_scale}
+            return _finding(Cause.SCALER_OVERFLOW, record, Severity.INFO, evidence)
+        self.first_step = record.step if self.streak == 0 else self.first_step
+        self.streak += 1
+        cause = Cause.GRADIENT_SPIKE
+        if loss_is_bad:
+            cause = Cause.NONFINITE_LOSS
+        elif is_nonfinite:
+            cause = Cause.NONFINITE_GRADIENT
+        was_applied = is_nonfinite and not record.blocked
+        return Finding(
+            cause=cause,
+            step=record.step,
+            bad_step=self.first_step,
+            severity=Severity.ERROR if was_applied else Severity.WARN,
+            evidence=_blame(record) | ({"applied": True} if was_applied else {}),
+            streak=self.streak,
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {"streak": self.streak, "first_step": self.first_step}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.streak, self.first_step = state["streak"], state["first_step"]
+
+
+class GradientExplosion:
+    """Finds norms before clipping of many times their recent upper range.
+
+    The reference is the 90 % quantile: runs whose gradient is exactly zero most of the time (RL
+    with equal rewards) have no useful median. Clipping has dealt with a lone explosion, so that
+    it is only a warning; it becomes an error when it lasts and the loss suffers. Values that last
+    enter the window: a new regime is learned, not fought.
+    """
+
+    NORMS, FEWEST = 128, 32
+    UPPER = 0.9
+    LOSSES = 64
+    HARM = 3.0  # spreads above its median at which a loss suffers
+
+    def __init__(self, config: HealingConfig) -> None:
+        self.limit = config.grad_norm_limit
+        self.patience = config.grad_norm_patience
+        self.norms = Window(self.NORMS)
+        self.losses = Window(self.LOSSES)
+        self.streak = 0
+        self.first_step = -1
+
+    def observe(self, record: Record) -> Finding | None:
+        if record.has_nonfinite_gradient or not math.isfinite(record.norm):
+            return None
+        usual = self.norms.quantile(self.UPPER)
+        is_armed = len(self.norms) >= self.FEWEST and usual > 0.0
+        if not is_armed or record.norm <= self.limit * usual:
+            self.streak = 0
+            self.norms.push(record.norm)
+            self.losses.push(record.loss)
+            return None
+        self.first_step = record.step if self.streak == 0 else self.first_step
+        self.streak += 1
+        if self.streak > self.patience:
+            self.norms.push(record.norm)
+        suffers = self.losses.median + self.HARM * max(self.losses.spread, 0.0)
+        is_harm = self.streak % self.patience == 0 and record.loss > suffers
+        if self.streak > 1 and not is_harm:
+            return None
+        return Finding(
+            cause=Cause.GRADIENT_EXPLOSION,
+            step=record.step,
+            bad_step=self.first_step,
+            severity=Severity.ERROR if is_harm else Severity.WARN,
+            evidence=_blame(record) | {"usual_norm": usual, "ratio": record.norm / usual},
+            streak=self.streak,
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "norms": self.norms.values(),
+            "losses": self.losses.values(),
+            "streak": self.streak,
+            "first_step": self.first_step,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.norms = Window(self.NORMS, state["norms"])
+        self.losses = Window(self.LOSSES, state["losses"])
+        self.streak, self.first_step = state["streak"], state["first_step"]
+
+
+def _blame(record: Record) -> dict[str, object]:
+    evidence: dict[str, object] = {"norm": record.norm, "loss": record.loss}
+    kinds = [
+        flag.name for flag in (Flag.HAS_NAN, Flag.HAS_INF, Flag.OVERFLOW) if record.flags & flag
+    ]
+    if kinds:
+        evidence["kind"] = kinds
+    if record.worst >= 0:
+        evidence["tensor"] = record.worst_name or f"tensor {record.worst}"
+        evidence["tensor_index"] = record.worst
+    return evidence
+
+
+def _finding(
+    cause: Cause, record: Record, severity: Severity, evidence: dict[str, object]
+) -> Finding:
+    return Finding(
+        cause=cause, step=record.step, bad_step=record.step, severity=severity, evidence=evidence
+    )

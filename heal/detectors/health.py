@@ -1,0 +1,135 @@
+"""Detectors over weights and optimizer state, measured every ``check_interval`` steps."""
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any
+
+from heal.causes import Cause, Finding, Severity
+from heal.config import HealingConfig
+from heal.verdict import HealthRow
+
+
+class StateHealth:
+    """Finds NaN, leaps and resets in weights and moments; tells of drift.
+
+    A leap is judged by what the tensor did before: its norm must have grown twentyfold between two
+    checks, by far more than in any earlier interval, and to a size that matters in this model. So
+    neither fast early training nor a bias that starts at zero is one. What no norm shows, such as
+    a few bits flipped in a large tensor, is not found here; snapshots have checksums for theirs.
+    """
+
+    LEAP = 20.0  # times its norm, and times its largest earlier change
+    MATTERS = 5.0  # times the median norm of the model's tensors
+    DRIFT = 5.0  # times the largest earlier change
+    CALM = 3  # earlier intervals from which a tensor's habits are known
+    NEGLIGIBLE = 1e-3  # of the median norm: a tensor that small may become zero
+    LOST = 0.5  # share of tensors whose moments are gone
+
+    def __init__(self, config: HealingConfig) -> None:
+        self.drift_factor = config.drift_factor
+        self.clean_step = 0
+        self.weights: list[float] = []
+        self.changes: list[float] = []
+        self.intervals = 0
+        self.counters: list[float] = []
+        self.moments: list[float] = []
+
+    def observe_health(self, row: HealthRow) -> Finding | None:
+        """Hear of a check. What is bad is not learned from."""
+        if self.weights and len(row.weight_norms) != len(self.weights):
+            self._start_anew()  # tensors were added, frozen or unfrozen
+        finding = self._nonfinite(row) or self._reset(row) or self._leap(row)
+        if finding is None or finding.severity < Severity.ERROR:
+            self._learn(row)
+        return finding
+
+    def _nonfinite(self, row: HealthRow) -> Finding | None:
+        for cause, counts in (
+            (Cause.WEIGHT_CORRUPTION, row.weight_bad),
+            (Cause.OPTIMIZER_CORRUPTION, row.moment_bad),
+        ):
+            bad = [index for index, count in enumerate(counts) if count > 0]
+            if bad:
+                evidence = {"tensors": len(bad), "elements": counts[bad[0]], "measured": True}
+                return self._found(cause, row, bad[0], Severity.ERROR, evidence)
+        return None
+
+    def _reset(self, row: HealthRow) -> Finding | None:
+        pairs = list(zip(self.counters, row.step_counters, strict=False))
+        back = [i for i, (before, now) in enumerate(pairs) if before > 0 and now < before]
+        if back:
+            before, now = pairs[back[0]]
+            evidence = {"counter_before": before, "counter": now, "measured": True}
+            return self._found(Cause.OPTIMIZER_RESET, row, back[0], Severity.ERROR, evidence)
+        pairs = list(zip(self.moments, row.moment_norms, strict=False))
+        had = [i for i, (before, _) in enumerate(pairs) if before > 0.0]
+        gone = [i for i in had if pairs[i][1] <= 0.0]
+        if had and len(gone) > self.LOST * len(had):
+            evidence = {"tensors": len(gone), "measured": True}
+            return self._found(Cause.OPTIMIZER_RESET, row, gone[0], Severity.ERROR, evidence)
+        return None
+
+    def _leap(self, row: HealthRow) -> Finding | None:
+        if self.intervals < self.CALM:
+            return None
+        typical = median(self.weights)
+        drifted: Finding | None = None
+        for index, (before, now) in enumerate(zip(self.weights, row.weight_norms, strict=True)):
+            change, usual = abs(now - before), self.changes[index]
+            evidence: dict[str, object] = {"norm_before": before, "norm": now}
+            is_new = change > self.LEAP * usual
+            grew = now > self.LEAP * before and change > self.MATTERS * typical
+            vanished = now == 0.0 and before > self.NEGLIGIBLE * typical
+            if is_new and (grew or vanished):
+                cause = Cause.WEIGHT_CORRUPTION
+                return self._found(cause, row, index, Severity.ERROR, evidence)
+            ratio = now / before if before > 0.0 else 1.0
+            left = max(ratio, 1.0 / ratio if ratio > 0.0 else ratio) > self.drift_factor
+            if drifted is None and left and usual > 0.0 and change > self.DRIFT * usual:
+                drifted = self._found(Cause.WEIGHT_DRIFT, row, index, Severity.WARN, evidence)
+        return drifted
+
+    def _found(
+        self,
+        cause: Cause,
+        row: HealthRow,
+        index: int,
+        severity: Severity,
+        evidence: Mapping[str, object],
+    ) -> Finding:
+        return Finding(
+            cause=cause,
+            step=row.step,
+            bad_step=self.clean_step,  # the damage was done since
+            severity=severity,
+            evidence={"tensor": row.name(index), "tensor_index": index, **evidence},
+        )
+
+    def _learn(self, row: HealthRow) -> None:
+        if self.weights:
+            changes = [abs(n - b) for b, n in zip(self.weights, row.weight_norms, strict=True)]
+            self.changes = [max(pair) for pair in zip(self.changes, changes, strict=True)]
+            self.intervals += 1
+        else:
+            self.changes = [0.0] * len(row.weight_norms)
+        self.weights = _floats(row.weight_norms)
+        self.counters = _floats(row.step_counters)
+        self.moments = _floats(row.moment_norms)
+        self.clean_step = row.step
+
+    def _start_anew(self) -> None:
+        self.weights, self.changes, self.counters, self.moments = [], [], [], []
+        self.intervals = 0
+
+    def state(self) -> dict[str, Any]:
+        names = ("clean_step", "weights", "changes", "intervals", "counters", "moments")
+        state = {name: getattr(self, name) for name in names}
+        return {k: list(v) if isinstance(v, list) else v for k, v in state.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, list(value) if isinstance(value, list) else value)
+
+
+def _floats(values: Iterable[float]) -> list[float]:
+    return [float(value) for value in values]

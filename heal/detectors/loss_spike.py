@@ -1,0 +1,134 @@
+"""Finds losses that leapt and stay; losses that pass by themselves are only told."""
+
+import math
+from typing import Any
+
+from heal.causes import Cause, Finding, Severity
+from heal.config import HealingConfig
+from heal.robust import LARGEST, Window
+from heal.verdict import Record
+
+
+class LossSpike:
+    """Finds losses far above their usual level that stay there.
+
+    A lone spike is a warning: a bad batch is not a bad model. It is damage only if every one of
+    ``loss_spike_patience`` losses in a row is a spike, is worse than any level the run ever had,
+    that of its start included, and does not come down by itself. So losses near zero, whose ratio
+    to their median means nothing, raise no alarm, nor does harder data: the untrained model was
+    worse. RL losses may be exactly 0 for a long time; these zeros are not counted, so that the
+    first number is not a spike. Before there is a window, a loss of a thousand times its first
+    level is damage if the gradients grew as well.
+    """
+
+    LOSSES, FEWEST = 64, 32
+    BLOCK, UPPER = 32, 0.9  # a level is what one loss in ten of a block exceeds
+    SPREADS = 8.0  # of noise that count as one "time" of the factor where the level is near zero
+    DOWNWARD = 100.0  # times the factor: losses fall by themselves, but not by that much at once
+    BEYOND = 1.5  # times the height of the worst level seen: the start of a run is noisy
+    RECOVERED = 0.7  # share of the leap left at which it is coming down by itself
+    QUIET_STEPS = 100  # between two warnings
+    FIRST, EARLY_FACTOR, EARLY_NORM = 4, 1000.0, 100.0
+
+    def __init__(self, config: HealingConfig) -> None:
+        self.factor = config.loss_spike_factor
+        self.patience = config.loss_spike_patience
+        self.losses = Window(self.LOSSES)
+        self.block = Window(self.BLOCK)
+        self.ceiling = -math.inf
+        self.first_losses: list[float] = []
+        self.first_norms: list[float] = []
+        self.streak = 0
+        self.first_step = -1
+        self.first_loss = 0.0
+        self.warned_step = -self.QUIET_STEPS
+        self.ratio = 1.0
+
+    def observe(self, record: Record) -> Finding | None:
+        loss = record.loss
+        if not record.has_finite_loss or abs(loss) > LARGEST:
+            return None
+        usual, spread = self.losses.median, self.losses.spread
+        if len(self.losses) < self.FEWEST or spread <= 0.0:
+            self._absorb(loss)
+            return self._observe_early(record)
+        scale = max(abs(usual), self.SPREADS * spread)
+        self.ratio = 1.0 + (loss - usual) / scale
+        is_spike = self.ratio > self.factor or self.ratio < -self.DOWNWARD * self.factor
+        if not is_spike:
+            self.streak = 0
+            self._absorb(loss)
+            return None
+        known = max(self.ceiling - usual, 0.0)
+        is_worst = self.ratio < 0.0 or loss - usual > self.BEYOND * known + self.SPREADS * spread
+        if self.streak == 0:
+            self.first_step, self.first_loss = record.step, loss
+        self.streak = self.streak + 1 if is_worst else 0
+        if self.streak > self.patience or not is_worst:
+            self._absorb(loss)
+        comes_down = abs(loss - usual) < self.RECOVERED * abs(self.first_loss - usual)
+        is_damage = is_worst and not comes_down and self.streak % self.patience == 0
+        if not is_damage and record.step - self.warned_step < self.QUIET_STEPS:
+            return None
+        self.warned_step = record.step
+        return Finding(
+            cause=Cause.LOSS_SPIKE,
+            step=record.step,
+            # The loss of a step is that of the weights before it.
+            bad_step=max(self.first_step - 1, 0),
+            severity=Severity.ERROR if is_damage else Severity.WARN,
+            evidence={"loss": loss, "usual_loss": usual, "ratio": self.ratio},
+            streak=max(self.streak, 1),
+        )
+
+    def _observe_early(self, record: Record) -> Finding | None:
+        if len(self.first_losses) < self.FIRST:
+            self.first_losses.append(record.loss)
+            self.first_norms.append(record.norm)
+            return None
+        level = max(abs(loss) for loss in self.first_losses)
+        norm = max(self.first_norms)
+        if not abs(record.loss) > self.EARLY_FACTOR * level > 0.0:
+            self.streak = 0
+            return None
+        self.streak += 1
+        if not record.norm > self.EARLY_NORM * norm > 0.0 or self.streak % self.patience:
+            return None
+        self.ratio = abs(record.loss) / level
+        return Finding(
+            cause=Cause.LOSS_SPIKE,
+            step=record.step,
+            bad_step=max(record.step - len(self.losses), 0),
+            severity=Severity.ERROR,
+            evidence={"loss": record.loss, "usual_loss": level, "ratio": self.ratio},
+            streak=self.streak,
+        )
+
+    def _absorb(self, loss: float) -> None:
+        if loss == 0.0:
+            return  # says nothing of the level or the noise to come
+        self.losses.push(loss)
+        self.block.push(loss)
+        if len(self.block) == self.BLOCK:
+            self.ceiling = max(self.ceiling, self.block.quantile(self.UPPER))
+            self.block.clear()
+
+    def state(self) -> dict[str, Any]:
+        names = ("streak", "first_step", "first_loss", "warned_step", "ratio")
+        return {
+            "losses": self.losses.values(),
+            "block": self.block.values(),
+            "ceiling": None if math.isinf(self.ceiling) else self.ceiling,
+            "first_losses": list(self.first_losses),
+            "first_norms": [n if math.isfinite(n) else 0.0 for n in self.first_norms],
+            **{name: getattr(self, name) for name in names},
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.losses = Window(self.LOSSES, state["losses"])
+        self.block = Window(self.BLOCK, state["block"])
+        self.ceiling = -math.inf if state["ceiling"] is None else state["ceiling"]
+        self.first_losses = list(state["first_losses"])
+        self.first_norms = list(state["first_norms"])
+        for name in ("streak", "first_step", "first_loss", "warned_step", "ratio"):
+            setattr(self, name, state[name])

@@ -1,0 +1,174 @@
+"""From what was seen to why: findings or an exception in, one cause with evidence out. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from heal.causes import ABOUT, Cause, Family, Finding, Severity
+from heal.exceptions import classify, message_of, qualified_name
+from heal.history import History
+
+__all__ = ["Cause", "Diagnosis", "Severity", "diagnose", "diagnose_exception"]
+
+ROOTS = (
+    Cause.PREEMPTED,
+    Cause.DEVICE_ERROR,
+    Cause.COLLECTIVE_ERROR,
+    Cause.WEIGHT_CORRUPTION,
+    Cause.OPTIMIZER_CORRUPTION,
+    Cause.OPTIMIZER_RESET,
+    Cause.LR_SPIKE,
+    Cause.NONFINITE_LOSS,
+    Cause.NONFINITE_GRADIENT,
+    Cause.DIVERGENCE,
+    Cause.LOSS_SPIKE,
+    Cause.GRADIENT_EXPLOSION,
+    Cause.GRADIENT_SPIKE,
+)
+"""Earlier ones explain later ones: corrupt weights make NaN losses, not the other way round."""
+
+EXPLAINS = {
+    Cause.LR_SPIKE: (Cause.DIVERGENCE, Cause.LOSS_SPIKE, Cause.GRADIENT_EXPLOSION),
+    Cause.WEIGHT_DRIFT: (Cause.DIVERGENCE, Cause.LOSS_SPIKE),
+}
+"""A warning that, seen shortly before, is the likely cause of a symptom."""
+
+MAX_MESSAGE = 500
+"""Characters of an exception's message that are kept: torch prints whole memory tables."""
+
+SUSPECT_STEPS = 300
+"""How long a warning is suspected of what follows: about three checks of the weights."""
+
+ALONE, SUPPORTED = 0.7, 0.9
+MEASURED = 0.99
+"""Confidence: a statistical finding by itself, with another that agrees, and a fact."""
+
+FACTS = (
+    Cause.NONFINITE_GRADIENT,
+    Cause.NONFINITE_LOSS,
+    Cause.OPTIMIZER_CORRUPTION,
+    Cause.PREEMPTED,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Why a run is in trouble, as data.
+
+    ``bad_step`` is the first step that may have done damage; -1 if that has no meaning. ``step``
+    is where it was noticed. ``streak`` counts how often in a row the trouble was seen.
+    """
+
+    cause: Cause
+    evidence: dict[str, Any]
+    confidence: float
+    reference: str
+    severity: Severity
+    bad_step: int
+    step: int = -1
+    streak: int = 1
+
+    @property
+    def family(self) -> Family:
+        return ABOUT[self.cause].family
+
+    @property
+    def summary(self) -> str:
+        """One sentence for people, with the evidence that has a name."""
+        told = ABOUT[self.cause].summary
+        where = self.evidence.get("tensor")
+        return f"{told} Tensor: {where}." if where else told
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the journal writes."""
+        return {
+            "cause": self.cause.value,
+            "summary": self.summary,
+            "severity": self.severity.name,
+            "confidence": self.confidence,
+            "reference": self.reference,
+            "step": self.step,
+            "bad_step": self.bad_step,
+            "streak": self.streak,
+            "evidence": dict(self.evidence),
+        }
+
+
+def diagnose(findings: Sequence[Finding], history: History) -> Diagnosis | None:
+    """Return the one cause behind the findings of a step; None if there were none.
+
+    Of findings that are equally grave the one that explains the others is taken; the others
+    become evidence. A warning of the recent past is taken as the cause if it explains the symptom.
+    """
+    if not findings:
+        return None
+    gravest = max(finding.severity for finding in findings)
+    candidates = [finding for finding in findings if finding.severity == gravest]
+    chosen = min(candidates, key=lambda finding: _rank(finding.cause))
+    others = [finding for finding in findings if finding is not chosen]
+    evidence: dict[str, Any] = dict(chosen.evidence)
+    if others:
+        evidence["also"] = {other.cause.value: dict(other.evidence) for other in others}
+    bad_step = min([chosen.bad_step, *(o.bad_step for o in others if o.severity == gravest)])
+    suspect = _suspect(chosen, history) if gravest >= Severity.ERROR else None
+    if suspect is not None:
+        evidence["suspect"], evidence["suspect_step"] = suspect
+        bad_step = min(bad_step, suspect[1])
+    confidence = ALONE
+    if chosen.cause in FACTS or evidence.get("measured"):
+        confidence = MEASURED
+    elif suspect is not None or any(o.severity >= Severity.WARN for o in others):
+        confidence = SUPPORTED
+    return Diagnosis(
+        cause=chosen.cause,
+        evidence=evidence,
+        confidence=confidence,
+        reference=ABOUT[chosen.cause].reference,
+        severity=gravest,
+        bad_step=bad_step,
+        step=chosen.step,
+        streak=chosen.streak,
+    )
+
+
+def diagnose_exception(exc: BaseException, *, step: int = -1, phase: str = "") -> Diagnosis:
+    """Return why a step raised: by the type of the exception first, by its message second.
+
+    Args:
+        exc: what was raised.
+        step: the step during which it was.
+        phase: "data", "forward", "backward", "step" or "" if unknown. In the loader an error that
+            is nobody else's is the data's; in the optimizer's step the state may be half updated.
+    """
+    cause, confidence, matched = classify(exc, phase)
+    evidence: dict[str, Any] = {
+        "type": qualified_name(exc),
+        "message": message_of(exc)[:MAX_MESSAGE],
+        "matched": matched,
+    }
+    if phase:
+        evidence["phase"] = phase
+    fatal = ABOUT[cause].family is Family.STOP
+    return Diagnosis(
+        cause=cause,
+        evidence=evidence,
+        confidence=confidence,
+        reference=ABOUT[cause].reference,
+        severity=Severity.FATAL if fatal else Severity.ERROR,
+        bad_step=step,
+        step=step,
+    )
+
+
+def _rank(cause: Cause) -> float:
+    return ROOTS.index(cause) if cause in ROOTS else math.inf
+
+
+def _suspect(finding: Finding, history: History) -> tuple[str, int] | None:
+    """Return the newest warning that explains the finding."""
+    for name, step in reversed(history.suspects):
+        is_recent = 0 <= finding.step - step <= SUSPECT_STEPS
+        if is_recent and finding.cause in EXPLAINS.get(Cause(name), ()):
+            return name, step
+    return None

@@ -1,0 +1,159 @@
+"""A drill: break a run on purpose, watch it heal, and tabulate what that cost."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from heal.actions import Plan, Refuse, Rollback, SkipBatches
+from heal.chaos import Chaos, Fault, Strike
+from heal.diagnose import Diagnosis
+from heal.micro_batch import TrainStep
+
+if TYPE_CHECKING:
+    from heal.loop import Healer
+
+# A standard drill: kind, when as a share of the run, how often in a row, how hard.
+STANDARD: tuple[tuple[str, float, int, float | None], ...] = (
+    ("nan_gradient", 0.10, 1, None),
+    ("loader_error", 0.16, 1, None),
+    ("inf_gradient", 0.22, 1, None),
+    ("oom_forward", 0.28, 2, None),
+    ("bad_batch", 0.34, 1, None),
+    ("corrupt_weight", 0.40, 1, None),
+    ("exploding_gradient", 0.50, 1, None),
+    ("reset_optimizer", 0.55, 1, None),
+    ("nan_loss", 0.66, 6, None),
+    ("lr_spike", 0.76, 1, None),
+    ("network_error", 0.90, 1, None),
+    ("oom_step", 0.94, 1, None),
+)
+
+
+def standard_faults(steps: int) -> list[Fault]:
+    """Return a dozen faults spread over a run of so many steps."""
+    return [Fault(kind, int(steps * at), times, 0.0, size) for kind, at, times, size in STANDARD]
+
+
+def parse_fault(word: str) -> Fault:
+    """Return the fault of a word such as ``nan_gradient@100``, ``nan_loss@100x6`` or
+    ``bad_batch~0.01``: a kind, then the attempt and how often in a row, or a rate.
+
+    Raises:
+        ValueError: the word is none of these.
+    """
+    kind, at, number = word.partition("@")
+    try:
+        if at:
+            first, _, times = number.partition("x")
+            return Fault(kind, int(first), int(times or 1))
+        kind, tilde, number = word.partition("~")
+        if tilde:
+            return Fault(kind, rate=float(number))
+    except ValueError as error:
+        raise ValueError(f"{word!r}: {error}") from None
+    raise ValueError(f"{word!r} is no fault; wanted kind@attempt, kind@attemptxtimes or kind~rate")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one fault."""
+
+    strike: Strike
+    detected_at: int | None = None
+    causes: list[str] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
+    lost_steps: int = 0
+    seconds: float = 0.0
+
+    def row(self) -> tuple[str, ...]:
+        """The cells of a table: fault, struck at, detected at, cause, action, steps, seconds."""
+        return (
+            self.strike.fault.kind,
+            str(self.strike.step),
+            "-" if self.detected_at is None else str(self.detected_at),
+            ", ".join(self.causes) or "-",
+            ", ".join(self.actions) or "noted",
+            str(self.lost_steps),
+            f"{self.seconds:.2f}",
+        )
+
+
+COLUMNS = ("fault", "struck at", "detected at", "diagnosis", "action", "steps lost", "seconds")
+
+
+class Drill:
+    """Runs a healer with faults, and attributes what it does to the fault before it.
+
+    Args:
+        healer: freshly made; its hook is used.
+        faults: far enough apart to be told from each other.
+        seed: of the choice of what is hit.
+
+    Attributes:
+        outcomes: one per fault, in the order in which they struck.
+        losses: number of the attempt and loss of each, where it is a number or not.
+    """
+
+    def __init__(self, healer: "Healer", faults: Sequence[Fault], seed: int = 0) -> None:
+        self.outcomes: list[Outcome] = []
+        self.losses: list[tuple[int, Any]] = []
+        self._healer = healer
+        self._chaos = Chaos(healer, faults, seed)
+        self._by_fault: dict[int, Outcome] = {}
+        healer.on_instability(self._heard)
+
+    def run(self, train_step: TrainStep, loader: Any, steps: int, progress: bool = True) -> float:
+        """Train to the end; return the seconds that it took.
+
+        Raises:
+            CannotHeal: healing came to its end.
+        """
+        began = time.monotonic()
+
+        def noted(batch: Any) -> Any:
+            loss = train_step(batch)
+            self.losses.append((len(self.losses), loss.detach()))
+            return loss
+
+        try:
+            self._healer.run(
+                self._chaos.wrap(noted), self._chaos.wrap_loader(loader), steps, progress=progress
+            )
+        finally:
+            self._collect()
+            self._price((time.monotonic() - began) / max(1, len(self.losses)))
+        return time.monotonic() - began
+
+    def _collect(self) -> None:
+        """Make an outcome of every fault that struck, also of those that nobody noticed."""
+        for strike in self._chaos.strikes:
+            if id(strike.fault) not in self._by_fault:
+                outcome = Outcome(strike)
+                self._by_fault[id(strike.fault)] = outcome
+                self.outcomes.append(outcome)
+
+    def _heard(self, diagnosis: Diagnosis, plan: Plan) -> None:
+        """The hook: agree with every plan, and note whose doing it was."""
+        self._collect()
+        if not self._chaos.strikes:
+            return
+        outcome = self._by_fault[id(self._chaos.strikes[-1].fault)]
+        here = self._healer.last_step + 1
+        if outcome.detected_at is None:
+            outcome.detected_at = here
+        if diagnosis.cause.value not in outcome.causes:
+            outcome.causes.append(diagnosis.cause.value)
+        for action in plan:
+            name = type(action).__name__
+            if name not in outcome.actions:
+                outcome.actions.append(name)
+            if isinstance(action, Rollback):
+                outcome.lost_steps += max(0, here - action.before_step)
+            elif isinstance(action, Refuse) or action == SkipBatches(here, here):
+                outcome.lost_steps += 1
+            outcome.seconds += float(getattr(action, "seconds", 0.0))
+
+    def _price(self, seconds_per_attempt: float) -> None:
+        for outcome in self.outcomes:
+            outcome.seconds += outcome.lost_steps * seconds_per_attempt

@@ -1,0 +1,159 @@
+"""What was tried so far. Survives rollbacks: a ladder that forgot its rungs would never end.
+
+Plain values, saved with the run. :func:`heal.policy.decide` reads it and changes nothing; the loop
+tells it of every step (:meth:`History.note_step`) and every plan (:meth:`History.note_plan`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol
+
+from heal.actions import Backoff, Plan, Rollback, action_to_json, changes_training
+from heal.causes import ABOUT, Cause, Family, Finding, Severity
+from heal.config import HealingConfig
+
+MAX_SUSPECTS = 32
+"""Warnings kept for the diagnosis of what follows them."""
+
+
+class Trouble(Protocol):
+    """What the history needs to know of a diagnosis."""
+
+    @property
+    def cause(self) -> Cause: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def bad_step(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Incident:
+    """One stretch of trouble, from its first plan until enough clean steps have passed."""
+
+    family: str
+    first_step: int
+    last_step: int
+    """The furthest step at which its trouble was seen."""
+    resume_step: int
+    """The first step that ran under the newest plan."""
+    causes: list[str] = field(default_factory=list)
+    plans: list[list[dict[str, Any]]] = field(default_factory=list)
+    effects: list[list[bool]] = field(default_factory=list)
+
+    @property
+    def rollbacks(self) -> int:
+        return sum(any(a["action"] == Rollback.__name__ for a in plan) for plan in self.plans)
+
+    @property
+    def waited_seconds(self) -> float:
+        waits = (a for plan in self.plans for a in plan if a["action"] == Backoff.__name__)
+        return float(sum(a["seconds"] for a in waits))
+
+    def was_tried(self, plan: Plan) -> bool:
+        """Tell whether this very plan was carried out in this incident."""
+        return [action_to_json(action) for action in plan] in self.plans
+
+    def count(self, action: type) -> int:
+        """Return how many plans had such an action."""
+        return sum(any(a["action"] == action.__name__ for a in plan) for plan in self.plans)
+
+    def had_no_effect(self, action: type) -> bool:
+        """Tell whether an action was tried and reported that it can do no more."""
+        return any(
+            step["action"] == action.__name__ and not effect
+            for plan, effects in zip(self.plans, self.effects, strict=True)
+            for step, effect in zip(plan, effects, strict=False)
+        )
+
+
+@dataclass(slots=True)
+class History:
+    """Attempts, incidents and counts of one run."""
+
+    attempts: int = 0
+    """Plans that changed training since the budget was last whole."""
+    total_attempts: int = 0
+    furthest_step: int = -1
+    attempt_mark: int = -1
+    """The furthest step when the last attempt was made: progress is counted from there."""
+    nan_count: int = 0
+    """Steps refused for NaN or Inf."""
+    data_errors: int = 0
+    consecutive_data_errors: int = 0
+    incidents: list[Incident] = field(default_factory=list)
+    """Those not yet over, at most one per family."""
+    closed_incidents: int = 0
+    suspects: list[tuple[str, int]] = field(default_factory=list)
+    """Cause and step of recent warnings."""
+
+    def open_incident(self, family: Family) -> Incident | None:
+        """Return the incident of a family that is not over yet."""
+        return next((i for i in self.incidents if i.family == family.value), None)
+
+    def note_step(self, step: int, config: HealingConfig) -> None:
+        """Hear that a step was taken and found clean: incidents end, attempts are won back."""
+        self.furthest_step = max(self.furthest_step, step)
+        self.consecutive_data_errors = 0
+        over = [i for i in self.incidents if step >= i.last_step + config.incident_steps]
+        if over:
+            self.closed_incidents += len(over)
+            self.incidents = [i for i in self.incidents if i not in over]
+        reset = config.attempts_reset_steps
+        if self.attempts and reset and step >= self.attempt_mark + reset:
+            self.attempts = 0
+
+    def note_findings(self, findings: Sequence[Finding]) -> None:
+        """Remember warnings: they may explain what comes later."""
+        nonfinite = (Cause.NONFINITE_GRADIENT, Cause.NONFINITE_LOSS)
+        for finding in findings:
+            self.nan_count += finding.cause in nonfinite
+            if finding.severity >= Severity.WARN:
+                self.suspects.append((finding.cause.value, finding.step))
+        del self.suspects[:-MAX_SUSPECTS]
+
+    def note_plan(self, trouble: Trouble, plan: Plan, effects: Sequence[bool] = ()) -> None:
+        """Remember a plan that was carried out.
+
+        Args:
+            trouble: the diagnosis that it was for.
+            plan: what was done.
+            effects: what each ``apply`` returned; all true if left out.
+        """
+        cause, step = trouble.cause, trouble.step
+        family = ABOUT[cause].family
+        self.furthest_step = max(self.furthest_step, step)
+        if family is Family.DATA:
+            self.data_errors += 1
+            self.consecutive_data_errors += 1
+        if not changes_training(plan) and family is not Family.WAIT:
+            return
+        incident = self.open_incident(family)
+        if incident is None:
+            incident = Incident(family.value, min(step, trouble.bad_step), step, step)
+            self.incidents.append(incident)
+        incident.last_step = max(incident.last_step, step)
+        target = next((a.before_step for a in plan if isinstance(a, Rollback)), None)
+        incident.resume_step = step + 1 if target is None else target
+        incident.causes.append(cause.value)
+        incident.plans.append([action_to_json(action) for action in plan])
+        incident.effects.append([bool(e) for e in effects] or [True] * len(plan))
+        if family is Family.NUMERIC:
+            self.attempts += 1
+            self.total_attempts += 1
+            self.attempt_mark = self.furthest_step
+
+    def state(self) -> dict[str, Any]:
+        """Return everything as values that JSON has."""
+        state = asdict(self)
+        state["suspects"] = [list(suspect) for suspect in self.suspects]
+        return state
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "History":
+        """Return the history that :meth:`state` described; unknown entries are left out."""
+        known = {f.name for f in fields(cls)}
+        values = {name: value for name, value in state.items() if name in known}
+        values["incidents"] = [Incident(**incident) for incident in values.get("incidents", [])]
+        values["suspects"] = [(str(c), int(s)) for c, s in values.get("suspects", [])]
+        return cls(**values)

@@ -1,0 +1,75 @@
+"""Strict JSON, a line each: written so that every parser takes it, read so that no line kills.
+
+NaN and Inf, which JSON does not have, are strings.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+
+def now() -> str:
+    """Return the time in UTC, as ISO 8601 with a Z."""
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def dumps(value: Any) -> str:
+    """Return strict JSON on one line; what JSON does not have becomes a string."""
+    return json.dumps(encodable(value), allow_nan=False, separators=(",", ":"))
+
+
+def encodable(value: Any) -> Any:
+    """Return a value with every NaN, Inf and unknown object in it made a string."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _word(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): encodable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [encodable(entry) for entry in value]
+    return str(value)
+
+
+def number(value: Any) -> float:
+    """Return a number that :func:`encodable` may have made a word; NaN for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a journal and how many could not be read.
+
+    A torn last line is one of these, whatever was cut off; no line stops the reading.
+    """
+    lines: list[dict[str, Any]] = []
+    bad = 0
+    with open(path, "rb") as file:
+        for raw in file:
+            if not raw.strip():
+                continue
+            try:
+                line = json.loads(raw)
+            except ValueError:  # also what is not UTF-8
+                bad += 1
+                continue
+            if isinstance(line, dict):
+                lines.append(line)
+            else:
+                bad += 1
+    return lines, bad
+
+
+def read_all(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+    """Return the events of several ranks in the order of their times."""
+    events = [event for path in paths for event in read_events(path)[0]]
+    return sorted(events, key=lambda event: str(event.get("time", "")))
+
+
+def _word(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

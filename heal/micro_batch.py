@@ -1,0 +1,169 @@
+"""Forward and backward of one step, in pieces where memory asks for it.
+
+The gradient is that of the whole batch: every piece is weighted by its samples. A step that failed
+half-way leaves no trace: gradients, buffers and generators are put back before it is tried again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
+
+from heal.rng import RngState
+from heal.split import num_samples, split
+
+TrainStep = Callable[[Any], Tensor]
+"""Takes a batch, or a piece of one, and returns its mean loss, which was not yet backpropagated."""
+
+
+class MicroBatcher:
+    """Runs forward and backward, and can cut batches finer when told to.
+
+    Pieces give the gradient of the whole batch where the loss is a mean over samples. Where it is
+    a mean over something else, as tokens that are not padding, give ``weigh``. BatchNorm sees the
+    statistics of its piece, and dropout draws other numbers.
+
+    Args:
+        model: its buffers are put back after a failure.
+        parameters: whose gradients are cleared after a failure.
+        smallest: fewest samples in a piece.
+        grow_steps: clean steps after which pieces grow again; 0 for never.
+        weigh: returns how much a piece counts; its number of samples if None.
+
+    Attributes:
+        pieces: how many parts each batch is cut into.
+        phase: "forward" or "backward", for whoever catches an exception.
+        attempts: how often a step was tried.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        parameters: Callable[[], Sequence[Tensor]],
+        smallest: int = 1,
+        grow_steps: int = 0,
+        weigh: Callable[[Any], float] | None = None,
+    ) -> None:
+        self.pieces = 1
+        self.phase = "forward"
+        self.attempts = 0
+        self.weigh = weigh
+        self._model = model
+        self._parameters = parameters
+        self._smallest = smallest
+        self._grow_steps = grow_steps
+        self._clean_steps = 0
+        self._largest_batch = 0
+        self._rng: RngState | None = None
+        self._buffers = BufferCopies(model)
+
+    def backward(
+        self, batches: Sequence[Any], train_step: TrainStep, scale: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Accumulate the gradient of the mean loss over the batches.
+
+        Args:
+            batches: those of one optimizer step.
+            train_step: computes the loss.
+            scale: applied before backpropagating, as a GradScaler does.
+
+        Returns:
+            The mean loss, detached, on the device.
+        """
+        self.attempts += 1
+        self._rng = RngState.now()
+        self._buffers.refresh()
+        self._largest_batch = max(num_samples(batch) for batch in batches)
+        total: Tensor | None = None
+        for batch in batches:
+            for piece, share in self._weighted(batch):
+                self.phase = "forward"
+                loss = train_step(piece)
+                if share != 1.0 or len(batches) > 1:
+                    loss = loss * (share / len(batches))
+                self.phase = "backward"
+                scale(loss).backward()
+                total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total
+
+    def undo(self) -> None:
+        """Take back what a failed :meth:`backward` did. Not to be called after a step was taken."""
+        for param in self._parameters():
+            param.grad = None
+        self._buffers.put_back()
+        if self._rng is not None:
+            self._rng.put_back()
+
+    def shrink(self) -> bool:
+        """Cut twice as fine; False if pieces are as small as they may be."""
+        self._clean_steps = 0
+        if self._largest_batch and self._largest_batch // self.pieces <= self._smallest:
+            return False
+        self.pieces *= 2
+        return True
+
+    def note_clean(self) -> None:
+        """Count a step that fitted; after enough of them try larger pieces.
+
+        Each attempt doubles the wait for the next: memory that is too small now will be later.
+        """
+        if self.pieces == 1 or not self._grow_steps:
+            return
+        self._clean_steps += 1
+        if self._clean_steps >= self._grow_steps:
+            self.pieces //= 2
+            self._clean_steps = 0
+            self._grow_steps *= 2
+
+    def _weighted(self, batch: Any) -> list[tuple[Any, float]]:
+        pieces = split(batch, self.pieces)
+        if len(pieces) == 1:
+            return [(batch, 1.0)]
+        weights = [float(n if self.weigh is None else self.weigh(p)) for p, n in pieces]
+        whole = sum(weights)
+        return [(piece, w / whole) for (piece, _), w in zip(pieces, weights, strict=True)]
+
+
+class BufferCopies:
+    """Copies of a model's buffers, renewed only where a buffer was written since.
+
+    Masks and position tables never are, so that they cost their memory once and no time. The
+    running statistics of BatchNorm and its kin are always renewed: their kernels write to them
+    without a trace.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self._model = model
+        norms = [m for m in model.modules() if isinstance(m, _NormBase)]
+        self._always = {id(b) for norm in norms for b in norm.buffers()}
+        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}  # buffer, copy, version copied
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the buffers that have changed."""
+        kept: dict[int, tuple[Tensor, Tensor, int]] = {}
+        for buffer in self._model.buffers():
+            known = self._copies.get(id(buffer))
+            if known is not None and known[0] is buffer and self._is_as_copied(buffer, known[2]):
+                kept[id(buffer)] = known
+            elif known is not None and known[0] is buffer and known[1].shape == buffer.shape:
+                known[1].copy_(buffer)
+                kept[id(buffer)] = (buffer, known[1], buffer._version)
+            else:
+                kept[id(buffer)] = (buffer, buffer.detach().clone(), buffer._version)
+        self._copies = kept
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Write the copies over buffers that have changed."""
+        for key, (buffer, copy, version) in list(self._copies.items()):
+            if not self._is_as_copied(buffer, version):
+                buffer.copy_(copy)
+                self._copies[key] = (buffer, copy, buffer._version)
+
+    def _is_as_copied(self, buffer: Tensor, version: int) -> bool:
+        return buffer._version == version and id(buffer) not in self._always

@@ -1,0 +1,242 @@
+"""When to do what. Pure: diagnosis and history in, plan out, so every rule is one line of a test.
+
+The ladder: refuse, tighten the clip and scale the LR, roll back and skip the offending data with a
+lower LR, roll back further, halt. One incident never gets the same plan twice, and attempts are
+counted over all incidents, so that healing always ends.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from heal.actions import (
+    Action,
+    Backoff,
+    CheckpointActivations,
+    ClearCache,
+    Halt,
+    PerturbWeights,
+    Plan,
+    Refuse,
+    Rollback,
+    ScaleLr,
+    ShrinkBatch,
+    SkipBatches,
+    TightenClip,
+)
+from heal.causes import Cause, Family, Severity
+from heal.config import HealingConfig
+from heal.diagnose import Diagnosis
+from heal.exit_codes import ExitCode
+from heal.history import History, Incident
+
+__all__ = ["History", "decide"]
+
+REFUSED = (Cause.NONFINITE_GRADIENT, Cause.NONFINITE_LOSS, Cause.GRADIENT_SPIKE)
+"""The device contained these: the state is clean unless the evidence says that it was applied."""
+
+INNOCENT_DATA = (
+    Cause.WEIGHT_CORRUPTION,
+    Cause.OPTIMIZER_CORRUPTION,
+    Cause.OPTIMIZER_RESET,
+    Cause.LR_SPIKE,
+    Cause.OUT_OF_MEMORY,
+)
+"""Neither the batch nor the learning rate's schedule did it: the first rollback keeps both."""
+
+BEYOND_REPAIR = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION)
+"""Nothing but a snapshot brings these back."""
+
+MAX_HALVINGS = 30
+"""No micro-batch has more samples than 2 ** 30; a run that never says no must end too."""
+
+
+def decide(
+    diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
+) -> Plan:
+    """Choose the plan for a diagnosis.
+
+    Args:
+        diagnosis: what is wrong.
+        history: what was tried; is not changed. Tell it of the plan afterwards.
+        config: how patient to be.
+        snapshots: steps of the good snapshots; that of step ``s`` has the updates before ``s``.
+
+    Returns:
+        The actions in order. Empty: nothing to do but to write it down.
+    """
+    if diagnosis.family is Family.STOP:
+        return (_stop(diagnosis),)
+    if diagnosis.family is Family.MEMORY:
+        return _make_room(diagnosis, history, config, snapshots)
+    if diagnosis.family is Family.WAIT:
+        return _wait(diagnosis, history, config)
+    if diagnosis.family is Family.DATA:
+        return _skip_bad_batch(diagnosis, history, config)
+    if diagnosis.family is Family.NUMERIC:
+        return _heal_numbers(diagnosis, history, config, snapshots)
+    return ()
+
+
+def _stop(diagnosis: Diagnosis) -> Halt:
+    codes = {
+        Cause.COLLECTIVE_ERROR: ExitCode.DISTRIBUTED,
+        Cause.DEVICE_ERROR: ExitCode.HARDWARE,
+        Cause.PREEMPTED: ExitCode.PREEMPTED,
+    }
+    return _halt(diagnosis, "", codes.get(diagnosis.cause, ExitCode.UNRECOVERABLE))
+
+
+def _halt(diagnosis: Diagnosis, why: str, code: ExitCode) -> Halt:
+    told = diagnosis.evidence.get("type") or diagnosis.evidence.get("tensor")
+    where = f" ({told})" if told else ""
+    at = f" at step {diagnosis.step}" if diagnosis.step >= 0 else ""
+    reason = f"{diagnosis.cause.value}{at}{where}"
+    return Halt(f"{why}; last trouble: {reason}" if why else reason, int(code))
+
+
+def _heal_numbers(
+    diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
+) -> Plan:
+    was_applied = bool(diagnosis.evidence.get("applied"))
+    if diagnosis.cause in REFUSED and not was_applied:
+        gentle = _contained(diagnosis, config)
+        if gentle is not None:
+            return gentle
+    elif diagnosis.severity < Severity.ERROR:
+        return ()
+    incident = history.open_incident(Family.NUMERIC)
+    if incident is not None and _is_old_news(diagnosis, incident, config):
+        return (Refuse(),) if diagnosis.cause in REFUSED else ()
+    if history.attempts >= config.max_recovery_attempts:
+        spent = f"{history.attempts} recovery attempts did not help"
+        return (_halt(diagnosis, spent, ExitCode.BUDGET_SPENT),)
+    return _next_rung(diagnosis, incident, config, snapshots)
+
+
+def _contained(diagnosis: Diagnosis, config: HealingConfig) -> Plan | None:
+    """Return what a refused step gets by itself; None once patience is spent."""
+    is_nonfinite = diagnosis.cause is not Cause.GRADIENT_SPIKE
+    if is_nonfinite and config.nan_action == "raise":
+        return (_halt(diagnosis, 'nan_action is "raise"', ExitCode.NONFINITE),)
+    if diagnosis.streak >= config.max_consecutive:
+        why = f"{diagnosis.streak} steps in a row were refused"
+        return (_halt(diagnosis, why, ExitCode.NONFINITE),)
+    is_patient = config.nan_action != "rollback" or diagnosis.streak % config.nan_patience
+    return (Refuse(),) if is_patient else None
+
+
+def _is_old_news(diagnosis: Diagnosis, incident: Incident, config: HealingConfig) -> bool:
+    """Tell whether a step was under way already when the last plan was made.
+
+    After a rollback there is no such mail, and the steps count on from the snapshot.
+    """
+    newest = incident.plans[-1]
+    rolled_back = any(action["action"] == Rollback.__name__ for action in newest)
+    return not rolled_back and diagnosis.step < incident.resume_step + config.lag
+
+
+def _next_rung(
+    diagnosis: Diagnosis,
+    incident: Incident | None,
+    config: HealingConfig,
+    snapshots: Sequence[int],
+) -> Plan:
+    """Return the lowest rung that was not tried in this incident."""
+    for plan in _rungs(diagnosis, incident, config, snapshots):
+        if incident is None or not incident.was_tried(plan):
+            return plan
+    if any(step <= diagnosis.bad_step for step in snapshots):
+        return (_halt(diagnosis, "nothing is left to try", ExitCode.UNRECOVERABLE),)
+    why = f"no good snapshot from before step {diagnosis.bad_step}"
+    return (_halt(diagnosis, why, ExitCode.NO_SNAPSHOT),)
+
+
+def _rungs(
+    diagnosis: Diagnosis,
+    incident: Incident | None,
+    config: HealingConfig,
+    snapshots: Sequence[int],
+) -> Iterator[Plan]:
+    """Yield plans from mild to drastic."""
+    scale = ScaleLr(config.lr_factor, config.lr_floor, config.lr_ramp_steps)
+    soft: Plan = (TightenClip(config.clip_factor), scale)
+    usable = sorted((step for step in snapshots if step <= diagnosis.bad_step), reverse=True)
+    tried = incident.rollbacks if incident is not None else 0
+    if diagnosis.cause in (Cause.GRADIENT_EXPLOSION, Cause.GRADIENT_SPIKE) and not tried:
+        yield soft
+    if usable:
+        target = usable[min(config.rollback_depth - 1 + tried, len(usable) - 1)]
+        back: tuple[Action, ...] = (Rollback(target), *_skip(diagnosis, config, target, tried))
+        if diagnosis.cause in INNOCENT_DATA and not tried:
+            yield back
+        yield (*back, scale)
+        yield (*back, scale, TightenClip(config.clip_factor))
+        if config.perturb_std > 0:
+            yield (*back, scale, PerturbWeights(config.perturb_std, seed=tried))
+    elif diagnosis.cause not in BEYOND_REPAIR and not diagnosis.evidence.get("applied"):
+        yield soft
+
+
+def _skip(diagnosis: Diagnosis, config: HealingConfig, target: int, tried: int) -> Plan:
+    """Return which batches not to feed again: all since the snapshot, or the offending ones.
+
+    The window doubles with each rollback: the cause of a spike often lies in a stretch of data
+    and the state together, and a later one may have a bad neighbour.
+    """
+    is_innocent = diagnosis.cause in INNOCENT_DATA and not tried
+    window = 0 if is_innocent else config.skip_window * 2**tried
+    last = max(diagnosis.step, target) + window
+    if config.data == "skip":
+        return (SkipBatches(target, last),)
+    return () if is_innocent else (SkipBatches(max(diagnosis.bad_step, target), last),)
+
+
+def _make_room(
+    diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
+) -> Plan:
+    incident = history.open_incident(Family.MEMORY)
+    if diagnosis.cause is Cause.MEMORY_PRESSURE:
+        return (ClearCache(), ShrinkBatch()) if incident is None else ()
+    halving = incident.count(ShrinkBatch) + 1 if incident is not None else 1
+    is_smallest = incident is not None and incident.had_no_effect(ShrinkBatch)
+    plan: Plan
+    if not is_smallest and halving <= MAX_HALVINGS:
+        plan = (ClearCache(), ShrinkBatch(halving))
+    elif config.activation_checkpointing and not (
+        incident is not None and incident.count(CheckpointActivations)
+    ):
+        plan = (ClearCache(), CheckpointActivations())
+    else:
+        why = "out of memory at the smallest micro-batch"
+        return (_halt(diagnosis, why, ExitCode.OUT_OF_MEMORY),)
+    if diagnosis.evidence.get("phase") != "step":
+        return plan
+    # The optimizer stopped half-way: a retry would update some weights twice.
+    usable = [step for step in snapshots if step <= diagnosis.bad_step]
+    if not usable:
+        why = "out of memory within the optimizer's step, and no snapshot to return to"
+        return (_halt(diagnosis, why, ExitCode.NO_SNAPSHOT),)
+    target = max(usable)
+    return (*plan, Rollback(target), *_skip(diagnosis, config, target, 0))
+
+
+def _wait(diagnosis: Diagnosis, history: History, config: HealingConfig) -> Plan:
+    """Double the wait each time. No jitter: ranks must sleep alike, or collectives time out."""
+    incident = history.open_incident(Family.WAIT)
+    waits = incident.count(Backoff) if incident is not None else 0
+    waited = incident.waited_seconds if incident is not None else 0.0
+    seconds = min(config.backoff_seconds * 2.0**waits, config.backoff_cap_seconds)
+    if waits >= config.max_backoffs or waited + seconds > config.backoff_budget_seconds:
+        why = f"waited {waits} times, {waited:g} seconds in all"
+        return (_halt(diagnosis, why, ExitCode.NETWORK),)
+    return (Backoff(seconds),)
+
+
+def _skip_bad_batch(diagnosis: Diagnosis, history: History, config: HealingConfig) -> Plan:
+    """Skip, unless so many fail that it is the model's fault and skipping would hide it."""
+    if history.consecutive_data_errors >= config.max_consecutive_data_errors:
+        why = f"{history.consecutive_data_errors} batches in a row failed before this one"
+        return (_halt(diagnosis, why, ExitCode.BAD_DATA),)
+    if history.data_errors >= config.max_data_errors:
+        why = f"{history.data_errors} batches failed before this one"
+        return (_halt(diagnosis, why, ExitCode.BAD_DATA),)
+    return (SkipBatches(diagnosis.step, diagnosis.step),)

@@ -1,0 +1,250 @@
+"""The training run as healing sees it: the Run protocol over model, optimizers, data and clock."""
+
+import gc
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heal.actions import CannotHeal
+from heal.activation_checkpointing import checkpoint_activations
+from heal.config import HealingConfig
+from heal.data import BatchStream
+from heal.exit_codes import ExitCode
+from heal.guarded_step import GuardedStep
+from heal.micro_batch import MicroBatcher
+from heal.rng import RngState
+from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing, fingerprints
+from heal.training_state import StateMismatch, TrainingState
+
+RECENT_NORMS = 101  # gradient norms whose median is taken for the usual one
+CLIP_LIMITS = ("max_grad_norm", "max_norm")  # what clippers call their limit
+
+
+class TorchRun:
+    """What may be done to a run, and its state where actions changed it.
+
+    Args:
+        state: what a snapshot is made of.
+        guarded: the optimizers.
+        config: the limits.
+        stream: where batches come from.
+        micro: how finely they are cut.
+        note: told of what went otherwise than planned.
+        sleep: waits; tests give one that does not.
+
+    Attributes:
+        step: the number of the step that comes next.
+        on_restore: called with the plain healing state that was saved, after a rollback.
+        healing_state: returns that state, to be saved.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        guarded: GuardedStep,
+        config: HealingConfig,
+        stream: BatchStream,
+        micro: MicroBatcher,
+        note: Callable[[str], None],
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.step = 0
+        self.on_restore: Callable[[dict[str, Any]], None] = lambda saved: None
+        self.healing_state: Callable[[], dict[str, Any]] = dict
+        self.ring = SnapshotRing(
+            config.snapshot_interval,
+            config.snapshot_count,
+            config.snapshot_memory_fraction,
+            config.quarantine_steps,
+        )
+        self._state = state
+        self._guarded = guarded
+        self._config = config
+        self._stream = stream
+        self._micro = micro
+        self._note = note
+        self._sleep = sleep
+        self._lr_scale = 1.0
+        self._ramp: tuple[float, int, int] | None = None  # start, steps done, steps in all
+        self._limits: dict[int, tuple[Any, str, Any]] = {}  # clipper, attribute, first value
+        self._relax_in = 0
+        self._norms: deque[float] = deque(maxlen=RECENT_NORMS)
+        self._frozen: Tensor | None = None
+        self._signature = state.signature()
+
+    @property
+    def lr_scale(self) -> float:
+        """The factor on every learning rate, beside all schedules."""
+        return self._lr_scale
+
+    @lr_scale.setter
+    def lr_scale(self, value: float) -> None:
+        self._lr_scale = value
+        for optimizer in self._guarded.optimizers:
+            optimizer.lr_scale = value
+
+    @property
+    def micro_batches(self) -> int:
+        """How many pieces each batch is cut into."""
+        return self._micro.pieces
+
+    @micro_batches.setter
+    def micro_batches(self, value: int) -> None:
+        self._micro.pieces = value
+
+    def snapshots(self) -> list[int]:
+        """Return the steps of good snapshots, newest first."""
+        return self.ring.good_steps()
+
+    def capture(self) -> bool:
+        """Take a snapshot of the state before the step that comes next."""
+        self._state.notice_changes()
+        values = {
+            **self._state.values(),
+            "rng": RngState.now(),
+            "data": self._stream.position(),
+            "healing": self.healing_state(),
+        }
+        if self._frozen is None:
+            self._frozen = fingerprints(self._state.frozen())
+        return self.ring.capture(self.step, self._state.tensors(), values)
+
+    def has_changed_shape(self) -> bool:
+        """Return whether parameters came, went, froze or thawed since last asked.
+
+        Snapshots of before cannot be returned to and are dropped.
+        """
+        signature = self._state.signature()
+        if signature == self._signature:
+            return False
+        self._signature = signature
+        self._frozen = None
+        self.ring.drop_all()
+        return True
+
+    def restore(self, step: int) -> None:
+        """Return to the good snapshot of ``step``, or to an older one if its bytes have changed.
+
+        Raises:
+            CannotHeal: there is none, or it does not fit; nothing was changed.
+        """
+        snapshot = self._verified(step)
+        frozen = fingerprints(self._state.frozen()).cpu()
+        if self._frozen is not None and not torch.equal(frozen, self._frozen.cpu()):
+            raise CannotHeal("frozen weights have changed, and no snapshot holds them")
+        self._guarded.mailbox.clear()
+        try:
+            self._state.restore(snapshot.tensors, snapshot.values)
+        except StateMismatch as error:
+            at = f"the snapshot of step {snapshot.step}"
+            raise CannotHeal(f"{at} does not fit: {error}") from None
+        self._check_result(snapshot)
+        if self._config.data == "replay":
+            snapshot.values["rng"].put_back()
+            self._stream.rewind(snapshot.values["data"])
+        # Else data and generators go on from here: set back, they would shuffle the next epoch
+        # as one that was already seen.
+        self._stream.abandon_from(snapshot.step)
+        self.step = snapshot.step
+        self.ring.drop_after(snapshot.step)
+        self.on_restore(snapshot.values["healing"])
+
+    def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:
+        """Multiply the learning rate's factor, and return to 1 over ``ramp_steps`` steps."""
+        self.lr_scale = max(self._lr_scale * factor, floor)
+        self._ramp = (self._lr_scale, 0, ramp_steps) if ramp_steps else None
+
+    def advance(self) -> None:
+        """Count a step: the learning rate comes a little closer to its schedule."""
+        self.step += 1
+        if self._ramp is not None:
+            start, done, total = self._ramp
+            done += 1
+            self.lr_scale = start + (1.0 - start) * (done / total) if done < total else 1.0
+            self._ramp = (start, done, total) if done < total else None
+        if self._relax_in:
+            self._relax_in -= 1
+            if not self._relax_in:
+                self._relax_clip()
+
+    def note_norm(self, norm: float) -> None:
+        """Hear of the norm of a step that was taken."""
+        if math.isfinite(norm):
+            self._norms.append(norm)
+
+    def tighten_clip(self, factor: float) -> None:
+        """Multiply the limit of every clipper, until the learning rate is back on its schedule.
+
+        One without a limit gets the usual norm for a start.
+        """
+        for optimizer in self._guarded.optimizers:
+            clipper = optimizer.clipper
+            name = next((n for n in CLIP_LIMITS if hasattr(clipper, n)), None)
+            if name is None:
+                self._note(f"{type(clipper).__name__} has no limit that could be tightened")
+                continue
+            limit = getattr(clipper, name)
+            if limit is None or not math.isfinite(limit):
+                if not self._norms:
+                    continue
+                limit = statistics.median(self._norms)
+            self._limits.setdefault(id(clipper), (clipper, name, getattr(clipper, name)))
+            setattr(clipper, name, limit * factor)
+        self._relax_in = self._config.lr_ramp_steps
+
+    def skip_batches(self, first_step: int, last_step: int) -> None:
+        """Never again feed the batches of these steps."""
+        self._stream.skip(first_step, last_step)
+
+    def shrink_micro_batch(self) -> bool:
+        """Cut batches twice as fine; False if pieces are as small as they may be."""
+        return self._micro.shrink()
+
+    def checkpoint_activations(self) -> bool:
+        """Recompute activations in backward; False if the model cannot or already does."""
+        return checkpoint_activations(self._state.model)
+
+    def clear_cache(self) -> None:
+        """Free what nobody holds, and give the allocator's reserve back to the device."""
+        gc.collect()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        self._sleep(seconds)
+
+    @torch.no_grad()
+    def perturb_weights(self, std: float, seed: int) -> None:
+        """Add normal noise to trainable weights, from a generator of its own."""
+        generator = torch.Generator().manual_seed(seed)
+        for param in self._state.parameters():
+            if param.requires_grad and param.numel() > 1:
+                noise = torch.randn(param.shape, generator=generator).to(param)
+                param.add_(noise * param.std() * std)
+
+    def _verified(self, step: int) -> Snapshot:
+        for candidate in [s for s in self.ring.good_steps() if s <= step]:
+            try:
+                return self.ring.take(candidate)
+            except SnapshotCorrupt as error:
+                self._note(f"{error}; falling back to an older one")
+        raise CannotHeal(f"no intact snapshot of step {step} or before", ExitCode.NO_SNAPSHOT)
+
+    def _check_result(self, snapshot: Snapshot) -> None:
+        """Compare what is in the run now with what was captured."""
+        live = self._state.tensors()
+        now = fingerprints([live[key] for key in snapshot.tensors])
+        if not torch.equal(now.cpu(), snapshot.hashes):
+            raise CannotHeal(f"restoring step {snapshot.step} did not bring its bytes back")
+
+    def _relax_clip(self) -> None:
+        for clipper, name, limit in self._limits.values():
+            setattr(clipper, name, limit)
+        self._limits.clear()

@@ -1,0 +1,131 @@
+"""From findings to deeds: diagnose, decide, ask the hook, carry out, write down."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import get_args
+
+from heal.actions import Action, CannotHeal, Plan, Rollback, Run, action_to_json
+from heal.causes import Cause, Finding, Severity
+from heal.config import HealingConfig
+from heal.diagnose import Diagnosis, diagnose
+from heal.history import History
+from heal.journal import Journal
+from heal.policy import decide
+
+Hook = Callable[[Diagnosis, Plan], Plan | None]
+"""Sees what is wrong and what is planned; returns another plan, or None to agree."""
+
+MAX_LOGGED = 1000  # entries kept in memory; the journal has them all
+
+MAY_BE_IN_SNAPSHOTS = (
+    Cause.LOSS_SPIKE,
+    Cause.DIVERGENCE,
+    Cause.GRADIENT_EXPLOSION,
+    Cause.LR_SPIKE,
+    Cause.WEIGHT_CORRUPTION,
+    Cause.WEIGHT_DRIFT,
+    Cause.OPTIMIZER_CORRUPTION,
+    Cause.OPTIMIZER_RESET,
+)
+"""Trouble that begins before it is seen. What the device refused is in no snapshot."""
+
+
+class Treatment:
+    """Carries out what the policy decides, and remembers it.
+
+    Args:
+        run: what is treated.
+        config: how patient to be.
+        journal: told of every diagnosis.
+
+    Attributes:
+        history: what was tried; survives rollbacks.
+        log: the step that came next, diagnosis and plan of everything that was found.
+    """
+
+    def __init__(self, run: Run, config: HealingConfig, journal: Journal) -> None:
+        self.history = History()
+        self.log: deque[tuple[int, Diagnosis, Plan]] = deque(maxlen=MAX_LOGGED)
+        self.hook: Hook | None = None
+        self.tell: Callable[[Diagnosis, Plan], None] = lambda diagnosis, plan: None
+        self._run = run
+        self._config = config
+        self._journal = journal
+
+    def treat(self, findings: Sequence[Finding]) -> Plan:
+        """Treat what detectors found in one record; return what was done.
+
+        Raises:
+            CannotHeal: the run must stop.
+        """
+        diagnosis = diagnose(findings, self.history)
+        self.history.note_findings(findings)
+        return () if diagnosis is None else self.carry_out(diagnosis)
+
+    def carry_out(self, diagnosis: Diagnosis) -> Plan:
+        """Decide on a diagnosis and do it.
+
+        Raises:
+            CannotHeal: the run must stop.
+        """
+        plan = decide(diagnosis, self.history, self._config, self._run.snapshots())
+        plan = self._ask_hook(diagnosis, plan)
+        at = self._run.step
+        began = time.monotonic()
+        effects: list[bool] = []
+        try:
+            for action in plan:
+                effects.append(self._apply(action))
+        finally:  # also if the plan was to halt: the journal tells why
+            self.history.note_plan(diagnosis, plan, effects)
+            self.log.append((at, diagnosis, plan))
+            self._write_down(diagnosis, plan, effects, time.monotonic() - began)
+        return plan
+
+    def _apply(self, action: Action) -> bool:
+        try:
+            return action.apply(self._run)
+        except CannotHeal:
+            raise
+        except Exception as error:  # a cure that fails must not kill; a rollback that fails must
+            if isinstance(action, Rollback):
+                raise CannotHeal(f"rollback failed: {error!r}") from error
+            self._journal.event(
+                "action_failed", self._run.step, error=repr(error), **action_to_json(action)
+            )
+            return False
+
+    def _ask_hook(self, diagnosis: Diagnosis, plan: Plan) -> Plan:
+        if self.hook is None or (not plan and diagnosis.severity < Severity.WARN):
+            return plan
+        try:
+            answer = self.hook(diagnosis, plan)
+            if answer is None:
+                return plan
+            answer = tuple(answer)
+            if not all(isinstance(action, get_args(Action)) for action in answer):
+                raise TypeError(f"the hook returned {answer!r}; wanted a tuple of actions")
+            return answer
+        except Exception as error:
+            self._journal.event("hook_failed", self._run.step, error=repr(error))
+            return plan
+
+    def _write_down(
+        self, diagnosis: Diagnosis, plan: Plan, effects: Sequence[bool], seconds: float
+    ) -> None:
+        done = [action_to_json(action) for action in plan]
+        for action, effect in zip(done, effects, strict=False):
+            action["effect"] = effect
+        try:
+            self._journal.recovery(
+                diagnosis, done, seconds=round(seconds, 6), resumed_at=self._run.step
+            )
+            self.tell(diagnosis, plan)
+        except Exception as error:
+            self._journal.event("telling_failed", self._run.step, error=repr(error))
+
+
+def is_suspect(findings: Sequence[Finding]) -> bool:
+    """Return whether snapshots taken lately may already hold the trouble."""
+    return any(f.cause in MAY_BE_IN_SNAPSHOTS and f.severity >= Severity.WARN for f in findings)

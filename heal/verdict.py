@@ -1,0 +1,152 @@
+"""What the device said about one step, decoded on the host.
+
+The columns and the first eight flags are those of ``zclip/layout.py``; they are stated again here,
+and compared by a test, because importing zclip would import torch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import Any
+
+COLUMNS = (
+    "blocked",
+    "flags",
+    "norm",
+    "clipped_norm",
+    "z",
+    "threshold",
+    "mean",
+    "std",
+    "loss",
+    "loss_ratio",
+    "worst",
+    "clips",
+    "skips",
+    "step",
+)
+"""The elements of a verdict, in order."""
+
+_BLOCKED, _FLAGS, _WORST, _CLIPS, _SKIPS = (
+    COLUMNS.index(name) for name in ("blocked", "flags", "worst", "clips", "skips")
+)
+
+
+class Flag(IntFlag):
+    """What is unusual about a step. All together fit a float32 exactly."""
+
+    HAS_NAN = 1
+    HAS_INF = 2
+    OVERFLOW = 4  # every element finite, the float32 norm not
+    CLIPPED = 8
+    SPIKE = 16  # the clip rule found the norm out of the ordinary
+    LOSS_NAN = 32  # NaN or Inf
+    LOSS_SPIKE = 64
+    LOSS_RISING = 128
+    # News of the host. It rides in the record of the next step so that all ranks hear of it alike.
+    PREEMPTED = 1 << 12
+    MEMORY_PRESSURE = 1 << 13
+    WEIGHTS_BAD = 1 << 14
+    OPTIMIZER_STATE_BAD = 1 << 15
+    DATA_ERROR = 1 << 16
+    DEVICE_ERROR = 1 << 17
+
+
+NO_FLAG = Flag(0)
+NONFINITE_GRADIENT = Flag.HAS_NAN | Flag.HAS_INF | Flag.OVERFLOW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One optimizer step as the host hears of it, some steps late.
+
+    ``worst`` is the index of the tensor to blame, -1 if none; ``step`` is the number that the
+    healing loop gave the step, not the device's own count. ``lr`` is the rate that was used, and
+    ``scheduled_lr`` the one that the schedule wanted, where that is known. ``loss_scale`` is that
+    of a gradient scaler, None without one. NaN stands for what nobody told.
+    """
+
+    step: int
+    flags: Flag = NO_FLAG
+    blocked: bool = False
+    norm: float = math.nan
+    clipped_norm: float = math.nan
+    z: float = 0.0
+    threshold: float = math.nan
+    mean: float = math.nan
+    std: float = math.nan
+    loss: float = math.nan
+    loss_ratio: float = 1.0
+    worst: int = -1
+    worst_name: str = ""
+    lr: float = math.nan
+    scheduled_lr: float = math.nan
+    clips: int = 0
+    skips: int = 0
+    seconds: float = math.nan
+    micro_batches: int = 1
+    loss_scale: float | None = None
+
+    @classmethod
+    def decode(cls, step: int, row: Sequence[float], **host: Any) -> "Record":
+        """Read a row of the mailbox; ``host`` fills the fields that the device does not know.
+
+        Raises:
+            ValueError: the row is too short to be a verdict.
+        """
+        if len(row) < len(COLUMNS):
+            raise ValueError(f"a verdict has {len(COLUMNS)} numbers, the row has {len(row)}")
+        values: dict[str, Any] = dict(zip(COLUMNS, row, strict=False))
+        values["step"] = step
+        values["blocked"] = row[_BLOCKED] != 0.0
+        values["worst"] = _whole(row[_WORST], otherwise=-1)
+        values["clips"] = _whole(row[_CLIPS], otherwise=0)
+        values["skips"] = _whole(row[_SKIPS], otherwise=0)
+        flags = _whole(row[_FLAGS], otherwise=0) | int(host.pop("flags", 0))
+        values["flags"] = Flag(flags) if flags else NO_FLAG
+        values.update(host)
+        return cls(**values)
+
+    @property
+    def has_nonfinite_gradient(self) -> bool:
+        return self.has(NONFINITE_GRADIENT)
+
+    @property
+    def has_finite_loss(self) -> bool:
+        return math.isfinite(self.loss) and not self.has(Flag.LOSS_NAN)
+
+    def has(self, flags: Flag) -> bool:
+        """Tell whether any of these flags is set.
+
+        As plain integers: the operators of IntFlag cost microseconds, every step, several times.
+        """
+        return int.__and__(self.flags, flags) != 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthRow:
+    """Weights and moments of the optimizer, measured every ``check_interval`` steps.
+
+    One entry per trainable tensor, in a fixed order. ``moment_norms`` has the norms of everything
+    that the optimizer keeps of that tensor, together; -1 where it keeps nothing yet.
+    ``weight_bad`` and ``moment_bad`` count elements that are NaN or Inf. ``step_counters`` holds
+    the optimizer's own step count of each tensor, -1 where it has none.
+    """
+
+    step: int
+    weight_norms: tuple[float, ...]
+    weight_bad: tuple[int, ...]
+    moment_norms: tuple[float, ...] = ()
+    moment_bad: tuple[int, ...] = ()
+    step_counters: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def name(self, index: int) -> str:
+        """Return the name of a tensor, or its number if it has none."""
+        return self.names[index] if index < len(self.names) else f"tensor {index}"
+
+
+def _whole(value: float, *, otherwise: int) -> int:
+    """Return a count that came as a float; a broken row must not break the reader."""
+    return int(value) if math.isfinite(value) else otherwise

@@ -1,0 +1,144 @@
+"""Every fault that chaos knows, injected into a training run: found, healed, and no worse off."""
+
+import pytest
+import torch
+
+from heal.actions import changes_training
+from heal.chaos import KINDS, Chaos, Fault
+from tests.heal.runs import language, regression
+
+STEPS = 110
+AT = 55
+
+# What may be diagnosed; which action must be among those taken.
+EXPECTED = {
+    "nan_gradient": ({"nonfinite_gradient"}, "Refuse"),
+    "inf_gradient": ({"nonfinite_gradient"}, "Refuse"),
+    "exploding_gradient": ({"gradient_explosion", "nonfinite_gradient"}, None),
+    "nan_loss": ({"nonfinite_loss"}, "Refuse"),
+    "loss_spike": ({"loss_spike"}, None),
+    "corrupt_weight": ({"nonfinite_loss", "nonfinite_gradient", "weight_corruption"}, "Rollback"),
+    "weight_drift": ({"gradient_explosion", "loss_spike", "weight_corruption"}, None),
+    "corrupt_optimizer": (
+        {"nonfinite_loss", "nonfinite_gradient", "optimizer_corruption", "weight_corruption"},
+        "Rollback",
+    ),
+    "reset_optimizer": ({"optimizer_reset"}, "Rollback"),
+    "lr_spike": ({"lr_spike", "loss_spike", "gradient_explosion"}, "Rollback"),
+    "oom_forward": ({"oom"}, "ShrinkBatch"),
+    "oom_backward": ({"oom"}, "ShrinkBatch"),
+    "oom_step": ({"oom"}, "Rollback"),
+    "bad_batch": ({"data_error"}, "SkipBatches"),
+    "loader_error": ({"data_error"}, "SkipBatches"),
+    "network_error": ({"network_error"}, "Backoff"),
+}
+NOT_HERE = {"flip_snapshot_bit", "slow_step", "sigterm", "sigkill"}  # tested below or apart
+
+
+def loss_of(setup):
+    """The mean loss over the whole data, without dropout."""
+    setup.model.eval()
+    with torch.no_grad():
+        losses = [setup.train_step(batch).item() for batch in setup.loader]
+    setup.model.train()
+    return sum(losses) / len(losses)
+
+
+def struck(make, faults, steps=STEPS, seed=0, **config):
+    setup = make(seed, **config)
+    healer = setup.healer()
+    chaos = Chaos(healer, faults, seed)
+    train_step, loader = chaos.wrap(setup.train_step), chaos.wrap_loader(setup.loader)
+    healer.run(train_step, loader, steps, progress=False)
+    assert healer.last_step == steps - 1
+    return setup, healer, chaos
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Losses of the healthy runs before and after, over seeds: what noise looks like."""
+    found = {}
+    for make in (regression, language):
+        before, after = [], []
+        for seed in range(2):
+            setup = make(seed)
+            before.append(loss_of(setup))
+            setup.run(STEPS)
+            after.append(loss_of(setup))
+        found[make.__name__] = (sum(before) / 2, sum(after) / 2)
+    return found
+
+
+def test_every_kind_is_listed():
+    assert set(EXPECTED) | NOT_HERE == set(KINDS)
+
+
+@pytest.mark.parametrize("make", [regression, language], ids=["mlp", "gpt"])
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_a_fault_is_found_and_healed(kind, make, undisturbed):
+    causes, action = EXPECTED[kind]
+    setup, healer, chaos = struck(make, [Fault(kind, at=AT)])
+    assert len(chaos.strikes) == 1
+    found = [diagnosis.cause.value for _, diagnosis, _ in healer.history]
+    assert found, "nobody noticed"
+    assert found[0] in causes
+    taken = {type(a).__name__ for _, _, plan in healer.history for a in plan}
+    assert action is None or action in taken
+    assert healer.notes == []
+    begin, end = undisturbed[make.__name__]
+    # At least two thirds of what the healthy run has learned: a rollback and a lower learning
+    # rate cost some steps, and these runs are short.
+    assert loss_of(setup) < begin - (begin - end) * 2 / 3
+
+
+def test_one_nan_batch_costs_one_step_and_nothing_else():
+    _, healer, _ = struck(regression, [Fault("nan_gradient", at=AT)])
+    assert not any(changes_training(plan) for _, _, plan in healer.history)
+    assert healer.lr_scale == 1.0
+    assert healer.metrics()["healing/nan_count"] == 1
+
+
+def test_one_nan_batch_in_twenty_ends_where_skipping_ends():
+    faults = [Fault("nan_gradient", at=step) for step in range(7, STEPS, 20)]
+    setup, healer, _ = struck(regression, faults)
+    assert not any(changes_training(plan) for _, _, plan in healer.history)
+
+    skipped = regression()
+    at, attempt = {fault.at for fault in faults}, 0
+    while attempt < STEPS:
+        for batch in skipped.loader:
+            skipped.optimizer.zero_grad()
+            skipped.train_step(batch).backward()
+            if attempt not in at:
+                skipped.optimizer.step()
+            attempt += 1
+            if attempt == STEPS:
+                break
+    for a, b in zip(setup.model.parameters(), skipped.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_flipped_bit_in_the_newest_snapshot_makes_the_older_one_serve():
+    faults = [Fault("flip_snapshot_bit", at=AT), Fault("corrupt_weight", at=AT + 1)]
+    config = {"snapshot_memory_fraction": 4.0}
+    setup, healer, _ = struck(regression, faults, **config)
+    assert "changed in host memory" in healer.notes[0]
+    assert all(torch.isfinite(p).all() for p in setup.model.parameters())
+
+
+def test_a_dozen_faults_by_rate_are_survived_and_are_the_same_for_the_same_seed():
+    def strikes():
+        faults = [Fault("nan_loss", rate=0.05), Fault("bad_batch", rate=0.03)]
+        _, _, chaos = struck(regression, [*faults, Fault("loader_error", rate=0.03)], seed=3)
+        return [(s.fault.kind, s.attempt, s.step) for s in chaos.strikes]
+
+    first = strikes()
+    assert len({kind for kind, _, _ in first}) == 3
+    assert first == strikes()
+
+
+def test_an_unknown_fault_is_named():
+    with pytest.raises(ValueError, match="'sharknado' is unknown; wanted one of nan_gradient"):
+        Fault("sharknado", at=1)
+    with pytest.raises(ValueError, match="wanted a step, or a rate"):
+        Fault("nan_loss")

@@ -1,0 +1,191 @@
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from heal import HealingConfig
+from heal.settings import ConfigError, settings_of
+
+SETTINGS = settings_of(HealingConfig)
+
+
+def test_the_defaults_are_those_that_were_promised():
+    config = HealingConfig()
+    promised = {
+        "max_recovery_attempts": 5,
+        "nan_patience": 5,
+        "nan_action": "rollback",
+        "loss_spike_factor": 5.0,
+        "divergence_patience": 100,
+        "zclip_enabled": True,
+        "zclip_z_threshold": 2.5,
+        "grad_norm_limit": 100.0,
+        "max_grad_norm": 1.0,
+        "rollback_depth": 1,
+        "lr_factor": 0.5,
+        "eval_gap": 2.0,
+        "backoff_seconds": 30.0,
+        "snapshot_memory_fraction": 2.0,
+        "lag": 2,
+        "data": "skip",
+        "perturb_std": 0.0,
+        "micro_batch_min": 1,
+    }
+    assert promised.items() <= config.to_dict().items()
+
+
+def test_presets_differ_from_the_defaults_in_these_values_only():
+    def changed(config):
+        default = HealingConfig().to_dict()
+        return {k: v for k, v in config.to_dict().items() if v != default[k]}
+
+    assert changed(HealingConfig.aggressive()) == {
+        "nan_patience": 1,
+        "zclip_z_threshold": 2.0,
+        "max_recovery_attempts": 10,
+    }
+    assert changed(HealingConfig.conservative()) == {
+        "nan_patience": 10,
+        "loss_spike_factor": 10.0,
+        "zclip_z_threshold": 4.0,
+        "max_recovery_attempts": 2,
+    }
+    assert HealingConfig.aggressive(nan_patience=2).nan_patience == 2
+
+
+def test_settings_cannot_be_changed_or_added():
+    config = HealingConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.lag = 3
+    with pytest.raises((TypeError, AttributeError)):
+        config.lagg = 3
+    with pytest.raises(TypeError):
+        HealingConfig(5)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_is_explained(name):
+    kind, default, about = SETTINGS[name]
+    assert about.doc.endswith(".")
+    assert about.group
+    assert isinstance(default, kind)
+    assert about.choices or kind is bool or about.least is not None or about.above is not None
+
+
+def wrong_values(kind, about):
+    if kind is bool:
+        return [1, "true", None]
+    if kind is str:
+        return ["neither", 3, None, ""]
+    values = ["1", None, True, math.nan, math.inf, -math.inf, [1]]
+    values += [] if kind is float else [1.5]
+    values += [kind(about.least - 1)] if about.least is not None else []
+    values += [kind(about.most + 1)] if about.most is not None else []
+    values += [kind(about.above)] if about.above is not None else []
+    return values
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_wrong_value_is_named_with_what_was_wanted(name):
+    kind, _, about = SETTINGS[name]
+    for value in wrong_values(kind, about):
+        with pytest.raises(ConfigError) as raised:
+            HealingConfig(**{name: value})
+        told = str(raised.value)
+        assert told.startswith(f"{name} is {value!r}; wanted ")
+        assert told.endswith(about.wanted(kind))
+
+
+def test_numbers_of_other_libraries_are_taken_as_plain_ones():
+    config = HealingConfig(lag=np.int64(3), lr_factor=np.float32(0.25), eval_gap=3)
+    assert [type(v) for v in (config.lag, config.lr_factor, config.eval_gap)] == [int, float, float]
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(ConfigError, match=r"backoff_cap_seconds is 10\.0; wanted at least"):
+        HealingConfig(backoff_cap_seconds=10.0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        HealingConfig(),
+        HealingConfig.aggressive(),
+        HealingConfig(lr_factor=1 / 3, data="replay", zclip_enabled=False, backoff_seconds=1e-9),
+    ],
+)
+def test_toml_there_and_back(config, tmp_path):
+    text = config.to_toml()
+    assert HealingConfig.from_toml(text) == config
+    path = tmp_path / "heal.toml"
+    path.write_text(text)
+    assert HealingConfig.from_toml(path) == config
+    assert HealingConfig.from_toml(str(path)) == config
+
+
+def test_toml_comments_every_setting_and_marks_what_was_changed():
+    text = HealingConfig.aggressive().to_toml()
+    for name, (_, _, about) in SETTINGS.items():
+        assert f"\n{name} = " in text
+        assert about.doc.split()[0] in text
+    assert "Default: 5.\nmax_recovery_attempts = 10" in text
+    assert max(map(len, text.splitlines())) <= 98
+
+
+def test_toml_may_be_a_table_of_a_larger_file():
+    config = HealingConfig.from_toml('[model]\nsize = 3\n[heal]\nlag = 0\ndata = "replay"\n')
+    assert (config.lag, config.data) == (0, "replay")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nan_patiense = 3", "nan_patiense = 3: there is no such setting; wanted nan_patience"),
+        ("zzz = 1", "zzz = 1: there is no such setting; wanted one of max_recovery_attempts, "),
+        ("lag = 'two'", "lag is 'two'; wanted a whole number >= 0"),
+        ("lag = 2.0", "lag is 2.0; wanted a whole number"),
+        ("lr_factor = nan", "lr_factor is nan; wanted a number > 0 and <= 1"),
+        ("lr_factor = inf", "lr_factor is inf"),
+        ("data = 'both'", 'data is \'both\'; wanted one of "skip", "replay"'),
+        ("lag = ", "is not TOML"),
+        ("heal = 3", "heal is 3; wanted a table"),
+        ("[heal]\nlag = {a = 1}", "lag is {'a': 1}; wanted"),
+    ],
+)
+def test_toml_that_is_wrong_is_refused_by_name(text, message):
+    with pytest.raises(ConfigError) as raised:
+        HealingConfig.from_toml(text)
+    assert message in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_an_error_of_the_file():
+    with pytest.raises(FileNotFoundError):
+        HealingConfig.from_toml(Path("no/such/heal.toml"))
+    assert HealingConfig.from_toml("") == HealingConfig()
+
+
+def test_command_lines_override():
+    words = ["lag=0", "lr_factor = 0.25", "zclip_enabled=false", "data=replay", "lag=3"]
+    config = HealingConfig().override(words)
+    assert (config.lag, config.lr_factor, config.zclip_enabled) == (3, 0.25, False)
+    assert HealingConfig().override([]) == HealingConfig()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("lag", "'lag' is no assignment; wanted key=value"),
+        ("lagg=1", "wanted lag"),
+        ("lag=two", "lag is 'two'; wanted a whole number"),
+        ("lag=1e3", "lag is '1e3'"),
+        ("lr_factor=nan", "lr_factor is nan"),
+        ("zclip_enabled=maybe", "zclip_enabled is 'maybe'; wanted true or false"),
+        ("lag=__import__('os')", "wanted a whole number"),
+    ],
+)
+def test_a_wrong_word_on_the_command_line_is_refused_by_name(word, message):
+    with pytest.raises(ConfigError) as raised:
+        HealingConfig().override([word])
+    assert message in str(raised.value)

@@ -1,0 +1,230 @@
+"""A run that needs no healing is bit by bit the run without a healer, generators included."""
+
+import pytest
+import torch
+from torch import nn
+
+from heal import HealingConfig
+from tests.heal.runs import QUICK, Setup, assert_same, fingerprint, language, regression
+
+STEPS = 45
+
+
+def with_optimizer(make, **config):
+    def build():
+        setup = regression(**config)
+        setup.optimizer = make(setup.model.parameters())
+        return setup
+
+    return build
+
+
+def with_scheduler(make):
+    def build():
+        setup = regression()
+        setup.scheduler = make(setup.optimizer)
+        return setup
+
+    return build
+
+
+def with_loss(change):
+    """The same run with its loss changed in value; the number of the call is given."""
+
+    def build():
+        setup = regression()
+        inner, calls = setup.train_step, []
+
+        def train_step(batch):
+            calls.append(1)
+            return change(inner(batch), len(calls))
+
+        setup.train_step = train_step
+        return setup
+
+    return build
+
+
+def heavy_tails(loss, call):
+    generator = torch.Generator().manual_seed(call)
+    return loss * (1 + torch.randn((), generator=generator).abs() ** 3)
+
+
+def batch_norm():
+    def make():
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+
+    return regression(model=make)
+
+
+def unfreezing():
+    setup = regression()
+    setup.model[0].weight.requires_grad_(False)
+    inner, calls = setup.train_step, []
+
+    def train_step(batch):
+        calls.append(1)
+        if len(calls) == 20:
+            setup.model[0].weight.requires_grad_(True)
+        return inner(batch)
+
+    setup.train_step = train_step
+    return setup
+
+
+def curriculum():
+    return with_loss(lambda loss, call: loss * (1 if call < 25 else 4))()
+
+
+def python_random():
+    setup = regression()
+    inner = setup.train_step
+    import random
+
+    setup.train_step = lambda batch: inner(batch) * (1 + 0.1 * random.random())
+    return setup
+
+
+lr = torch.optim.lr_scheduler
+CASES = {
+    "dropout": regression,
+    "tied weights": language,
+    "loader workers": lambda: regression(workers=1),
+    "BatchNorm": batch_norm,
+    "unfreezing": unfreezing,
+    "loss near zero": with_loss(lambda loss, call: loss * 1e-9),
+    "negative loss": with_loss(lambda loss, call: loss - 5),
+    "loss around zero": with_loss(lambda loss, call: loss - loss.detach().mean() + (-1) ** call),
+    "loss exactly zero": with_loss(lambda loss, call: loss * 0),
+    "heavy tails": with_loss(heavy_tails),
+    "curriculum jump": curriculum,
+    "python random": python_random,
+    "LR ends at 0": with_scheduler(lambda o: lr.LinearLR(o, 1.0, 0.0, total_iters=STEPS // 2)),
+    "cosine restarts": with_scheduler(lambda o: lr.CosineAnnealingWarmRestarts(o, 20)),
+    "one cycle": with_scheduler(lambda o: lr.OneCycleLR(o, 3e-3, total_steps=STEPS + 1)),
+    "warm-up": with_scheduler(lambda o: lr.LambdaLR(o, lambda s: min(1.0, (s + 1) / 40))),
+    "AdamW not fused": with_optimizer(lambda p: torch.optim.AdamW(p, lr=3e-3)),
+    "SGD momentum": with_optimizer(lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True)),
+    "SGD": with_optimizer(lambda p: torch.optim.SGD(p, lr=1e-2)),
+    "tensor LR": with_optimizer(lambda p: torch.optim.Adam(p, lr=torch.tensor(3e-3), fused=True)),
+    "LR 0": with_optimizer(lambda p: torch.optim.AdamW(p, lr=0.0, fused=True)),
+    "RMSprop": with_optimizer(lambda p: torch.optim.RMSprop(p, lr=1e-3)),
+    "Adafactor": with_optimizer(lambda p: torch.optim.Adafactor(p)),
+    "default settings": lambda: _with_defaults(regression()),
+}
+
+
+def _with_defaults(setup: Setup) -> Setup:
+    setup.config = HealingConfig(zclip_enabled=False)
+    return setup
+
+
+@pytest.mark.filterwarnings("ignore:.*is not fused")
+@pytest.mark.parametrize("case", CASES)
+def test_an_undisturbed_run_is_the_bare_one(case):
+    bare = CASES[case]()
+    bare.bare(STEPS)
+    expected = fingerprint(bare)
+    healed = CASES[case]()
+    healer = healed.run(STEPS)
+    assert_same(fingerprint(healed), expected)
+    assert [plan for _, _, plan in healer.history if plan] == []
+    assert healer.notes == []
+
+
+def test_the_three_lines_in_a_hand_written_loop_change_nothing_either():
+    bare = regression()
+    bare.bare(STEPS)
+    healed = regression()
+    healer = healed.healer()
+    done = 0
+    while done < STEPS:
+        for batch in healer.batches(healed.loader):
+            loss = healed.train_step(batch)
+            loss.backward()
+            healer.step(loss)
+            healed.optimizer.zero_grad()
+            done += 1
+            if done == STEPS:
+                break
+    bare.optimizer.zero_grad()
+    assert_same(fingerprint(healed), fingerprint(bare))
+
+
+def test_accumulated_gradients_count_as_one_step():
+    bare = regression()
+    done = 0
+    for _ in range(4):
+        for i, batch in enumerate(bare.loader):
+            (bare.train_step(batch) * (1 / 4)).backward()
+            if i % 4 == 3:
+                bare.optimizer.step()
+                bare.optimizer.zero_grad()
+                done += 1
+    healed = regression()
+    healer = healed.healer()
+    healer.run(healed.train_step, healed.loader, done, accumulate=4, progress=False)
+    bare.optimizer.zero_grad()
+    expected, found = fingerprint(bare), fingerprint(healed)
+    assert healer.last_step == done - 1
+    for a, b in zip(expected[:-2], found[:-2], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_several_optimizers_step_together():
+    def build():
+        setup = regression()
+        params = list(setup.model.parameters())
+        setup.optimizer = [
+            torch.optim.AdamW(params[:2], lr=1e-3, fused=True),
+            torch.optim.SGD(params[2:], lr=1e-2, momentum=0.9, fused=True),
+        ]
+        return setup
+
+    bare = build()
+    for batch in bare.loader:
+        bare.train_step(batch).backward()
+        for optimizer in bare.optimizer:
+            optimizer.step()
+            optimizer.zero_grad()
+    healed = build()
+    healed.run(16)
+    for a, b in zip(bare.model.parameters(), healed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_dry_run_changes_nothing():
+    setup = regression()
+    setup.scheduler = lr.CosineAnnealingLR(setup.optimizer, 50)
+    healer = setup.healer()
+    before = fingerprint(setup)
+    report = healer.dry_run(setup.train_step, setup.loader)
+    assert report.is_ok
+    assert len(report.losses) == 2
+    assert_same(fingerprint(setup), before)
+    healer.run(setup.train_step, setup.loader, STEPS, progress=False)
+    bare = regression()
+    bare.scheduler = lr.CosineAnnealingLR(bare.optimizer, 50)
+    bare.bare(STEPS)
+    assert_same(fingerprint(setup), fingerprint(bare))
+
+
+@pytest.mark.parametrize(
+    ("train_step", "problem"),
+    [
+        (lambda batch: 3.0, "returned float"),
+        (lambda batch: torch.ones(()), "does not depend"),
+        (lambda batch: batch[0] @ torch.ones(9), "RuntimeError"),
+    ],
+    ids=["no tensor", "no gradient", "wrong shape"],
+)
+def test_a_dry_run_finds_mistakes(train_step, problem):
+    setup = regression()
+    before = fingerprint(setup)
+    report = setup.healer().dry_run(train_step, setup.loader)
+    assert problem in report.problems[0]
+    assert_same(fingerprint(setup), before)
+
+
+def test_quick_settings_differ_from_the_defaults_only_in_pace():
+    assert set(QUICK) <= set(HealingConfig().to_dict())

@@ -1,0 +1,410 @@
+"""Rollbacks to the byte, learning rates, hooks, budgets, exits: the loop as a whole."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from heal.actions import CannotHeal, Halt, Rollback, ScaleLr
+from heal.chaos import Chaos, Fault
+from heal.exit_codes import ExitCode
+from tests.heal.runs import assert_same, fingerprint, regression
+
+lr = torch.optim.lr_scheduler
+
+
+def strike(setup, faults, steps, healer=None, **options):
+    healer = healer or setup.healer(**options)
+    chaos = Chaos(healer, faults)
+    healer.run(chaos.wrap(setup.train_step), chaos.wrap_loader(setup.loader), steps, progress=False)
+    return healer
+
+
+def roll_back_only(diagnosis, plan):
+    """A hook: go back, and change nothing that the bare run would not have."""
+    return tuple(action for action in plan if isinstance(action, Rollback)) or None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_replayed_rollback_is_bit_exact_over_two_hundred_further_steps(workers):
+    bare = regression(workers=workers, data="replay")
+    bare.bare(270)
+    healed = regression(workers=workers, data="replay")
+    healer = healed.healer()
+    healer.on_instability(roll_back_only)
+    strike(healed, [Fault("corrupt_weight", at=57)], 270, healer)
+    assert [type(a) for _, _, plan in healer.history for a in plan].count(Rollback) == 1
+    assert_same(fingerprint(healed), fingerprint(bare))
+
+
+def test_a_replayed_rollback_of_accumulated_steps_and_schedules_is_bit_exact():
+    def build():
+        setup = regression(data="replay")
+        setup.scheduler = lr.CosineAnnealingWarmRestarts(setup.optimizer, 15)
+        return setup
+
+    whole = build()
+    healer = whole.healer()
+    healer.run(whole.train_step, whole.loader, 60, accumulate=3, progress=False)
+    healed = build()
+    healer = healed.healer()
+    healer.on_instability(roll_back_only)
+    chaos = Chaos(healer, [Fault("corrupt_weight", at=33)])
+    healer.run(chaos.wrap(healed.train_step), healed.loader, 60, accumulate=3, progress=False)
+    assert any(isinstance(a, Rollback) for _, _, plan in healer.history for a in plan)
+    assert_same(fingerprint(healed), fingerprint(whole))
+
+
+def test_after_a_rollback_no_sample_is_seen_twice_and_no_shuffle_repeats():
+    torch.manual_seed(0)
+    setup = regression()
+    setup.model = torch.nn.Sequential(torch.nn.Linear(8, 1))  # no dropout: generators stand still
+    setup.optimizer = torch.optim.AdamW(setup.model.parameters(), fused=True)
+    data = torch.utils.data.TensorDataset(torch.arange(48))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    seen = []
+
+    def train_step(batch):
+        seen.append(batch[0].tolist())
+        return setup.model(torch.ones(1, 8)).square().mean()
+
+    healer = setup.healer()
+    chaos = Chaos(healer, [Fault("corrupt_weight", at=30)])
+    healer.run(chaos.wrap(train_step), loader, 60, progress=False)
+    assert any(isinstance(a, Rollback) for _, _, plan in healer.history for a in plan)
+    epochs = [seen[i : i + 12] for i in range(0, len(seen), 12)]
+    skipped = healer._stream.skipped
+    orders = [tuple(n for batch in epoch for n in batch) for epoch in epochs]
+    assert len(set(orders)) == len(orders)
+    drawn = [n for batch in seen[:36] for n in batch]  # epochs 0 to 2, the last with the skipped
+    for n in set(drawn):
+        assert drawn.count(n) <= 3
+    assert skipped <= 3
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr.LambdaLR(o, lambda s: 1 / (1 + 0.1 * s)),
+    "MultiplicativeLR": lambda o: lr.MultiplicativeLR(o, lambda s: 0.97),
+    "StepLR": lambda o: lr.StepLR(o, 7, 0.5),
+    "MultiStepLR": lambda o: lr.MultiStepLR(o, [10, 28, 33], 0.5),
+    "ConstantLR": lambda o: lr.ConstantLR(o, 0.3, 25),
+    "LinearLR": lambda o: lr.LinearLR(o, 0.1, 1.0, 40),
+    "ExponentialLR": lambda o: lr.ExponentialLR(o, 0.95),
+    "PolynomialLR": lambda o: lr.PolynomialLR(o, 60, 2.0),
+    "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 23),
+    "CosineAnnealingWarmRestarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 9, 2),
+    "CyclicLR": lambda o: lr.CyclicLR(o, 1e-4, 1e-2, 6, cycle_momentum=False),
+    "OneCycleLR": lambda o: lr.OneCycleLR(o, 1e-2, total_steps=80),
+    "SequentialLR": lambda o: lr.SequentialLR(
+        o, [lr.LinearLR(o, 0.1, 1.0, 12), lr.CosineAnnealingLR(o, 40)], [12]
+    ),
+    "ChainedScheduler": lambda o: lr.ChainedScheduler(
+        [lr.LinearLR(o, 0.1, 1.0, 12), lr.ExponentialLR(o, 0.98)]
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step")
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_after_a_rollback_the_learning_rate_is_the_factor_times_the_schedule(name):
+    def run(disturb):
+        setup = regression()
+        setup.scheduler = SCHEDULERS[name](setup.optimizer)
+        healer, seen = setup.healer(), []
+        setup.optimizer.register_step_pre_hook(
+            lambda o, args, kwargs: seen.append((healer.last_step + 1, o.param_groups[0]["lr"]))
+        )
+
+        def on_step(step):
+            if disturb and step == 33 and len(seen) == 34:
+                healer._run.restore(healer.snapshots()[0])
+                healer._run.scale_lr(0.5, 0.01, 10)
+
+        healer.run(setup.train_step, setup.loader, 50, progress=False, on_step=on_step)
+        return seen
+
+    schedule = dict(run(disturb=False))
+    seen = run(disturb=True)
+    after = seen[34:]
+    start = after[0][0]
+    assert start < 33
+    for i, (step, rate) in enumerate(after):
+        factor = 0.5 + 0.5 * min(i, 10) / 10
+        assert rate == pytest.approx(schedule[step] * factor, rel=1e-12)
+        if i >= 10:
+            assert rate == schedule[step]
+
+
+def test_factors_compound_survive_rollbacks_and_keep_to_the_floor():
+    setup = regression(lr_ramp_steps=50)
+    healer = setup.run(30)
+    run = healer._run
+    for _ in range(3):
+        run.scale_lr(0.5, 0.2, 50)
+    assert run.lr_scale == 0.2
+    run.restore(healer.snapshots()[0])
+    assert run.lr_scale == 0.2
+    assert setup.optimizer.param_groups[0]["lr"] == 3e-3
+
+
+def test_a_tightened_clip_is_loosened_again():
+    setup = regression(lr_ramp_steps=5)
+    healer = setup.healer()
+    healer.run(setup.train_step, setup.loader, 20, progress=False)
+    clipper = healer.optimizers[0].clipper
+    healer._run.tighten_clip(0.5)
+    assert 0 < clipper.max_norm < math.inf
+    healer.run(setup.train_step, setup.loader, 25, progress=False)
+    assert clipper.max_norm == math.inf
+
+
+def test_a_hook_may_replace_the_plan_and_one_that_throws_is_contained(tmp_path):
+    setup = regression()
+    healer = setup.healer(run_dir=tmp_path)
+    told = []
+
+    @healer.on_instability
+    def hook(diagnosis, plan):
+        told.append((diagnosis.cause.value, plan))
+        if len(told) == 1:
+            raise KeyError("a bug in the hook")
+        if len(told) == 2:
+            return "nonsense"
+        return (ScaleLr(0.25, 0.01, 1000),)
+
+    strike(setup, [Fault("nan_loss", at=20 + 10 * i) for i in range(3)], 60, healer)
+    assert [cause for cause, _ in told] == ["nonfinite_loss"] * 3
+    assert healer.lr_scale < 0.3
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in events].count("hook_failed") == 2
+
+
+def test_healing_that_fails_itself_is_left_out_and_said(monkeypatch):
+    setup, bare = regression(), None
+    healer = setup.healer()
+    monkeypatch.setattr(healer._run, "capture", lambda: 1 / 0)
+    monkeypatch.setattr(healer._listener, "check_health", lambda: {}["nothing"])
+    healer.run(setup.train_step, setup.loader, 40, progress=False)
+    assert any("ZeroDivisionError" in note for note in healer.notes)
+    healthy = regression()
+    healthy.bare(40)
+    assert bare is None
+    for a, b in zip(setup.model.parameters(), healthy.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def halted(setup, faults, steps=400, **options):
+    with pytest.raises(CannotHeal) as caught:
+        strike(setup, faults, steps, **options)
+    return caught.value
+
+
+FOREVER = 10**6
+ADVERSARIES = {
+    "always NaN": ([Fault("nan_loss", at=0, times=FOREVER)], {}, None),
+    "NaN from step 60 on": (
+        [Fault("nan_gradient", at=60, times=FOREVER)],
+        {},
+        ExitCode.BUDGET_SPENT,
+    ),
+    "NaN weights after every rollback": (
+        [Fault("corrupt_weight", at=60, times=FOREVER)],
+        {},
+        ExitCode.BUDGET_SPENT,
+    ),
+    "NaN, never rolled back": (
+        [Fault("nan_loss", at=10, times=FOREVER)],
+        {"nan_action": "skip"},
+        ExitCode.NONFINITE,
+    ),
+    "NaN, told to raise": (
+        [Fault("nan_loss", at=10)],
+        {"nan_action": "raise"},
+        ExitCode.NONFINITE,
+    ),
+    "OOM at micro-batch 1": (
+        [Fault("oom_forward", at=30, times=FOREVER)],
+        {},
+        ExitCode.OUT_OF_MEMORY,
+    ),
+    "all data bad": ([Fault("bad_batch", at=0, times=FOREVER)], {}, ExitCode.BAD_DATA),
+    "no batch can be read": ([Fault("loader_error", at=0, times=FOREVER)], {}, ExitCode.BAD_DATA),
+    "no network": ([Fault("network_error", at=20, times=FOREVER)], {}, ExitCode.NETWORK),
+}
+
+
+@pytest.mark.parametrize("name", ADVERSARIES)
+def test_healing_ends_within_its_budget(name, tmp_path):
+    faults, config, code = ADVERSARIES[name]
+    setup = regression(**config)
+    halt = halted(setup, faults, run_dir=tmp_path)
+    assert halt.exit_code == code if code is not None else halt.exit_code >= 40
+    page = json.loads((tmp_path / "postmortem.json").read_text())
+    assert page["exit_code"] == halt.exit_code
+    assert page["exception_type"].endswith("CannotHeal")
+    assert page["recovery_actions"]
+    assert page["recovery_actions"][-1]["actions"] == ["Halt"]
+    assert {"failure", "diagnosis", "actions"} <= set(page["recovery_actions"][0])
+    assert page["running_time_seconds"] > 0
+
+
+def test_success_leaves_a_postmortem_in_the_run_dir(tmp_path):
+    setup = regression()
+    setup.run(20, run_dir=tmp_path)
+    page = json.loads((tmp_path / "postmortem.json").read_text())
+    assert (page["exit_reason"], page["exit_code"], page["last_step"]) == ("completed", 0, 19)
+    assert page["final_metrics"]["loss"] > 0
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [9, 19]
+
+
+def test_an_error_without_a_cure_is_passed_on_as_it_is(tmp_path):
+    setup = regression()
+
+    class Mistake(Exception):
+        pass
+
+    def train_step(batch):
+        raise Mistake("of mine")
+
+    with pytest.raises(Mistake, match="of mine"):
+        setup.healer(run_dir=tmp_path).run(train_step, setup.loader, 5, progress=False)
+    page = json.loads((tmp_path / "postmortem.json").read_text())
+    assert page["exit_reason"] == "exception"
+    assert page["exception_type"].endswith("Mistake")
+
+
+def test_a_plan_to_halt_may_come_from_the_hook(tmp_path):
+    setup = regression()
+    healer = setup.healer(run_dir=tmp_path)
+    healer.on_instability(lambda diagnosis, plan: (Halt("I have seen enough", 99),))
+    with pytest.raises(CannotHeal, match="seen enough") as caught:
+        strike(setup, [Fault("nan_loss", at=20)], 60, healer)
+    assert caught.value.exit_code == 99
+
+
+def test_a_run_without_snapshots_still_refuses_and_halts_where_it_must():
+    setup = regression(snapshot_memory_fraction=0.5)
+    healer = setup.healer()
+    strike(setup, [Fault("nan_loss", at=20)], 40, healer)
+    assert "snapshot_memory_fraction" in healer.notes[0]
+    setup = regression(snapshot_memory_fraction=0.5)
+    with pytest.raises(CannotHeal):
+        strike(setup, [Fault("corrupt_weight", at=20)], 60, setup.healer())
+
+
+def test_memory_that_was_short_once_is_tried_again_later():
+    setup = regression(micro_batch_grow_steps=10)
+    healer = setup.healer()
+    strike(setup, [Fault("oom_forward", at=20, times=2)], 23, healer)
+    assert healer._run.micro_batches == 4
+    strike(setup, [], 80, healer)
+    assert healer._run.micro_batches == 1
+
+
+def test_an_oom_step_has_the_gradient_of_the_whole_batch():
+    def build():
+        setup = regression()
+        setup.model[2].p = 0.0  # dropout draws other numbers for other shapes
+        return setup
+
+    whole = build()
+    whole.run(30)
+    cut = build()
+    healer = strike(cut, [Fault("oom_backward", at=12), Fault("oom_forward", at=14)], 30)
+    assert healer._run.micro_batches == 4
+    for a, b in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_grad_scaler_that_searches_its_scale_is_no_alarm():
+    def build():
+        setup = regression()
+        inner = setup.train_step
+        setup.train_step = lambda batch: inner(batch) * 1000
+        return setup
+
+    setup = build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    healer = setup.healer(scaler=scaler)
+    healer.run(setup.train_step, setup.loader, 60, progress=False)
+    assert not any(plan for _, d, plan in healer.history if d.cause.value != "scaler_overflow")
+    assert healer.lr_scale == 1.0
+    assert scaler.get_scale() < 2.0**127
+    bare = build()
+    other = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    done = 0
+    while done < 60:
+        for batch in bare.loader:
+            bare.optimizer.zero_grad()
+            other.scale(bare.train_step(batch)).backward()
+            other.step(bare.optimizer)
+            other.update()
+            done += 1
+            if done == 60:
+                break
+    assert other.get_scale() == scaler.get_scale()
+    for a, b in zip(setup.model.parameters(), bare.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+SCRIPT = """
+import os, sys
+from heal.actions import CannotHeal
+from heal.chaos import Chaos, Fault
+from tests.heal.runs import regression
+setup = regression()
+healer = setup.healer(run_dir=sys.argv[2])
+chaos = Chaos(healer, [Fault(sys.argv[1], at=20)])
+try:
+    healer.run(chaos.wrap(setup.train_step), setup.loader, 50, progress=False)
+except CannotHeal as halt:
+    sys.exit(halt.exit_code)
+"""
+HAND_WRITTEN = """
+import sys
+from tests.heal.runs import regression
+setup = regression()
+healer = setup.healer(run_dir=sys.argv[2])
+for i, batch in enumerate(healer.batches(setup.loader)):
+    loss = setup.train_step(batch)
+    loss.backward()
+    healer.step(loss)
+    if i == 7:
+        raise ValueError("in the user's loop")
+"""
+
+
+def in_a_process(script, fault, folder):
+    root = Path(__file__).parent.parent.parent
+    command = [sys.executable, "-c", textwrap.dedent(script), fault, str(folder)]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+
+
+def test_sigterm_stops_after_a_step_with_its_own_exit_code(tmp_path):
+    ended = in_a_process(SCRIPT, "sigterm", tmp_path)
+    assert ended.returncode == ExitCode.PREEMPTED, ended.stderr
+    page = json.loads((tmp_path / "postmortem.json").read_text())
+    assert (page["exit_reason"], page["exit_code"]) == ("sigterm", ExitCode.PREEMPTED)
+    assert 20 <= page["last_step"] <= 24
+
+
+def test_sigkill_leaves_the_journal_whole(tmp_path):
+    ended = in_a_process(SCRIPT, "sigkill", tmp_path)
+    assert ended.returncode == -signal.SIGKILL
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == 19
+
+
+def test_a_hand_written_loop_that_dies_leaves_a_postmortem(tmp_path):
+    ended = in_a_process(HAND_WRITTEN, "-", tmp_path)
+    assert "in the user's loop" in ended.stderr
+    page = json.loads((tmp_path / "postmortem.json").read_text())
+    assert (page["exit_reason"], page["last_step"]) == ("exception", 7)
+    assert page["exception_type"] == "ValueError"

@@ -1,0 +1,121 @@
+"""The healthy path waits for nothing: two intervals of snapshots and checks on fake CUDA."""
+
+import pytest
+import torch
+from torch import nn
+
+from heal import Healer, HealingConfig
+from heal import snapshots as snapshots_module
+from tests.fake_cuda import WAITS, fake_cuda
+from zclip import mailbox
+
+
+class Event:
+    """Stands in for a CUDA event; notes when the host waits for it."""
+
+    host_waits = 0
+
+    def wait(self):
+        pass
+
+    def synchronize(self):
+        Event.host_waits += 1
+
+
+class Side:
+    """Stands in for a side stream: does the work at once."""
+
+    def __init__(self, device):
+        pass
+
+    def run(self, work):
+        work()
+        return Event()
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Stand-ins for what no fake device has: streams, events, pinned memory and late mail."""
+    Event.host_waits = 0
+
+    def poll(self):
+        arrived = [(letter.step, [0.0] * self.width) for letter in list(self._sent)[: -self.lag]]
+        if self.lag == 0:
+            arrived = [(letter.step, [0.0] * self.width) for letter in self._sent]
+        for _ in arrived:
+            self._sent.popleft()
+        return arrived
+
+    monkeypatch.setattr(mailbox.Mailbox, "_new_slot", lambda self, pinned: torch.empty(self.width))
+    monkeypatch.setattr(mailbox.Mailbox, "poll", poll)
+    monkeypatch.setattr(mailbox, "_record_event", lambda device: Event())
+    monkeypatch.setattr(snapshots_module, "SideStream", Side)
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: fill_gradients())
+    monkeypatch.setattr(
+        snapshots_module, "host_memory", lambda like: torch.empty_like(like, device="cpu")
+    )
+
+
+PARAMETERS = []
+
+
+def fill_gradients():
+    """Stands in for autograd, which wants a real device."""
+    for param in PARAMETERS:
+        if param.requires_grad:
+            param.grad = torch.empty_like(param)
+
+
+def build(**config):
+    there = {"device": "cuda"}
+    layers = nn.Linear(4, 4, **there), nn.LayerNorm(4, **there), nn.Linear(4, 1, **there)
+    model = nn.Sequential(*layers)
+    model.register_buffer("mask", torch.empty(3, device="cuda"))
+    model[2].bias.requires_grad_(False)
+    PARAMETERS[:] = model.parameters()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    settings = {"snapshot_interval": 3, "check_interval": 2, "quarantine_steps": 40, **config}
+    return model, Healer(model, optimizer, scheduler, HealingConfig(**settings))
+
+
+def take_steps(model, healer, steps):
+    for batch in healer.batches([torch.empty(5, 4, device="cuda") for _ in range(steps)]):
+        loss = model(batch).square().mean()
+        loss.backward()
+        healer.step(loss)
+        healer.model.zero_grad()
+
+
+@pytest.mark.parametrize("zclip_enabled", [True, False])
+def test_healthy_steps_with_snapshots_and_checks_wait_for_nothing(device, zclip_enabled):
+    with fake_cuda() as mode:
+        model, healer = build(zclip_enabled=zclip_enabled)
+        take_steps(model, healer, 8)
+    assert healer.notes == []
+    assert healer.last_step == 7
+    assert mode.ops.count("zclip::watch_loss_") == 8
+    assert mode.ops.count("zclip::fingerprint") >= 3
+    assert Event.host_waits == 0
+    healer.exits._closed = True  # a fake run has no numbers for a postmortem
+
+
+def test_the_whole_loop_waits_for_nothing(device):
+    with fake_cuda():
+        model, healer = build()
+        batches = [torch.empty(5, 4, device="cuda") for _ in range(3)]
+        healer.exits._closed = True
+        healer.exits.catch_signals = lambda: None
+        healer.run(lambda batch: model(batch).square().mean(), batches, 7, progress=False)
+    assert healer.notes == []
+    assert healer.last_step == 6
+
+
+def test_a_wait_would_be_noticed(device, monkeypatch):
+    with fake_cuda():
+        model, healer = build()
+        step = healer._guarded.step
+        monkeypatch.setattr(healer._guarded, "step", lambda n, loss: (float(loss), step(n, loss)))
+        with pytest.raises(WAITS):
+            take_steps(model, healer, 1)
+    healer.exits._closed = True

@@ -1,0 +1,289 @@
+"""The ladder, a line of a table each."""
+
+import pytest
+
+from heal.actions import (
+    Backoff,
+    CheckpointActivations,
+    ClearCache,
+    Halt,
+    PerturbWeights,
+    Refuse,
+    Rollback,
+    ScaleLr,
+    ShrinkBatch,
+    SkipBatches,
+    TightenClip,
+)
+from heal.causes import ABOUT, Cause, Family, Severity
+from heal.config import HealingConfig
+from heal.diagnose import Diagnosis
+from heal.exit_codes import ExitCode
+from heal.history import History
+from heal.policy import decide
+
+CONFIG = HealingConfig()
+SCALE = ScaleLr(0.5, 0.01, 200)
+CLIP = TightenClip(0.5)
+SNAPSHOTS = [80, 60, 20]
+
+
+def sick(cause, step=90, bad_step=85, streak=1, severity=None, **evidence):
+    usual = Severity.WARN if cause in (Cause.NONFINITE_GRADIENT, Cause.NONFINITE_LOSS) else None
+    return Diagnosis(
+        cause=cause,
+        evidence=evidence,
+        confidence=0.9,
+        reference="",
+        severity=severity or usual or Severity.ERROR,
+        bad_step=bad_step,
+        step=step,
+        streak=streak,
+    )
+
+
+NAN = Cause.NONFINITE_GRADIENT
+WARN = Severity.WARN
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "settings", "plan"),
+    [
+        # One bad batch is not a bad model.
+        (sick(NAN, streak=1), {}, (Refuse(),)),
+        (sick(NAN, streak=4), {}, (Refuse(),)),
+        (sick(Cause.NONFINITE_LOSS, streak=4), {}, (Refuse(),)),
+        (sick(NAN, streak=5), {}, (Rollback(80), SkipBatches(80, 91), SCALE)),
+        (sick(NAN, streak=1), {"nan_patience": 1}, (Rollback(80), SkipBatches(80, 91), SCALE)),
+        (sick(NAN, streak=6), {}, (Refuse(),)),
+        (sick(NAN, streak=50), {"nan_action": "skip"}, (Refuse(),)),
+        (sick(NAN, streak=50), {"nan_action": "warn"}, (Refuse(),)),
+        # NaN that was applied is damage at once.
+        (
+            sick(NAN, applied=True, severity=Severity.ERROR),
+            {},
+            (Rollback(80), SkipBatches(80, 91), SCALE),
+        ),
+        # A refused spike: patience, then the gentle rung.
+        (sick(Cause.GRADIENT_SPIKE, streak=3, severity=WARN), {}, (Refuse(),)),
+        (sick(Cause.GRADIENT_SPIKE, streak=5, severity=WARN), {}, (CLIP, SCALE)),
+        # Explosions: warnings are only told; harm tightens before it rolls back.
+        (sick(Cause.GRADIENT_EXPLOSION, severity=WARN), {}, ()),
+        (sick(Cause.GRADIENT_EXPLOSION), {}, (CLIP, SCALE)),
+        # Damage that was accepted.
+        (sick(Cause.LOSS_SPIKE, severity=WARN), {}, ()),
+        (sick(Cause.LOSS_SPIKE), {}, (Rollback(80), SkipBatches(80, 91), SCALE)),
+        (sick(Cause.DIVERGENCE, bad_step=70), {}, (Rollback(60), SkipBatches(60, 91), SCALE)),
+        (sick(Cause.DIVERGENCE), {"rollback_depth": 2}, (Rollback(60), SkipBatches(60, 91), SCALE)),
+        (sick(Cause.DIVERGENCE), {"rollback_depth": 9}, (Rollback(20), SkipBatches(20, 91), SCALE)),
+        (sick(Cause.DIVERGENCE), {"data": "replay"}, (Rollback(80), SkipBatches(85, 91), SCALE)),
+        (sick(Cause.DIVERGENCE), {"skip_window": 0}, (Rollback(80), SkipBatches(80, 90), SCALE)),
+        # Neither data nor schedule is to blame: the first rollback changes nothing else.
+        (sick(Cause.WEIGHT_CORRUPTION), {}, (Rollback(80), SkipBatches(80, 90))),
+        (sick(Cause.WEIGHT_CORRUPTION), {"data": "replay"}, (Rollback(80),)),
+        (sick(Cause.OPTIMIZER_RESET), {"data": "replay"}, (Rollback(80),)),
+        (sick(Cause.OPTIMIZER_CORRUPTION), {"data": "replay"}, (Rollback(80),)),
+        (sick(Cause.LR_SPIKE), {"data": "replay"}, (Rollback(80),)),
+        (sick(Cause.LR_SPIKE, severity=WARN), {}, ()),
+        # Alerts never act.
+        (sick(Cause.PLATEAU), {}, ()),
+        (sick(Cause.OVERFITTING), {}, ()),
+        (sick(Cause.THROUGHPUT_COLLAPSE), {}, ()),
+        (sick(Cause.WEIGHT_DRIFT), {}, ()),
+        (sick(Cause.SCALER_OVERFLOW), {}, ()),
+        # Exceptions.
+        (sick(Cause.OUT_OF_MEMORY), {}, (ClearCache(), ShrinkBatch(1))),
+        (
+            sick(Cause.OUT_OF_MEMORY, phase="step"),
+            {"data": "replay"},
+            (ClearCache(), ShrinkBatch(1), Rollback(80)),
+        ),
+        (sick(Cause.MEMORY_PRESSURE), {}, (ClearCache(), ShrinkBatch(1))),
+        (sick(Cause.DATA_ERROR, step=9), {}, (SkipBatches(9, 9),)),
+        (sick(Cause.NETWORK_ERROR), {}, (Backoff(30.0),)),
+        (sick(Cause.STORAGE_ERROR), {}, (Backoff(30.0),)),
+    ],
+)
+def test_the_first_plan(diagnosis, settings, plan):
+    assert decide(diagnosis, History(), HealingConfig(**settings), SNAPSHOTS) == plan
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "settings", "code"),
+    [
+        (sick(NAN), {"nan_action": "raise"}, ExitCode.NONFINITE),
+        (sick(NAN, streak=100), {"nan_action": "skip"}, ExitCode.NONFINITE),
+        (sick(NAN, streak=7), {"nan_action": "warn", "max_consecutive": 7}, ExitCode.NONFINITE),
+        (sick(Cause.LOSS_SPIKE), {"max_recovery_attempts": 0}, ExitCode.BUDGET_SPENT),
+        (sick(Cause.WEIGHT_CORRUPTION, bad_step=10), {}, ExitCode.NO_SNAPSHOT),
+        (sick(NAN, bad_step=10, applied=True, severity=Severity.ERROR), {}, ExitCode.NO_SNAPSHOT),
+        (sick(Cause.OUT_OF_MEMORY, bad_step=10, phase="step"), {}, ExitCode.NO_SNAPSHOT),
+        (sick(Cause.DATA_ERROR), {"max_data_errors": 0}, ExitCode.BAD_DATA),
+        (sick(Cause.DATA_ERROR), {"max_consecutive_data_errors": 0}, ExitCode.BAD_DATA),
+        (sick(Cause.NETWORK_ERROR), {"max_backoffs": 0}, ExitCode.NETWORK),
+        (sick(Cause.NETWORK_ERROR), {"backoff_budget_seconds": 20.0}, ExitCode.NETWORK),
+        (sick(Cause.COLLECTIVE_ERROR), {}, ExitCode.DISTRIBUTED),
+        (sick(Cause.DEVICE_ERROR), {}, ExitCode.HARDWARE),
+        (sick(Cause.PREEMPTED), {}, ExitCode.PREEMPTED),
+        (sick(Cause.UNKNOWN), {}, ExitCode.UNRECOVERABLE),
+    ],
+)
+def test_when_to_halt_at_once(diagnosis, settings, code):
+    (halt,) = decide(diagnosis, History(), HealingConfig(**settings), SNAPSHOTS)
+    assert isinstance(halt, Halt)
+    assert halt.exit_code == code
+    assert diagnosis.cause.value in halt.reason
+
+
+def climb(diagnosis, config=CONFIG, snapshots=SNAPSHOTS, effects=None, most=50):
+    """Carry out plan after plan for trouble that always comes back."""
+    history, plans = History(), []
+    while not plans or not any(isinstance(a, Halt) for a in plans[-1]):
+        plans.append(decide(diagnosis, history, config, snapshots))
+        history.note_plan(diagnosis, plans[-1], effects(plans[-1]) if effects else ())
+        assert len(plans) <= most
+    return plans
+
+
+def test_the_rungs_of_a_divergence_that_returns():
+    *plans, (halt,) = climb(sick(Cause.DIVERGENCE))
+    assert plans == [
+        (Rollback(80), SkipBatches(80, 91), SCALE),
+        (Rollback(60), SkipBatches(60, 92), SCALE),
+        (Rollback(20), SkipBatches(20, 94), SCALE),
+        (Rollback(20), SkipBatches(20, 98), SCALE),
+        (Rollback(20), SkipBatches(20, 106), SCALE),
+    ]
+    assert halt.exit_code == ExitCode.BUDGET_SPENT
+    assert "5 recovery attempts" in halt.reason
+
+
+def test_steps_under_way_when_the_clip_was_tightened_are_old_news():
+    history = with_plan(sick(Cause.GRADIENT_EXPLOSION, step=90))
+    for step in (91, 92):
+        assert decide(sick(Cause.GRADIENT_EXPLOSION, step=step), history, CONFIG, SNAPSHOTS) == ()
+        refused = sick(Cause.GRADIENT_SPIKE, step=step, streak=5, severity=WARN)
+        assert decide(refused, history, CONFIG, SNAPSHOTS) == (Refuse(),)
+
+
+def with_plan(diagnosis):
+    history = History()
+    history.note_plan(diagnosis, decide(diagnosis, history, CONFIG, SNAPSHOTS))
+    return history
+
+
+def test_after_the_gentle_rung_comes_a_rollback():
+    history = with_plan(sick(Cause.GRADIENT_EXPLOSION))
+    later = sick(Cause.GRADIENT_EXPLOSION, step=95, bad_step=94)
+    plan = decide(later, history, CONFIG, SNAPSHOTS)
+    assert plan == (Rollback(80), SkipBatches(80, 96), SCALE)
+
+
+def test_corruption_that_returns_is_no_longer_innocent():
+    *plans, _ = climb(sick(Cause.WEIGHT_CORRUPTION), HealingConfig(data="replay"))
+    assert plans[0] == (Rollback(80),)
+    assert plans[1] == (Rollback(60), SkipBatches(85, 92), SCALE)
+
+
+def test_another_cause_in_the_same_incident_goes_on_up_the_ladder():
+    history = with_plan(sick(Cause.LOSS_SPIKE))
+    plan = decide(sick(NAN, streak=5), history, CONFIG, SNAPSHOTS)
+    assert plan[0] == Rollback(60)
+
+
+def test_weights_are_perturbed_only_if_asked_and_only_late():
+    config = HealingConfig(perturb_std=0.01, skip_window=0, max_recovery_attempts=10)
+    *plans, (halt,) = climb(sick(Cause.DIVERGENCE), config, snapshots=[80])
+    assert plans[-1][-1] == PerturbWeights(0.01, seed=len(plans) - 1)
+    assert all(not isinstance(a, PerturbWeights) for plan in plans[:2] for a in plan)
+    assert not any(
+        isinstance(a, PerturbWeights) for plan in climb(sick(Cause.DIVERGENCE)) for a in plan
+    )
+    assert halt.exit_code in (ExitCode.UNRECOVERABLE, ExitCode.BUDGET_SPENT)
+
+
+def test_with_one_snapshot_and_no_window_the_run_ends_when_nothing_new_is_left():
+    config = HealingConfig(skip_window=0, max_recovery_attempts=100)
+    *plans, (halt,) = climb(sick(Cause.DIVERGENCE), config, snapshots=[80])
+    assert len(plans) == len(set(plans)) == 2
+    assert halt.exit_code == ExitCode.UNRECOVERABLE
+
+
+def test_without_a_snapshot_a_clean_state_gets_the_gentle_rung_once():
+    history = History()
+    first = sick(NAN, streak=5, step=90, bad_step=86)
+    plan = decide(first, history, CONFIG, snapshots=[])
+    assert plan == (CLIP, SCALE)
+    history.note_plan(first, plan)
+    (halt,) = decide(sick(NAN, streak=10, step=95, bad_step=86), history, CONFIG, snapshots=[])
+    assert halt.exit_code == ExitCode.NO_SNAPSHOT
+
+
+def test_memory_halvings_then_activations_then_the_end():
+    left = [2]
+
+    def effects(plan):
+        shrinks = any(isinstance(a, ShrinkBatch) for a in plan)
+        left[0] -= shrinks
+        return [True, left[0] >= 0 if shrinks else True]
+
+    *plans, (halt,) = climb(sick(Cause.OUT_OF_MEMORY), effects=effects)
+    assert plans == [
+        (ClearCache(), ShrinkBatch(1)),
+        (ClearCache(), ShrinkBatch(2)),
+        (ClearCache(), ShrinkBatch(3)),
+        (ClearCache(), CheckpointActivations()),
+    ]
+    assert halt.exit_code == ExitCode.OUT_OF_MEMORY
+    assert "smallest micro-batch" in halt.reason
+
+
+def test_memory_that_never_says_no_ends_as_well():
+    config = HealingConfig(activation_checkpointing=False)
+    plans = climb(sick(Cause.OUT_OF_MEMORY), config)
+    assert len(plans) == 31
+
+
+def test_waits_double_up_to_the_cap_and_the_budget():
+    plans = climb(sick(Cause.NETWORK_ERROR))
+    waits = [plan[0].seconds for plan in plans[:-1]]
+    assert waits == [30, 60, 120, 240, 480, 600, 600, 600]
+    short = HealingConfig(backoff_budget_seconds=200.0)
+    assert [p[0].seconds for p in climb(sick(Cause.NETWORK_ERROR), short)[:-1]] == [30, 60]
+
+
+def test_waits_and_skips_cost_no_recovery_attempts():
+    history = History()
+    for cause in (Cause.NETWORK_ERROR, Cause.DATA_ERROR, Cause.OUT_OF_MEMORY):
+        history.note_plan(sick(cause), decide(sick(cause), history, CONFIG, SNAPSHOTS))
+    assert history.attempts == 0
+
+
+def test_bad_batches_are_skipped_as_long_as_the_next_one_works():
+    history = History()
+    for step in range(60):
+        bad = sick(Cause.DATA_ERROR, step=step)
+        plan = decide(bad, history, CONFIG, SNAPSHOTS)
+        assert plan == (SkipBatches(step, step),)
+        history.note_plan(bad, plan)
+        history.note_step(step, CONFIG)
+    for _ in range(3):
+        bad = sick(Cause.DATA_ERROR, step=60)
+        history.note_plan(bad, decide(bad, history, CONFIG, SNAPSHOTS))
+    (halt,) = decide(sick(Cause.DATA_ERROR, step=60), history, CONFIG, SNAPSHOTS)
+    assert halt.exit_code == ExitCode.BAD_DATA
+    assert "3 batches in a row" in halt.reason
+
+
+def test_deciding_changes_nothing():
+    history = with_plan(sick(Cause.LOSS_SPIKE))
+    before = history.state()
+    for cause in Cause:
+        decide(sick(cause, streak=5), history, CONFIG, SNAPSHOTS)
+    assert history.state() == before
+
+
+@pytest.mark.parametrize("cause", [c for c in Cause if ABOUT[c].family is Family.ALERT])
+@pytest.mark.parametrize("severity", list(Severity))
+def test_alerts_never_act_however_grave(cause, severity):
+    assert decide(sick(cause, severity=severity), History(), CONFIG, SNAPSHOTS) == ()

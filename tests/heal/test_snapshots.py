@@ -1,0 +1,297 @@
+"""Snapshots: what is in them, what they cost, and that they give back the same bytes."""
+
+import pytest
+import torch
+from torch import nn
+
+import zclip
+from heal.rng import RngState
+from heal.snapshots import SnapshotCorrupt, SnapshotRing
+from heal.training_state import StateMismatch, TrainingState
+
+
+class Net(nn.Module):
+    """Tied weights, BatchNorm, dropout, a mask of -inf and a buffer that is a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 6, bias=False)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(6, 6)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf), persistent=False)
+        self.register_buffer("row", self.mask[0])
+        self.register_buffer("wide", torch.ones(1).expand(4))
+
+    def forward(self, x):
+        return self.head(self.drop(self.norm(self.embed(x)).relu()))
+
+
+torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
+
+OPTIMIZERS = {
+    "AdamW-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW-amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "Adam-tensor-lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2), fused=True),
+    "SGD-momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=2),
+}
+
+
+def build(optimizer="AdamW-fused", **settings):
+    torch.manual_seed(0)
+    model = Net()
+    inner = OPTIMIZERS[optimizer](model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=50)
+    wrapped = zclip.wrap(inner, "zclip", warmup_steps=3)
+    state = TrainingState(model, [wrapped], [scheduler])
+    ring = SnapshotRing(
+        **{"interval": 5, "count": 4, "memory_fraction": 2.0, "quarantine_steps": 2, **settings}
+    )
+    return state, ring
+
+
+def train(state, steps):
+    optimizer = state.optimizers[0]
+    for _ in range(steps):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = state.model(torch.randn(8, 6)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        state.schedulers[0].step()
+
+
+def take(state, ring, step):
+    return ring.capture(step, state.tensors(), state.values() | {"rng": RngState.now()})
+
+
+def bytes_of(state):
+    values = state.values()
+    tensors = {key: t.clone() for key, t in state.tensors().items()}
+    clips = values.pop("clip")
+    return tensors, values, clips
+
+
+def assert_same(first, second):
+    assert first[0].keys() == second[0].keys()
+    for key, tensor in first[0].items():
+        assert torch.equal(tensor.nan_to_num(7), second[0][key].nan_to_num(7)), key
+    assert str(first[1:]) == str(second[1:])
+
+
+@pytest.mark.filterwarnings("ignore:.*is not fused")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("warm", [0, 4], ids=["before any step", "after four"])
+def test_a_rollback_replays_to_the_byte(optimizer, warm):
+    state, ring = build(optimizer)
+    train(state, warm)
+    assert take(state, ring, warm)
+    at_capture = bytes_of(state)
+    train(state, 6)
+    expected = bytes_of(state)
+    ring.note_clean(warm), ring.note_clean(warm + 1)
+    train(state, 3)
+
+    snapshot = ring.take(warm)
+    state.restore(snapshot.tensors, snapshot.values)
+    snapshot.values["rng"].put_back()
+    assert_same(bytes_of(state), at_capture)
+    train(state, 6)
+    assert_same(bytes_of(state), expected)
+
+
+def test_optimizer_state_that_was_lost_is_made_again():
+    state, ring = build()
+    train(state, 3)
+    take(state, ring, 3)
+    ring.note_clean(3), ring.note_clean(4)
+    expected = bytes_of(state)
+    state.optimizers[0].state.clear()
+    snapshot = ring.take(3)
+    state.restore(snapshot.tensors, snapshot.values)
+    assert_same(bytes_of(state), expected)
+
+
+def test_memory_is_at_most_twice_the_trainable_state_and_is_reused():
+    state, ring = build(interval=1, quarantine_steps=0)
+    train(state, 2)
+    sizes = set()
+    for step in range(2, 12):
+        take(state, ring, step)
+        ring.note_clean(step)
+        sizes.add(ring.held_bytes())
+        train(state, 1)
+    trainable = sum(t.nbytes for t in state.tensors().values())
+    assert max(sizes) == 2 * trainable
+    assert len(ring.good_steps()) == 2
+
+
+def test_frozen_weights_take_no_memory_until_they_change():
+    state, _ = build()
+    everything = sum(t.nbytes for t in state.tensors().values())
+    state.model.embed.weight.requires_grad_(False)
+    state.notice_changes()
+    without = sum(t.nbytes for t in state.tensors().values())
+    assert everything - without == state.model.embed.weight.nbytes
+    assert len(state.frozen()) == 1
+    with torch.no_grad():
+        state.model.embed.weight.mul_(0.9)  # as a moving average would
+    state.notice_changes()
+    assert sum(t.nbytes for t in state.tensors().values()) == everything
+    assert not state.frozen()
+
+
+def test_tied_weights_and_views_are_copied_once():
+    state, _ = build()
+    keys = state.tensors()
+    weights = [key for key, t in keys.items() if t.shape == (6, 6)]
+    assert len(weights) == 1
+    storage = {t.untyped_storage()._cdata for t in keys.values()}
+    assert len(storage) == len(keys)
+
+
+def test_a_snapshot_is_good_only_after_its_quarantine():
+    state, ring = build(quarantine_steps=3)
+    take(state, ring, 10)
+    ring.note_clean(9)  # a step before the snapshot says nothing about it
+    for step in (10, 11):
+        ring.note_clean(step)
+    ring.note_suspect()
+    for step in (12, 13):
+        ring.note_clean(step)
+    assert ring.good_steps() == []
+    ring.note_clean(14)
+    assert ring.good_steps() == [10]
+
+
+def test_a_state_with_a_nan_is_never_promoted():
+    state, ring = build(quarantine_steps=1)
+    with torch.no_grad():
+        state.model.head.bias[2] = torch.nan
+    take(state, ring, 0)
+    ring.note_clean(0)
+    assert ring.good_steps() == []
+    assert ring.newest_step() is None
+
+
+@pytest.mark.parametrize("bit", range(0, 32, 5))
+def test_a_flipped_bit_is_found_and_the_snapshot_dropped(bit):
+    state, ring = build(quarantine_steps=0)
+    take(state, ring, 0)
+    ring.note_clean(0)
+    copies = ring._kept[0].tensors
+    copies["parameter", 0].view(torch.int32)[1, 2] ^= 1 << bit
+    with pytest.raises(SnapshotCorrupt, match="parameter 0"):
+        ring.take(0)
+    assert ring.good_steps() == []
+
+
+def test_ages_are_geometric():
+    _, ring = build(interval=10, count=4, memory_fraction=4.0, quarantine_steps=0)
+    tensors = {("extra", "x"): torch.ones(3)}
+    spans = []
+    for step in range(0, 5000, 10):
+        ring.capture(step, tensors, {})
+        ring.note_clean(step)
+        if step > 1000:
+            good = ring.good_steps()
+            assert len(good) == 4
+            spans.append(good[0] - good[-1])
+    assert min(spans) > 6 * 10
+    assert max(spans) < 100 * 10
+
+
+def test_the_last_good_snapshot_is_not_given_up_for_an_unproven_one():
+    _, ring = build(interval=1, quarantine_steps=3)
+    tensors = {("extra", "x"): torch.ones(3)}
+    ring.capture(0, tensors, {})
+    for step in range(3):
+        ring.note_clean(step)
+    for step in range(3, 30):
+        ring.capture(step, tensors, {})
+        assert ring.good_steps() == [0]
+
+
+def test_snapshots_that_come_faster_than_they_are_proven_still_become_good():
+    _, ring = build(interval=2, quarantine_steps=10)
+    tensors = {("extra", "x"): torch.ones(3)}
+    for step in range(60):
+        if step % 2 == 0:
+            ring.capture(step, tensors, {})
+        ring.note_clean(step)
+    assert ring.good_steps()[0] > 35
+
+
+def test_too_little_memory_degrades_and_says_so(monkeypatch):
+    state, ring = build()
+    num_bytes = sum(t.nbytes for t in state.tensors().values())
+    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: num_bytes)
+    assert not take(state, ring, 0)
+    assert "free host memory" in ring.degraded
+    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: 2.5 * num_bytes)
+    assert take(state, ring, 5)
+    ring.note_clean(5), ring.note_clean(6)
+    assert take(state, ring, 10)
+    assert ring.held_bytes() <= 2 * num_bytes
+
+
+def test_a_fraction_below_one_means_no_snapshots_and_says_so():
+    state, ring = build(memory_fraction=0.5)
+    assert not take(state, ring, 0)
+    assert "snapshot_memory_fraction" in ring.degraded
+
+
+def test_a_run_that_has_other_parameters_is_left_untouched():
+    state, ring = build(quarantine_steps=0)
+    take(state, ring, 0)
+    ring.note_clean(0)
+    state.model.extra = nn.Linear(2, 2)
+    before = bytes_of(state)
+    snapshot = ring.take(0)
+    with pytest.raises(StateMismatch, match="parameter"):
+        state.restore(snapshot.tensors, snapshot.values)
+    assert_same(bytes_of(state), before)
+
+
+def test_a_cache_made_in_the_first_forward_does_not_stop_a_rollback():
+    state, ring = build(quarantine_steps=0)
+    take(state, ring, 0)
+    ring.note_clean(0)
+    state.model.register_buffer("cache", torch.ones(5), persistent=False)
+    state.model.norm.running_mean = torch.zeros(9)  # replaced by one of another size
+    snapshot = ring.take(0)
+    state.restore(snapshot.tensors, snapshot.values)
+    assert state.model.norm.running_mean.shape == (6,)
+
+
+def test_reading_the_generators_draws_nothing_from_them():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    state = RngState.now()
+    assert torch.equal(torch.rand(4), expected)
+    state.put_back()
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_scaler_that_had_no_scale_yet_has_none_again():
+    model = nn.Linear(2, 2)
+    optimizer = zclip.wrap(torch.optim.SGD(model.parameters(), lr=0.1, fused=True), "zclip")
+    scaler = torch.amp.GradScaler("cpu")
+    state = TrainingState(model, [optimizer], [], scaler)
+    young = ({k: t.clone() for k, t in state.tensors().items()}, state.values())
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update(64.0)
+    old = ({k: t.clone() for k, t in state.tensors().items()}, state.values())
+    state.restore(*young)
+    assert scaler.get_scale() == 65536.0
+    state.restore(*old)
+    assert scaler.get_scale() == 64.0

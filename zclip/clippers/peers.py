@@ -1,0 +1,103 @@
+"""The other ranks that a clipper adds up with: who they are, and what goes to them when."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zclip.parallel import Record, Reduction, find_reduction, reduce_record
+from zclip.targets import Targets
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Peers:
+    """Finds out once per list of parameters how to add up, and then does it step by step.
+
+    Attributes:
+        reduction: how statistics become those of the whole model; None if every rank has them.
+    """
+
+    def __init__(
+        self,
+        process_group: "ProcessGroup | None" = None,
+        pipeline_group: "ProcessGroup | None" = None,
+        record_group: "ProcessGroup | None" = None,
+    ) -> None:
+        self.reduction: Reduction | None = None
+        self._groups = (process_group, pipeline_group)
+        self._record_group = record_group
+        self._found: Targets | None = None
+        self._whole: Targets | None = None
+
+    def find(self, found: Targets) -> Targets:
+        """Return the parameters of the whole model, those of other pipeline stages included."""
+        if found is not self._found or self._whole is None:
+            self.reduction = find_reduction(found.params, found.names, *self._groups)
+            self._found = self._whole = found
+            if self.reduction is not None and self._groups[1] is not None:
+                self._whole = found.among(self.reduction.names, self.reduction.own)
+        return self._whole
+
+    @property
+    def own(self) -> slice:
+        """Which rows of the whole are those of this rank."""
+        return slice(None) if self.reduction is None else self.reduction.own
+
+    def tell(
+        self,
+        loss: Tensor | None,
+        extra: Tensor | None,
+        tag: Callable[[], Tensor | None],
+        found: Targets,
+    ) -> Record | None:
+        """Add up the record in a message of its own, where it cannot travel with statistics.
+
+        To be called before anyone asks whether there are gradients at all: a rank without any must
+        not leave the others waiting.
+        """
+        if self._record_group is None or self._reaches(self._record_group):
+            return None
+        device = found.params[0].device if found.params else torch.device("cpu")
+        return reduce_record(loss, extra, tag(), group=self._record_group, device=device)
+
+    def add_up(
+        self,
+        stats: Tensor,
+        loss: Tensor | None,
+        extra: Tensor | None,
+        tag: Callable[[], Tensor | None],
+        told: Record | None,
+    ) -> tuple[Tensor, Record | None]:
+        """Return the statistics of the whole model, and the record.
+
+        Args:
+            stats: of this rank.
+            loss: of this rank.
+            extra: of this rank.
+            tag: of this rank; called if there is someone to tell.
+            told: the record, if :meth:`tell` has added it up already.
+        """
+        if self.reduction is None:
+            return stats, told
+        if told is None:
+            stats, record, _ = self.reduction.reduce(stats, loss, extra, tag())
+            return stats, record
+        stats, record, _ = self.reduction.reduce(stats, tag=tag())
+        return stats, replace(told, desynced=told.desynced | record.desynced)
+
+    def _reaches(self, group: "ProcessGroup") -> bool:
+        if self.reduction is None:
+            return False
+        reach = 1
+        for crossed in self.reduction.groups:
+            reach *= dist.get_world_size(crossed)
+        return reach >= dist.get_world_size(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Groups and parameters belong to the run, not to a copy or a file."""
+        return {**dict.fromkeys(self.__dict__), "_groups": (None, None)}
