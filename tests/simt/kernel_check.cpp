@@ -327,7 +327,10 @@ void check_rewriting(simt::Random& random) {
   std::vector<double> one = keep;
   one[last] = 0.5;
   want = changed(tensors, [&](auto& x, size_t t) { scale_as_told(x, t == last ? 0.5 : kKeep); });
+  // On two blocks, so that a block steps from one tensor's end exactly to the next one's beginning.
+  cuda::emulated_multiprocessors = 1;
   cuda::launch_scale(nowhere.data(), static_cast<int64_t>(last) + 1, one.data(), nullptr, kQueue);
+  cuda::emulated_multiprocessors = 2;
   expect_content(tensors, want, "scale_ of the last");
 }
 

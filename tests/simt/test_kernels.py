@@ -184,10 +184,6 @@ def test_every_operator_of_the_cpu_exists_here_but_the_benchmarks_yardstick():
             lambda op: op.clamp_([torch.ones(2), torch.ones(1).expand(3)], 0.1),
             r"grads\[1\] .*share",
         ),
-        (
-            lambda op: op.grad_stats([torch.ones(2), torch.ones(2, device="meta")]),
-            r"\[1\] is not on",
-        ),
     ],
 )
 def test_the_binding_checks_as_that_of_the_cpu_does(call, message):
