@@ -30,6 +30,8 @@ MODULE_OF = {
     "spike_skip_": "spike_skip_",
     "auto_clip_": "auto_clip_",
     "watch_loss_": "watch_loss_",
+    "agc_": "agc_",
+    "fingerprint": "fingerprint",
     "clip_by_zclip_": "clip_by",
     "clip_by_adagc_": "clip_by",
     "clip_by_spike_skip_": "clip_by",
