@@ -13,6 +13,7 @@ CXX_SOURCES := $(shell find csrc -type f)
 
 demo: $(VENV)/built
 	$(BIN)/zclip-bench --quick
+	$(BIN)/heal demo --run-dir build/heal-demo
 
 test: lint $(VENV)/built
 	$(BIN)/python -m pytest -q
@@ -29,6 +30,7 @@ bench: $(VENV)/built
 	$(BIN)/zclip-bench --save benchmarks/results
 	$(BIN)/python benchmarks/bench_step.py --save benchmarks/results
 	$(BIN)/python benchmarks/spikes_gpt.py --save benchmarks/results
+	$(BIN)/python benchmarks/bench_heal.py
 	$(BIN)/python -m pytest -q benchmarks --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
 
 lint: $(VENV)/tools

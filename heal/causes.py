@@ -84,7 +84,7 @@ ABOUT: dict[Cause, About] = {
         Family.NUMERIC, "A gradient norm out of the ordinary; the clip rule dealt with it.", ZCLIP
     ),
     Cause.GRADIENT_EXPLOSION: About(
-        Family.NUMERIC, "Gradient norms far above their median, and the loss suffers.", ADAGC
+        Family.NUMERIC, "Gradient norms far above all before, and the loss suffers.", ADAGC
     ),
     Cause.LOSS_SPIKE: About(
         Family.NUMERIC, "The loss leapt far above every level seen and stays there.", PALM

@@ -70,7 +70,7 @@ class HealingConfig:
     )
     grad_norm_limit: float = setting(
         100.0,
-        "A norm before clipping of more than this many times its running median is an explosion.",
+        "A norm before clipping of more than this many times its recent upper range explodes.",
         group="clipping",
         above=1,
     )
@@ -94,7 +94,8 @@ class HealingConfig:
     )
     loss_spike_patience: int = setting(
         5,
-        "Spikes in a row, worse than any level seen before, that make a rollback.",
+        "Spikes in a row, worse than any level seen before, that make a rollback; four times as "
+        "many where hard data could be the reason.",
         group="loss",
         least=1,
     )

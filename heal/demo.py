@@ -145,6 +145,8 @@ def _plot(path: Path, calm: Drill, drill: Drill) -> str:
     for name, one in (("undisturbed", calm), ("healed", drill)):
         losses = [(attempt, float(loss)) for attempt, loss in one.losses]
         axes.plot(*zip(*losses, strict=True), label=name, linewidth=1)
+        finite = [loss for _, loss in losses if math.isfinite(loss)]
+        axes.set_ylim(min(finite) - 0.1, 1.1 * finite[0])  # some faults go through the roof
     for outcome in drill.outcomes:
         at = outcome.strike.attempt
         axes.axvline(at, color="gray", linewidth=0.5)
@@ -156,10 +158,11 @@ def _plot(path: Path, calm: Drill, drill: Drill) -> str:
             va="top",
             ha="right",
             fontsize=7,
+            color="gray",
         )
     axes.set_xlabel("attempted steps")
     axes.set_ylabel("loss, nats per character")
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper right")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, bbox_inches="tight")

@@ -92,7 +92,7 @@ class Drill:
 
     Attributes:
         outcomes: one per fault, in the order in which they struck.
-        losses: number of the attempt and loss of each, where it is a number or not.
+        losses: number of the attempt and loss of each piece of a batch, a number or not.
     """
 
     def __init__(self, healer: "Healer", faults: Sequence[Fault], seed: int = 0) -> None:
@@ -113,7 +113,7 @@ class Drill:
 
         def noted(batch: Any) -> Any:
             loss = train_step(batch)
-            self.losses.append((len(self.losses), loss.detach()))
+            self.losses.append((self._healer.attempts - 1, loss.detach()))
             return loss
 
         try:
@@ -122,7 +122,7 @@ class Drill:
             )
         finally:
             self._collect()
-            self._price((time.monotonic() - began) / max(1, len(self.losses)))
+            self._price((time.monotonic() - began) / max(1, self._healer.attempts))
         return time.monotonic() - began
 
     def _collect(self) -> None:

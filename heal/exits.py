@@ -40,9 +40,9 @@ class Exits:
 
     def catch_signals(self) -> None:
         """Stop after a step when told to. A second signal does what it would without us."""
+        self._closed = False
         if threading.current_thread() is not threading.main_thread():
             return
-        self._closed = False
         for name in SIGNALS:
             number = getattr(signal, name, None)
             if number is not None and number not in self._previous:

@@ -40,12 +40,15 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         elif not self._must_wait() or not bool(refused):
             self._guarded_step(result, refused, None)
 
-    def _clip(self, loss: Tensor | None, grad_scale: Tensor | None) -> ClipResult | None:
+    def _clip(
+        self, loss: Tensor | None, grad_scale: Tensor | None, extra: Tensor | None = None
+    ) -> ClipResult | None:
         """As the parent, but the loss is judged before the verdict counts; mail goes out later."""
+        groups = self.param_groups
         if self.apply == "inplace":
-            self.clipper.step(self.param_groups, loss=loss, grad_scale=grad_scale)
+            self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
         else:
-            self.clipper.decide(self.param_groups, loss=loss, grad_scale=grad_scale)
+            self.clipper.decide(groups, loss=loss, grad_scale=grad_scale, extra=extra)
         result = self.clipper.result
         if result is not None and loss is not None and self.watch is not None:
             self.watch.judge(loss, result.verdict)
@@ -62,7 +65,11 @@ class LossWatch:
 
     def judge(self, loss: Tensor, verdict: Tensor) -> None:
         """Write into the verdict what the loss says. Rises are left to the host, which has time."""
-        loss = loss.detach().reshape(-1)[:1].to(self.state.device, non_blocking=True)
+        loss = loss.detach()
+        if loss.numel() != 1:
+            loss = loss.mean()
+        if loss.device != self.state.device:
+            loss = loss.to(self.state.device, non_blocking=True)
         torch.ops.zclip.watch_loss_(
             self.state, loss, verdict, self.factor, 0, LOSS_DECAY, LOSS_WARMUP_STEPS
         )
@@ -77,9 +84,13 @@ class GuardedStep:
         named_parameters: names for what goes wrong.
         scaler: a GradScaler. Each optimizer is then refused by itself, as torch does it.
 
+    Raises:
+        TypeError: an optimizer calls a closure by itself, as LBFGS does.
+
     Attributes:
         optimizers: the wrapped ones.
         mailbox: carries the verdict of each step, and the loss scale after it.
+        watches_loss: whether the loss is judged; not where there are several ranks.
     """
 
     def __init__(
@@ -91,13 +102,22 @@ class GuardedStep:
     ) -> None:
         names = list(named_parameters)
         self.optimizers = [_watched(o, config, names) for o in optimizers]
+        for optimizer in self.optimizers:
+            if optimizer._needs_closure():
+                raise TypeError(
+                    f"{type(optimizer.inner).__name__} calls a closure several times within one "
+                    "step, which cannot be refused or repeated as a whole; wanted another optimizer"
+                )
         self.scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
         self.mailbox = zclip.Mailbox(config.lag, width=NUM_VERDICT + 1)
         params = (p for o in self.optimizers for g in o.param_groups for p in g["params"])
         device = next((p.device for p in params), torch.device("cpu"))
         self.watch = LossWatch(config.loss_spike_factor, device)
+        # Each rank has a loss of its own: judged here, one rank would refuse what others take.
+        # A NaN that matters is in the gradients, which all ranks share.
+        self.watches_loss = not _has_peers()
         for optimizer in self.optimizers:
-            optimizer.watch = self.watch
+            optimizer.watch = self.watch if self.watches_loss else None
         self._no_scale = torch.full((1,), NO_LOSS_SCALE, device=device)
 
     @torch.no_grad()
@@ -105,8 +125,6 @@ class GuardedStep:
         """Take the step, or refuse it on the device; False if there were no gradients at all."""
         if self.scaler is not None:
             verdict = self._scaled_step(loss)
-        elif len(self.optimizers) == 1:
-            verdict = self._one_step(loss)
         else:
             verdict = self._joint_step(loss)
         if verdict is None:
@@ -125,11 +143,6 @@ class GuardedStep:
         except (IndexError, AssertionError):
             return ""
 
-    def _one_step(self, loss: Tensor | None) -> Tensor | None:
-        optimizer = self.optimizers[0]
-        optimizer.step(loss=loss)
-        return None if optimizer.result is None else optimizer.result.verdict
-
     def _joint_step(self, loss: Tensor | None) -> Tensor | None:
         """Judge all first. Half a step, with one part refused, is a state no run ever had."""
         results = []
@@ -138,10 +151,11 @@ class GuardedStep:
         found = [result for result in results if result is not None]
         if not found:
             return None
-        device = found[0].verdict.device
-        blocked = torch.stack([r.blocked.to(device, non_blocking=True) for r in found]).amax()
-        for result in found:
-            result.verdict[BLOCKED] = blocked.to(result.verdict.device, non_blocking=True)
+        if len(found) > 1:
+            device = found[0].verdict.device
+            blocked = torch.stack([r.blocked.to(device, non_blocking=True) for r in found]).amax()
+            for result in found:
+                result.verdict[BLOCKED] = blocked.to(result.verdict.device, non_blocking=True)
         for optimizer, judged in zip(self.optimizers, results, strict=True):
             if judged is not None:
                 optimizer.step_if_allowed(judged)
@@ -158,12 +172,21 @@ class GuardedStep:
         # Not fused: the scaler saw Inf on the host, and told nobody.
         verdict = torch.zeros(NUM_VERDICT, device=self._no_scale.device)
         verdict[: len(_OVERFLOWED)] = torch.tensor(_OVERFLOWED, device=verdict.device)
-        if loss is not None:
+        if loss is not None and self.watches_loss:
             self.watch.judge(loss, verdict)
         return verdict
 
 
 _OVERFLOWED = (1.0, float(zclip.layout.HAS_INF), math.inf)  # blocked, flags, norm
+
+
+def _has_peers() -> bool:
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
 
 
 def _watched(

@@ -121,6 +121,8 @@ class Healer:
         self._wants_snapshot = False
         self.notes: list[str] = []
         self.exits = Exits(self, self.journal, clock)
+        if not self._guarded.watches_loss:
+            self._note("several ranks: each has a loss of its own, so that none is judged")
         self._attempts = Attempts(self._run, self._guarded, micro, self._treatment, self)
 
     # What a hand-written loop calls.
@@ -149,7 +151,8 @@ class Healer:
             if not isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step()
         with self.exits.halting():
-            self._contained(lambda: self._after_step(posted, loss is not None))
+            judged = loss is not None and self._guarded.watches_loss
+            self._contained(lambda: self._after_step(posted, judged))
 
     def on_instability(self, hook: Hook) -> Hook:
         """Have ``hook(diagnosis, plan)`` see every plan; what it returns, if not None, is done."""

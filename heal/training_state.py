@@ -49,6 +49,8 @@ class TrainingState:
         self.extra = dict(extra or {})
         self._frozen_versions: dict[int, int] = {}
         self._changed_though_frozen: set[int] = set()
+        self._sizes: list[int] = []
+        self._known: list[Tensor] = []
 
     def parameters(self) -> list[Tensor]:
         """Return every parameter of model and optimizers, once."""
@@ -85,13 +87,15 @@ class TrainingState:
     def signature(self) -> tuple[int, ...]:
         """Return numbers that change when parameters are added, frozen or unfrozen.
 
-        This runs in every step, so it counts and does not compare.
+        This runs in every step, so it counts and does not compare. A parameter that no optimizer
+        was told of is not trained and not looked for.
         """
-        numbers = [sum(p.requires_grad for p in self.model.parameters())]
-        numbers.append(len(self._changed_though_frozen))
-        for optimizer in self.optimizers:
-            numbers += [len(group["params"]) for group in optimizer.param_groups]
-        return tuple(numbers)
+        sizes = [len(group["params"]) for o in self.optimizers for group in o.param_groups]
+        if sizes != self._sizes:  # walking through the modules takes longer than all the rest
+            self._sizes = sizes
+            self._known = self.parameters()
+        trainable = sum([p.requires_grad for p in self._known])
+        return (trainable, len(self._changed_though_frozen), *sizes)
 
     def tensors(self) -> dict[Key, Tensor]:
         """Return all tensors that steps may change, each part of memory once."""

@@ -45,6 +45,7 @@ class Divergence:
     WANDER, WANDER_FLAT = 8.0, 30.0  # usual moves between blocks that a climb, a collapse must span
     STANDARD_ERRORS = 4.0  # of a median; the two that a rise compares make about 2.3 of them
     CHANGED, CHANGED_MUCH = 1.5, 3.0  # gradient norms, up or down, against those at the best loss
+    MOVE_OF_NOISE = 1.2  # median distance of two medians of normal noise, in standard errors
     WINDOWS = 3  # times the patience that is looked back
     HABIT = 60  # blocks from which noise and moves are known
 
@@ -58,6 +59,7 @@ class Divergence:
         self.best: Block | None = None
         self.moves = Window(self.HABIT)
         self.spreads = Window(self.HABIT)
+        self.habit_norms = Window(self.HABIT)
 
     def observe(self, record: Record) -> Finding | None:
         if not record.has_finite_loss:
@@ -101,6 +103,7 @@ class Divergence:
             before, after = self.blocks[-self.BLOCKS :][:2]
             self.moves.push(abs(after.loss - before.loss))
             self.spreads.push(before.spread)
+            self.habit_norms.push(before.norm)
         self.blocks.append(block)
         del self.blocks[: -self.BLOCKS * self.WINDOWS]
         self.initial = block.loss if self.initial is None else self.initial
@@ -112,7 +115,7 @@ class Divergence:
         if self.best is None or self.initial is None or len(self.blocks) < self.STEEP_BLOCKS:
             return ""
         noise = max(self.spreads.median if len(self.spreads) else 0.0, self.best.spread)
-        wander = self.moves.median if len(self.moves) else 0.0
+        wander = self._wander(noise)
         learned = self.initial - self.best.loss
         risen = self.blocks[-1].loss - self.best.loss
         margin = max(self.NOISE * noise, self.WANDER * wander)
@@ -120,7 +123,8 @@ class Divergence:
             has_learned = learned > self.NOISE * noise
             change = self._norm_change(self.best)
             is_sick = change > (self.CHANGED if has_learned else self.CHANGED_MUCH)
-            if is_sick and self._climbs(noise) and (has_learned or self._steepens()):
+            is_sick = is_sick and (has_learned or self._steepens())
+            if is_sick and self._climbs(noise, wander):
                 return "climb"
             is_worse = risen > (1.0 + self.UNDONE) * learned + margin
             if is_worse and change > self.CHANGED_MUCH and self._climbs_steeply(noise):
@@ -129,14 +133,24 @@ class Divergence:
         level = self.best.loss + self.COLLAPSED * learned
         return "collapse" if has_learned_much and self._lies_flat(level, noise) else ""
 
-    def _norm_change(self, best: Block) -> float:
-        """Return the factor, up or down, between the norms of now and of the best loss."""
-        norm = self.blocks[-1].norm
-        if best.norm <= 0.0:
-            return 1.0
-        return max(norm / best.norm, best.norm / norm if norm > 0.0 else math.inf)
+    def _wander(self, noise: float) -> float:
+        """Return how far the level usually moves from block to block, noise taken off."""
+        if not len(self.moves):
+            return 0.0
+        by_noise = self.MOVE_OF_NOISE * noise / math.sqrt(self.size)
+        return math.sqrt(max(self.moves.median**2 - by_noise**2, 0.0))
 
-    def _climbs(self, noise: float) -> bool:
+    def _norm_change(self, best: Block) -> float:
+        """Return the least factor, up or down, between the norms of late and those before."""
+        now = median(block.norm for block in self.blocks[-self.STEEP_BLOCKS :])
+        changes = []
+        for usual in (best.norm, self.habit_norms.median if len(self.habit_norms) else best.norm):
+            if usual <= 0.0:
+                return 1.0
+            changes.append(max(now / usual, usual / now if now > 0.0 else math.inf))
+        return min(changes)
+
+    def _climbs(self, noise: float, wander: float) -> bool:
         """Look at one, two and three times the patience: the more noise, the longer it takes."""
         for windows in range(1, len(self.blocks) // self.BLOCKS + 1):
             whole = self.blocks[-self.BLOCKS * windows :]
@@ -145,7 +159,10 @@ class Divergence:
             levels = [mean(block.loss for block in part) for part in parts]
             error = self._error(noise) / math.sqrt(size)
             rises = [after - before for before, after in pairwise(levels)]
-            if min(rises) > -error and sum(rise > error for rise in rises) >= len(rises) - 1:
+            # A walk without aim goes as far as the square root of its steps.
+            is_aimed = levels[-1] - levels[0] > self.WANDER * wander * math.sqrt(windows)
+            is_rise = min(rises) > -error and sum(r > error for r in rises) >= len(rises) - 1
+            if is_rise and is_aimed:
                 return True
         return False
 
@@ -174,7 +191,7 @@ class Divergence:
         return self.STANDARD_ERRORS * noise / math.sqrt(self.size)
 
     def state(self) -> dict[str, Any]:
-        windows = ("losses", "norms", "moves", "spreads")
+        windows = ("losses", "norms", "moves", "spreads", "habit_norms")
         return {
             **{name: getattr(self, name).values() for name in windows},
             "block_step": self.block_step,
@@ -188,6 +205,7 @@ class Divergence:
         self.norms = Window(self.size, state["norms"])
         self.moves = Window(self.HABIT, state["moves"])
         self.spreads = Window(self.HABIT, state["spreads"])
+        self.habit_norms = Window(self.HABIT, state["habit_norms"])
         self.block_step = state["block_step"]
         self.blocks = [_block(block) for block in state["blocks"]]
         self.initial = state["initial"]

@@ -58,21 +58,28 @@ class GradientExplosion:
     """Finds norms before clipping of many times their recent upper range.
 
     The reference is the 90 % quantile: runs whose gradient is exactly zero most of the time (RL
-    with equal rewards) have no useful median. Clipping has dealt with a lone explosion, so that
-    it is only a warning; it becomes an error when it lasts and the loss suffers. Values that last
-    enter the window: a new regime is learned, not fought.
+    with equal rewards) have no useful median. It must also be well above the highest such range of
+    the whole run: one that has memorised its data has gradients of nearly zero, and whatever comes
+    next is many times that. Clipping has dealt with a lone explosion, so that it is only a warning;
+    it becomes an error when it lasts and the loss suffers and does not come down: new data is
+    learned, damage is not. Values that last enter the window: a new regime is learned, not fought.
     """
 
     NORMS, FEWEST = 128, 32
     UPPER = 0.9
+    SLOW = 3  # times the patience for norms that are not the limit above that range as well
+    BEYOND = 10.0  # times the highest upper range of the run
     LOSSES = 64
     HARM = 3.0  # spreads above its median at which a loss suffers
+    RECOVERING = 0.9  # share of its leap left when it comes down by itself
 
     def __init__(self, config: HealingConfig) -> None:
         self.limit = config.grad_norm_limit
         self.patience = config.grad_norm_patience
         self.norms = Window(self.NORMS)
         self.losses = Window(self.LOSSES)
+        self.highest = 0.0
+        self.first_loss = 0.0
         self.streak = 0
         self.first_step = -1
 
@@ -81,17 +88,21 @@ class GradientExplosion:
             return None
         usual = self.norms.quantile(self.UPPER)
         is_armed = len(self.norms) >= self.FEWEST and usual > 0.0
-        if not is_armed or record.norm <= self.limit * usual:
+        if not is_armed or record.norm <= max(self.limit * usual, self.BEYOND * self.highest):
             self.streak = 0
+            self.highest = max(self.highest, usual if is_armed else 0.0)
             self.norms.push(record.norm)
             self.losses.push(record.loss)
             return None
-        self.first_step = record.step if self.streak == 0 else self.first_step
+        if self.streak == 0:
+            self.first_step, self.first_loss = record.step, record.loss
         self.streak += 1
-        if self.streak > self.patience:
+        if self.streak > self.SLOW * self.patience:
             self.norms.push(record.norm)
-        suffers = self.losses.median + self.HARM * max(self.losses.spread, 0.0)
-        is_harm = self.streak % self.patience == 0 and record.loss > suffers
+        is_due = self.streak % self.patience == 0 and (
+            record.norm > self.limit * self.highest or self.streak >= self.SLOW * self.patience
+        )
+        is_harm = is_due and self._suffers(record.loss)
         if self.streak > 1 and not is_harm:
             return None
         return Finding(
@@ -103,10 +114,17 @@ class GradientExplosion:
             streak=self.streak,
         )
 
+    def _suffers(self, loss: float) -> bool:
+        usual = self.losses.median
+        is_high = loss > usual + self.HARM * max(self.losses.spread, 0.0)
+        return is_high and loss - usual >= self.RECOVERING * (self.first_loss - usual)
+
     def state(self) -> dict[str, Any]:
         return {
             "norms": self.norms.values(),
             "losses": self.losses.values(),
+            "highest": self.highest,
+            "first_loss": self.first_loss if math.isfinite(self.first_loss) else 0.0,
             "streak": self.streak,
             "first_step": self.first_step,
         }
@@ -114,6 +132,7 @@ class GradientExplosion:
     def load_state(self, state: dict[str, Any]) -> None:
         self.norms = Window(self.NORMS, state["norms"])
         self.losses = Window(self.LOSSES, state["losses"])
+        self.highest, self.first_loss = state["highest"], state["first_loss"]
         self.streak, self.first_step = state["streak"], state["first_step"]
 
 

@@ -24,6 +24,7 @@ class StateHealth:
     CALM = 3  # earlier intervals from which a tensor's habits are known
     NEGLIGIBLE = 1e-3  # of the median norm: a tensor that small may become zero
     LOST = 0.5  # share of tensors whose moments are gone
+    FADED = 1e-3  # of the largest that a tensor's moments ever were
 
     def __init__(self, config: HealingConfig) -> None:
         self.drift_factor = config.drift_factor
@@ -33,6 +34,7 @@ class StateHealth:
         self.intervals = 0
         self.counters: list[float] = []
         self.moments: list[float] = []
+        self.largest_moments: list[float] = []
 
     def observe_health(self, row: HealthRow) -> Finding | None:
         """Hear of a check. What is bad is not learned from."""
@@ -62,7 +64,9 @@ class StateHealth:
             evidence = {"counter_before": before, "counter": now, "measured": True}
             return self._found(Cause.OPTIMIZER_RESET, row, back[0], Severity.ERROR, evidence)
         pairs = list(zip(self.moments, row.moment_norms, strict=False))
-        had = [i for i, (before, _) in enumerate(pairs) if before > 0.0]
+        # Moments of a tensor that gets no gradients fade away by themselves; only a fall from
+        # their usual size is a loss.
+        had = [i for i, (b, _) in enumerate(pairs) if b > self.FADED * self.largest_moments[i] > 0]
         gone = [i for i in had if pairs[i][1] <= 0.0]
         if had and len(gone) > self.LOST * len(had):
             evidence = {"tensors": len(gone), "measured": True}
@@ -115,15 +119,21 @@ class StateHealth:
         self.weights = _floats(row.weight_norms)
         self.counters = _floats(row.step_counters)
         self.moments = _floats(row.moment_norms)
+        if len(self.largest_moments) == len(self.moments):
+            pairs = zip(self.largest_moments, self.moments, strict=True)
+            self.largest_moments = [max(pair) for pair in pairs]
+        else:
+            self.largest_moments = list(self.moments)
         self.clean_step = row.step
 
     def _start_anew(self) -> None:
-        self.weights, self.changes, self.counters, self.moments = [], [], [], []
+        self.weights, self.changes, self.counters = [], [], []
+        self.moments, self.largest_moments = [], []
         self.intervals = 0
 
     def state(self) -> dict[str, Any]:
-        names = ("clean_step", "weights", "changes", "intervals", "counters", "moments")
-        state = {name: getattr(self, name) for name in names}
+        lists = ("weights", "changes", "counters", "moments", "largest_moments")
+        state = {name: getattr(self, name) for name in ("clean_step", "intervals", *lists)}
         return {k: list(v) if isinstance(v, list) else v for k, v in state.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:

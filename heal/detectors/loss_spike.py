@@ -1,6 +1,7 @@
 """Finds losses that leapt and stay; losses that pass by themselves are only told."""
 
 import math
+from statistics import median
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
@@ -14,11 +15,12 @@ class LossSpike:
 
     A lone spike is a warning: a bad batch is not a bad model. It is damage only if every one of
     ``loss_spike_patience`` losses in a row is a spike, is worse than any level the run ever had,
-    that of its start included, and does not come down by itself. So losses near zero, whose ratio
-    to their median means nothing, raise no alarm, nor does harder data: the untrained model was
-    worse. RL losses may be exactly 0 for a long time; these zeros are not counted, so that the
-    first number is not a spike. Before there is a window, a loss of a thousand times its first
-    level is damage if the gradients grew as well.
+    that of its start included, and does not come down by itself. Four times the patience is
+    given to losses that very hard data could explain: a confident model with new labels does
+    worse than an untrained one, but learns. So losses near zero, whose ratio to their median means
+    nothing, raise no alarm. RL losses may be exactly 0 for a long time; these zeros are not
+    counted, so that the first number is not a spike. Before there is a window, a loss of a
+    thousand times its first level is damage if the gradients grew as well.
     """
 
     LOSSES, FEWEST = 64, 32
@@ -26,7 +28,9 @@ class LossSpike:
     SPREADS = 8.0  # of noise that count as one "time" of the factor where the level is near zero
     DOWNWARD = 100.0  # times the factor: losses fall by themselves, but not by that much at once
     BEYOND = 1.5  # times the height of the worst level seen: the start of a run is noisy
-    RECOVERED = 0.7  # share of the leap left at which it is coming down by itself
+    HOPELESS = 20.0  # times that height: no data is so hard
+    SLOW = 4  # times the patience for what is less
+    RECOVERED, RECOVERING = 0.7, 0.9  # share of the leap left when it comes down by itself
     QUIET_STEPS = 100  # between two warnings
     FIRST, EARLY_FACTOR, EARLY_NORM = 4, 1000.0, 100.0
 
@@ -40,7 +44,7 @@ class LossSpike:
         self.first_norms: list[float] = []
         self.streak = 0
         self.first_step = -1
-        self.first_loss = 0.0
+        self.leap: list[float] = []
         self.warned_step = -self.QUIET_STEPS
         self.ratio = 1.0
 
@@ -57,17 +61,25 @@ class LossSpike:
         is_spike = self.ratio > self.factor or self.ratio < -self.DOWNWARD * self.factor
         if not is_spike:
             self.streak = 0
+            self.leap.clear()
             self._absorb(loss)
             return None
-        known = max(self.ceiling - usual, 0.0)
-        is_worst = self.ratio < 0.0 or loss - usual > self.BEYOND * known + self.SPREADS * spread
-        if self.streak == 0:
-            self.first_step, self.first_loss = record.step, loss
-        self.streak = self.streak + 1 if is_worst else 0
-        if self.streak > self.patience or not is_worst:
+        known = max(self.ceiling - usual, self.SPREADS * spread)
+        is_worst = self.ratio < 0.0 or loss - usual > self.BEYOND * known
+        is_hopeless = self.ratio < 0.0 or loss - usual > self.HOPELESS * known
+        if not is_worst:
+            self.leap.clear()
             self._absorb(loss)
-        comes_down = abs(loss - usual) < self.RECOVERED * abs(self.first_loss - usual)
-        is_damage = is_worst and not comes_down and self.streak % self.patience == 0
+        else:
+            if not self.leap:
+                self.first_step = record.step
+            self.leap.append(loss)
+            if len(self.leap) > self.SLOW * self.patience:
+                self._absorb(self.leap.pop(0))
+        self.streak = self.streak + 1 if is_worst else 0
+        is_due = is_worst and self.streak % self.patience == 0
+        is_due = is_due and (is_hopeless or self.streak >= self.SLOW * self.patience)
+        is_damage = is_due and not self._comes_down(usual, is_hopeless)
         if not is_damage and record.step - self.warned_step < self.QUIET_STEPS:
             return None
         self.warned_step = record.step
@@ -80,6 +92,12 @@ class LossSpike:
             evidence={"loss": loss, "usual_loss": usual, "ratio": self.ratio},
             streak=max(self.streak, 1),
         )
+
+    def _comes_down(self, usual: float, is_hopeless: bool) -> bool:
+        first, last = self.leap[: self.patience], self.leap[-self.patience :]
+        if is_hopeless:
+            return abs(last[-1] - usual) < self.RECOVERED * abs(first[0] - usual)
+        return median(last) - usual < self.RECOVERING * (median(first) - usual)
 
     def _observe_early(self, record: Record) -> Finding | None:
         if len(self.first_losses) < self.FIRST:
@@ -114,10 +132,11 @@ class LossSpike:
             self.block.clear()
 
     def state(self) -> dict[str, Any]:
-        names = ("streak", "first_step", "first_loss", "warned_step", "ratio")
+        names = ("streak", "first_step", "warned_step", "ratio")
         return {
             "losses": self.losses.values(),
             "block": self.block.values(),
+            "leap": list(self.leap),
             "ceiling": None if math.isinf(self.ceiling) else self.ceiling,
             "first_losses": list(self.first_losses),
             "first_norms": [n if math.isfinite(n) else 0.0 for n in self.first_norms],
@@ -127,8 +146,9 @@ class LossSpike:
     def load_state(self, state: dict[str, Any]) -> None:
         self.losses = Window(self.LOSSES, state["losses"])
         self.block = Window(self.BLOCK, state["block"])
+        self.leap = list(state["leap"])
         self.ceiling = -math.inf if state["ceiling"] is None else state["ceiling"]
         self.first_losses = list(state["first_losses"])
         self.first_norms = list(state["first_norms"])
-        for name in ("streak", "first_step", "first_loss", "warned_step", "ratio"):
+        for name in ("streak", "first_step", "warned_step", "ratio"):
             setattr(self, name, state[name])

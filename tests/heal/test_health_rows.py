@@ -79,6 +79,13 @@ def test_moments_that_are_gone_were_reset(gone):
     assert [f.cause for f in found] == [Cause.OPTIMIZER_RESET]
 
 
+def test_moments_that_faded_away_were_not():
+    watch = calm_watch()
+    for step in range(600, 2000, 100):
+        assert watch.observe_health(row(step, moments=(10.0 ** -(step / 50),) * 4)) == []
+    assert watch.observe_health(row(2000, moments=(0.0,) * 4)) == []
+
+
 def test_one_tensor_without_moments_was_not():
     assert calm_watch().observe_health(row(600, moments=(1.0, 0.0, 1.0, 1.0))) == []
 

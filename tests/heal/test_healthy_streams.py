@@ -49,6 +49,14 @@ def test_gradient_norms_alone_change_nothing(name, seed):
     assert alarms(records(losses, norms=dict(norm_streams(seed))[name])) == []
 
 
+def test_a_run_that_memorised_its_data_may_get_new_data():
+    t, g = np.arange(STEPS), np.random.default_rng(0)
+    phase = np.where(t < 1000, t, t - 1000)
+    losses = 2.3 * np.exp(-phase / 60.0) * np.exp(0.1 * g.standard_normal(STEPS))
+    losses[1000:1100] *= 3.0
+    assert alarms(records(losses, norms=3.0 * losses)) == []
+
+
 def schedules():
     t = np.arange(STEPS)
     yield "constant", np.full(STEPS, 1e-3)

@@ -1,0 +1,81 @@
+"""Drills: faults from words, outcomes in a table, and the demonstration itself."""
+
+import json
+import re
+
+import pytest
+
+from heal.chaos import KINDS, Fault
+from heal.cli import main
+from heal.drill import STANDARD, Drill, parse_fault, standard_faults
+from tests.heal.runs import regression
+
+
+def build():
+    """What ``heal drill tests.heal.test_drill:build`` runs."""
+    setup = regression()
+    return setup.healer(), setup.train_step, setup.loader
+
+
+@pytest.mark.parametrize(
+    ("word", "fault"),
+    [
+        ("nan_loss@7", Fault("nan_loss", 7)),
+        ("nan_loss@7x3", Fault("nan_loss", 7, 3)),
+        ("bad_batch~0.25", Fault("bad_batch", rate=0.25)),
+    ],
+)
+def test_faults_are_read_from_words(word, fault):
+    assert parse_fault(word) == fault
+
+
+@pytest.mark.parametrize("word", ["nan_loss", "nan_loss@x", "bad_batch~2", "sharknado@3"])
+def test_a_word_that_is_no_fault_is_named(word):
+    with pytest.raises(ValueError, match=re.escape(word.partition("@")[0].partition("~")[0])):
+        parse_fault(word)
+
+
+def test_a_standard_drill_has_a_dozen_faults_of_different_kinds():
+    assert len({kind for kind, *_ in STANDARD}) == 12
+    assert {fault.kind for fault in standard_faults(100)} <= set(KINDS)
+
+
+def test_outcomes_say_when_a_fault_was_detected_what_was_done_and_what_it_cost():
+    healer, train_step, loader = build()
+    faults = [Fault("nan_loss", 20), Fault("corrupt_weight", 50), Fault("oom_forward", 90)]
+    drill = Drill(healer, faults)
+    drill.run(train_step, loader, 110, progress=False)
+    nan, weight, memory = drill.outcomes
+    assert (nan.strike.step, nan.actions, nan.lost_steps) == (20, ["Refuse"], 1)
+    assert 20 < nan.detected_at <= 24
+    assert "Rollback" in weight.actions
+    assert weight.lost_steps >= 5
+    assert memory.actions == ["ClearCache", "ShrinkBatch"]
+    assert all(len(outcome.row()) == 7 for outcome in drill.outcomes)
+
+
+def test_the_drill_of_the_command_line_prints_the_table(capsys):
+    words = ["tests.heal.test_drill:build", "--plain", "--steps", "60", "--fault", "nan_loss@20"]
+    assert main(["drill", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "nan_loss" in printed
+    assert "Refuse" in printed
+
+
+@pytest.mark.parametrize("target", ["nothing", "no_such_module:build", "tests.heal.runs:nothing"])
+def test_a_drill_of_nothing_says_so(target, capsys):
+    assert main(["drill", target]) == 2
+    assert "heal drill:" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_demonstration_notices_every_fault_and_ends_near_the_undisturbed_loss(tmp_path):
+    from heal.demo import console_for, demonstrate
+
+    found = demonstrate(400, 0, tmp_path, console_for(plain=True), progress=False)
+    assert all(outcome.detected_at is not None for outcome in found.outcomes)
+    assert len(found.outcomes) == 12
+    assert abs(found.healed_loss - found.undisturbed_loss) < 0.1
+    assert "NaN" in found.unprotected
+    page = json.loads((tmp_path / "postmortem.json").read_text())
+    assert page["exit_reason"] == "completed"
