@@ -52,9 +52,9 @@ if triton.problem() is None and os.environ.get("TRITON_INTERPRET") == "1":
     BACKENDS["triton-interpret"] = _triton()
 
 
-def steps_for(backend, count: int) -> int:
+def steps_for(backend, count: int, interpreted: int = 3) -> int:
     """How many steps a test of a whole run takes: the interpreter is a thousand times slower."""
-    return min(count, 3) if backend is BACKENDS.get("triton-interpret") else count
+    return min(count, interpreted) if backend is BACKENDS.get("triton-interpret") else count
 
 
 if build.CAN_RUN:

@@ -23,10 +23,16 @@ PER_DTYPE = [
     "scale_chunks",
     "scale_chunks, dropping",
     "clamp_chunks",
+    "agc_rows",
+    "agc_scale",
 ]
-PER_LIST = ["grad_stats_finish", "global_norm", "clip_by_global_norm_finish"]
-VECTORISED = [name for name in PER_DTYPE if name != "power_stats_partials"]
-"""Kernels whose full-chunk path must move 16 bytes at a time; the other one is bound by float64."""
+RULES = ["zclip", "adagc", "spike_skip", "auto_clip", "watch_loss", "agc_tensors", "agc"]
+HASHES = ["fingerprint_partials", "fingerprint_finish"]
+PER_LIST = ["grad_stats_finish", "global_norm", "clip_by_global_norm_finish", *RULES, *HASHES]
+BY_FLOAT64 = ["power_stats_partials", "agc_rows", "agc_scale"]
+VECTORISED = [name for name in PER_DTYPE if name not in BY_FLOAT64]
+"""Kernels whose full-chunk path must move 16 bytes at a time; the others are bound by float64, or
+go by rows, which begin anywhere."""
 
 CASES = [
     (kernel, dtype, target)
@@ -38,10 +44,19 @@ CASES = [
 # The types of the arguments, which have one name in all kernels.
 TYPES = {
     **dict.fromkeys(["addresses", "lengths", "tensors", "tensor_chunks", "owners"], "*i64"),
-    **dict.fromkeys(["slots", "stats", "coefs", "state"], "*fp64"),
+    **dict.fromkeys(["grads", "weights", "first_rows"], "*i64"),
+    **dict.fromkeys(["hashes", "fingerprints", "first_words", "tensor_parts", "sizes"], "*i64"),
+    **dict.fromkeys(["slots", "stats", "coefs", "state", "squares"], "*fp64"),
     **dict.fromkeys(["verdict", "norm"], "*fp32"),
     **dict.fromkeys(["first_chunk", "num_chunks", "num_tensors", "nonfinite"], "i32"),
-    **dict.fromkeys(["max_norm_bits", "limit_bits", "p_bits"], "i64"),
+    **dict.fromkeys(["warmup_steps", "clip_mode", "seed", "on_nonfinite", "rising_steps"], "i32"),
+    **dict.fromkeys(["skip_update_on_spike", "skip_step_on_spike"], "i32"),
+    **dict.fromkeys(["window", "enough", "history", "first_row", "num_rows"], "i32"),
+    **dict.fromkeys(["max_norm_bits", "limit_bits", "p_bits", "eps_bits", "loss_address"], "i64"),
+    "clip_bits": "i64",
+    **dict.fromkeys(["alpha_bits", "z_thresh_bits", "clip_factor_bits"], "i64"),
+    **dict.fromkeys(["lambda_rel_bits", "beta_bits", "lambda_abs_bits"], "i64"),
+    **dict.fromkeys(["sigma_bits", "percentile_bits", "factor_bits", "decay_bits"], "i64"),
     "ticket": "*i32",
 }
 
@@ -50,18 +65,30 @@ def _kernel_and_constants(name, dtype):
     import torch
 
     from zclip.backends.triton import (
+        adagc_,
+        agc_,
+        agc_rows,
+        auto_clip_,
         chunk,
         clamp_,
         clip_by_global_norm_,
+        fingerprint,
         global_norm_,
         grad_stats,
         power_stats,
+        report,
         scale_,
+        spike_skip_,
+        watch_loss_,
+        zclip_,
     )
 
     shape = chunk.shape_for(getattr(torch, dtype)) if dtype != "-" else {}
     constants = {k: v for k, v in shape.items() if k.isupper()}
-    block = {"BLOCK": 1024}
+    block, rule = {"BLOCK": 1024}, {"BLOCK": report.RULE_BLOCK}
+    lanes = {"LANES": chunk.LANES, **rule}
+    row = {"DTYPE": constants.get("DTYPE"), **lanes}
+    loss = {"DTYPE": chunk.FORMAT_OF[torch.bfloat16]}
     return {
         "grad_stats_partials": (grad_stats.grad_stats_partials, constants),
         "power_stats_partials": (power_stats.power_stats_partials, {"KIND": 2, **constants}),
@@ -74,6 +101,17 @@ def _kernel_and_constants(name, dtype):
             clip_by_global_norm_.clip_by_global_norm_finish,
             {"HAS_STATE": True, **block},
         ),
+        "zclip": (zclip_.zclip, rule),
+        "adagc": (adagc_.adagc, rule),
+        "spike_skip": (spike_skip_.spike_skip, {"HAS_LOSS": True, **loss, **rule}),
+        "auto_clip": (auto_clip_.auto_clip, rule),
+        "watch_loss": (watch_loss_.watch_loss, loss),
+        "agc_rows": (agc_rows.agc_rows, {"WEIGHT_DTYPE": row["DTYPE"], **row}),
+        "agc_scale": (agc_rows.agc_scale, row),
+        "agc_tensors": (agc_.agc_tensors, rule),
+        "agc": (agc_.agc, rule),
+        "fingerprint_partials": (fingerprint.fingerprint_partials, fingerprint.SHAPE),
+        "fingerprint_finish": (fingerprint.fingerprint_finish, block),
     }[name]
 
 
@@ -193,8 +231,35 @@ def launched():
         ops.scale_(grads, coefs)
         ops.clamp_(grads, setting)
         ops.clip_by_global_norm_(grads, state, setting, count % 4)
+        _launch_rules(ops, grads, setting)
     jit.JITFunction.run = run
     return variants
+
+
+def _launch_rules(ops, grads, setting):
+    """Call every rule, alone and fused, with settings that differ from call to call."""
+    import torch
+
+    count = len(grads)
+    stats = ops.grad_stats(grads)
+    losses = torch.zeros(18)
+
+    def state(size):
+        return torch.zeros(size, dtype=torch.float64)
+
+    zclip_settings = [setting] * 4 + [count, count % 3, setting, count % 2 == 0, count == 1, 0]
+    calls = [
+        ("zclip_", state(6 + count), zclip_settings),
+        ("adagc_", state(3 + count), [setting] * 4 + [count, count % 3, 1]),
+        ("spike_skip_", state(5 + 2 * count), [losses[count], count, setting, count, 0]),
+        ("auto_clip_", state(4 + count), [setting, count, 1]),
+    ]
+    for rule, memory, settings in calls:
+        getattr(ops, rule)(memory, stats, *settings)
+        getattr(ops, f"clip_by_{rule}")(grads, memory, *settings)
+    ops.watch_loss_(state(8), losses[count], torch.zeros(14), setting, count, setting, count)
+    ops.agc_(grads, [g.clone() for g in grads], state(3), setting, setting, count % 2)
+    ops.fingerprint(grads)
 
 
 def page(results, version):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -79,11 +80,8 @@ def test_the_table_in_the_docs_is_current(compiled):
 def test_every_kernel_is_in_the_list():
     folder = kernels.PAGE.parents[1] / "zclip/backends/triton"
     written = {
-        line.split("def ")[1].split("(")[0]
+        name
         for path in folder.glob("*.py")
-        for decorator, line in zip(
-            path.read_text().splitlines(), path.read_text().splitlines()[1:], strict=False
-        )
-        if decorator.startswith("@triton.jit(")
+        for name in re.findall(r"^@triton\.jit\([^)]*\)\ndef (\w+)", path.read_text(), re.MULTILINE)
     }
     assert written == {name.split(",")[0] for name in PER_DTYPE + PER_LIST}

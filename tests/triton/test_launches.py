@@ -8,6 +8,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from tests.backends import BACKENDS
 from tests.grads import DTYPES, dtype_name, exact_sumsq, make_grads
+from tests.rule_runs import DEFAULTS, NO_LOSS, fresh_state, settings_of, stats_of
 from zclip.backends import triton as triton_backend
 from zclip.layout import KEEP, PROPAGATE, SUMSQ, ZERO
 
@@ -54,6 +55,29 @@ def test_other_operators_take_one_or_two(launches, count):
         "clamp_chunks",
         "scale_chunks",
     ]
+
+
+@pytest.mark.parametrize("count", [1, 12])
+@pytest.mark.parametrize("rule", DEFAULTS)
+def test_an_adaptive_rule_takes_one_launch_and_fused_four(launches, rule, count):
+    memory, extra = fresh_state(rule, count), [NO_LOSS] if rule == "spike_skip_" else []
+    grads = make_grads([(9,)] * count)
+    getattr(TRITON, f"clip_by_{rule}")(grads, memory, *extra, *settings_of(rule))
+    kernel = rule.rstrip("_")
+    assert launches == ["grad_stats_partials", "grad_stats_finish", kernel, "scale_chunks"]
+    launches.clear()
+    getattr(TRITON, rule)(memory, stats_of(*[1.0] * count), *extra, *settings_of(rule))
+    assert launches == [kernel]
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_rows_and_hashes_take_four_and_two(launches, count):
+    grads = make_grads([(2, 5)] * count)
+    TRITON.agc_(grads, [g.clone() for g in grads], state(), 0.01, 1e-3, 0)
+    assert launches == ["agc_rows", "agc_tensors", "agc", "agc_scale"]
+    launches.clear()
+    TRITON.fingerprint(grads)
+    assert launches == ["fingerprint_partials", "fingerprint_finish"]
 
 
 def test_a_further_dtype_costs_one_launch_per_pass(launches):

@@ -71,10 +71,12 @@ print(zclip.clip_grad_norm_(p, 1.0).item(), zclip.get_total_norm([p.grad], 1.0).
 zclip.clip_grad_value_(p, 0.25)
 ops.scale_([p.grad], torch.tensor([2.0], dtype=torch.float64))
 ops.zero_nonfinite_([p.grad], ops.grad_stats([p.grad]))
+print(*{zclip.backends.answering(op, "cpu") for op in zclip.backends.OPS if op != "read_probe"})
 print(*p.grad.tolist(), zclip.backends.answering("scale_", "cpu"))
 """
     done = run_python(source, ZCLIP_BACKEND="triton", TRITON_INTERPRET="1")
-    first, second = done.stdout.splitlines()
+    first, answering, second = done.stdout.splitlines()
+    assert answering == "triton"
     assert [float(x) for x in first.split()] == pytest.approx([4.0, 2.0], rel=1e-6)
     assert second == "0.5 0.5 0.5 0.5 triton"
 

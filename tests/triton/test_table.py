@@ -6,6 +6,7 @@ import torch
 from tests.backends import BACKENDS
 from tests.grads import DTYPES, dtype_name, exact_sumsq, make_grads
 from zclip.backends.triton import table as tables
+from zclip.backends.triton.row_table import RowList
 from zclip.backends.triton.table import ALIGNMENT, CHUNK, table_of
 from zclip.backends.triton.tensor_list import READ, WRITE, TensorList
 from zclip.layout import SUMSQ
@@ -123,6 +124,26 @@ def test_dense_strides_are_served_where_they_lie():
     image = make_grads([(2, 3, 8, 8)])[0].contiguous(memory_format=torch.channels_last)
     table = TensorList([base.t(), image], WRITE).table
     assert [c[0] for c in chunks_of(table)] == [base.data_ptr(), image.data_ptr()]
+
+
+def test_the_same_memory_cut_into_other_rows_is_noticed():
+    """A gradient that was two rows of twelve comes back as six rows of four."""
+    weights = torch.ones(24)
+    for shape in ((2, 12), (6, 4)):
+        grad = torch.ones(24)
+        table = RowList([grad.view(shape)], [weights.view(shape)]).table
+        assert table.num_rows == shape[0]
+        again = RowList([grad.view(3, 8)], [weights.view(3, 8)]).table
+        assert (again.num_rows, again.lengths[0]) == (3, 8)
+        assert RowList([grad.view(shape)], [weights.view(shape)]).table is table
+
+
+def test_rows_are_read_where_they_lie_if_each_is_one_run():
+    image = make_grads([(4, 3, 8, 8)])[0].contiguous(memory_format=torch.channels_last)
+    matrix = make_grads([(5, 6)])[0]
+    table = RowList([image, matrix.t()], [image.clone(), matrix.t().clone()]).table
+    assert table.grads[0] == image.data_ptr()
+    assert table.grads[1] != matrix.data_ptr()  # rows of a transposed matrix are columns
 
 
 def test_old_tables_are_forgotten(monkeypatch):

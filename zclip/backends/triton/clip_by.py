@@ -1,7 +1,7 @@
-"""Triton backend of the adaptive zclip::clip_by_<rule>_: kernels measure and scale.
+"""Triton backend of the adaptive zclip::clip_by_<rule>_: measure, judge, scale.
 
-The rule itself runs as the reference has it: a handful of small torch operations on the device,
-their number independent of the number of tensors.
+Four launches, two more per further dtype, whatever the number of tensors: partials, finish, the
+rule, scale.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zclip import reference
+from zclip.backends.triton.adagc_ import launch_adagc
+from zclip.backends.triton.auto_clip_ import launch_auto_clip
 from zclip.backends.triton.grad_stats import launch_finish, launch_partials
 from zclip.backends.triton.launch import on_device
 from zclip.backends.triton.scale_ import launch_scale
+from zclip.backends.triton.spike_skip_ import launch_spike_skip
 from zclip.backends.triton.tensor_list import WRITE, TensorList
-from zclip.reference.report import reported_norm
+from zclip.backends.triton.zclip_ import launch_zclip
 
 Clipped = tuple[Tensor, Tensor, Tensor, Tensor]
 """Norm before clipping (float64 if a gradient is), stats, coefs, verdict."""
@@ -23,34 +25,37 @@ Clipped = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def clip_by_zclip_(grads: list[Tensor], state: Tensor, *settings: Any) -> Clipped:
     """Clip by :func:`zclip.reference.zclip_`."""
-    return _clip_by(reference.zclip_, grads, state, *settings)
+    return _clip_by(launch_zclip, grads, state, *settings)
 
 
 def clip_by_adagc_(grads: list[Tensor], state: Tensor, *settings: Any) -> Clipped:
     """Clip by :func:`zclip.reference.adagc_`."""
-    return _clip_by(reference.adagc_, grads, state, *settings)
+    return _clip_by(launch_adagc, grads, state, *settings)
 
 
 def clip_by_spike_skip_(grads: list[Tensor], state: Tensor, *loss_and_settings: Any) -> Clipped:
     """Clip by :func:`zclip.reference.spike_skip_`."""
-    return _clip_by(reference.spike_skip_, grads, state, *loss_and_settings)
+    return _clip_by(launch_spike_skip, grads, state, *loss_and_settings)
 
 
 def clip_by_auto_clip_(grads: list[Tensor], state: Tensor, *settings: Any) -> Clipped:
     """Clip by :func:`zclip.reference.auto_clip_`."""
-    return _clip_by(reference.auto_clip_, grads, state, *settings)
+    return _clip_by(launch_auto_clip, grads, state, *settings)
 
 
 def _clip_by(
-    rule: Callable[..., tuple[Tensor, Tensor]], grads: list[Tensor], state: Tensor, *settings: Any
+    launch_rule: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    grads: list[Tensor],
+    state: Tensor,
+    *settings: Any,
 ) -> Clipped:
     tensors = TensorList(grads, WRITE)
     table = tensors.table
     with on_device(table.device):
         slots, _ = launch_partials(table)
         stats = launch_finish(table, slots)
-        coefs, verdict = rule(state, stats, *settings)
-        launch_scale(table, coefs.contiguous())
+        norm_dtype = torch.float64 if table.has_float64 else torch.float32
+        norm, coefs, verdict = launch_rule(state, stats, norm_dtype, *settings)
+        launch_scale(table, coefs)
         tensors.write_back()
-        dtype = torch.float64 if table.has_float64 else torch.float32
-        return reported_norm(stats).to(dtype), stats, coefs, verdict
+    return norm, stats, coefs, verdict

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zclip.backends.triton.global_norm_ import TENSOR_BLOCK, check_state, global_norm_rule
+from zclip.backends.triton.global_norm_ import check_counters, global_norm_rule
 from zclip.backends.triton.grad_stats import finish_row, launch_partials
 from zclip.backends.triton.launch import OPTIONS, bits_of, on_device
 from zclip.backends.triton.number import float64_of
+from zclip.backends.triton.report import TENSOR_BLOCK
 from zclip.backends.triton.scale_ import launch_scale
 from zclip.backends.triton.tensor_list import WRITE, TensorList
 from zclip.layout import NUM_STATS, NUM_VERDICT, ZERO
@@ -56,7 +57,7 @@ def clip_by_global_norm_(
     grads: list[Tensor], state: Tensor, max_norm: float, nonfinite: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`zclip.reference.clip_by_global_norm_`."""
-    check_state(state, "clip_by_global_norm_")
+    check_counters(state, "clip_by_global_norm_")
     tensors = TensorList(grads, WRITE)
     table = tensors.table
     count = len(grads)

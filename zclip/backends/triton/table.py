@@ -7,8 +7,8 @@ of a freed gradient to another of another size.
 
 import operator
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,28 +35,16 @@ class Group(NamedTuple):
     num_chunks: int
 
 
-class Table:
-    """Addresses on the device, and the sizes they were made for. Immutable."""
+class Upload:
+    """Columns of int64 on the device, and the tensors they were made for. Immutable."""
 
-    def __init__(self, tensors: Sequence[Tensor], numels: list[int], dtypes: list[torch.dtype]):
-        self.numels = numels
-        self.dtypes = dtypes
+    def __init__(self, tensors: Sequence[Tensor], parts: list[Tensor]):
         self.device = tensors[0].device
-        self.has_float64 = torch.float64 in dtypes
-        # Tensors of one dtype stand together, so that one launch serves them.
-        order = sorted(range(len(tensors)), key=lambda i: str(dtypes[i]))
-        columns, counts = _cut_into_chunks([tensors[i] for i in order])
-        tensor_chunks = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        owners = torch.tensor(order)
-        owner_of_chunk = owners.repeat_interleave(counts)
-        self.num_chunks = len(owner_of_chunk)
-        self.groups = _group([dtypes[i] for i in order], tensor_chunks.tolist())
-        parts = [_padded(p) for p in (*columns, owner_of_chunk, tensor_chunks, owners)]
+        self.numels = list(map(Tensor.numel, tensors))
+        self.dtypes = list(map(_dtype_of, tensors))
+        parts = [_padded(part) for part in parts]
         self._memory = _upload(torch.cat(parts), self.device)
-        # int64 views of one upload: [num_chunks] three times, [num_tensors + 1], [num_tensors]
-        self.addresses, self.lengths, self.tensors, self.tensor_chunks, self.owners = (
-            self._memory.split([len(part) for part in parts])
-        )
+        self.columns = self._memory.split([len(part) for part in parts])
         self._stream = _current_stream(self.device)
         self._uploaded = self._stream.record_event() if self._stream else None
         self.is_captured = False
@@ -73,8 +61,29 @@ class Table:
             self._memory.record_stream(stream)
 
 
-_tables: OrderedDict[tuple[int, ...], Table] = OrderedDict()
-_captured: list[Table] = []
+class Table(Upload):
+    """Where the chunks of a list of tensors lie."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        dtypes = list(map(_dtype_of, tensors))
+        # Tensors of one dtype stand together, so that one launch serves them.
+        order = sorted(range(len(tensors)), key=lambda i: str(dtypes[i]))
+        columns, counts = _cut_into_chunks([tensors[i] for i in order])
+        tensor_chunks = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        owners = torch.tensor(order)
+        owner_of_chunk = owners.repeat_interleave(counts)
+        super().__init__(tensors, [*columns, owner_of_chunk, tensor_chunks, owners])
+        self.has_float64 = torch.float64 in dtypes
+        self.num_chunks = len(owner_of_chunk)
+        self.groups = _group([dtypes[i] for i in order], tensor_chunks.tolist())
+        # [num_chunks] three times, [num_tensors + 1], [num_tensors]
+        self.addresses, self.lengths, self.tensors, self.tensor_chunks, self.owners = self.columns
+
+
+AnyUpload = TypeVar("AnyUpload", bound=Upload)
+
+_tables: OrderedDict[Hashable, Any] = OrderedDict()
+_captured: list[Upload] = []
 
 
 def table_of(tensors: Sequence[Tensor]) -> Table:
@@ -84,18 +93,24 @@ def table_of(tensors: Sequence[Tensor]) -> Table:
         RuntimeError: a CUDA graph is being captured, and there is no table yet.
         TypeError, ValueError: a tensor cannot be served; see :mod:`zclip.checks`.
     """
-    addresses = tuple(map(Tensor.data_ptr, tensors))
+    return kept(tuple(map(Tensor.data_ptr, tensors)), tensors, Table)
+
+
+def kept(
+    key: Hashable, tensors: Sequence[Tensor], make: Callable[[Sequence[Tensor]], AnyUpload]
+) -> AnyUpload:
+    """Return what ``make(tensors)`` once returned for this key, if it still fits them."""
     numels = list(map(Tensor.numel, tensors))
     dtypes = list(map(_dtype_of, tensors))
-    table = _tables.get(addresses)
+    table: AnyUpload | None = _tables.get(key)
     if table is None or table.numels != numels or table.dtypes != dtypes:
         check_tensors(tensors)
         check_one_device(tensors)
-        _refuse_during_capture(tensors[0].device)
-        table = _tables[addresses] = Table(tensors, numels, dtypes)
+        refuse_during_capture(tensors[0].device)
+        table = _tables[key] = make(tensors)
         if len(_tables) > MAX_TABLES:
             _tables.popitem(last=False)
-    _tables.move_to_end(addresses)
+    _tables.move_to_end(key)
     was_captured = table.is_captured
     table.join_stream()
     if table.is_captured and not was_captured:
@@ -158,7 +173,8 @@ def _has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _refuse_during_capture(device: torch.device) -> None:
+def refuse_during_capture(device: torch.device) -> None:
+    """Raise RuntimeError if nothing may be uploaded now."""
     if _has_graphs(device) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph is being captured, but zclip has not seen these gradients at these "
