@@ -89,7 +89,7 @@ def adagc(
         i = start + tl.arange(0, BLOCK)
         norms = load_norms(stats, i, num_tensors)
         gamma = tl.load(state + GAMMA_COLUMN + i, mask=i < num_tensors, other=0.0)
-        is_set = ~(gamma <= 0.0)
+        is_set = (gamma <= 0.0) == 0
         seen = tl.where(seed == MIN_RAW, norms, norms * global_coef)
         lesser = tl.where(seen < gamma, seen, gamma)
         seeded = tl.where(seed == FIRST, beta * gamma + (1.0 - beta) * seen, lesser)
@@ -107,7 +107,7 @@ def adagc(
         coef = tl.where(refused, REFUSE, tl.where(absent, KEEP, coef))
         learned = tl.where(warming, seeded, averaged)
         unchanged = refused | absent | (learned == 0.0)
-        tl.store(state + GAMMA_COLUMN + i, learned, mask=(i < num_tensors) & ~unchanged)
+        tl.store(state + GAMMA_COLUMN + i, learned, mask=(i < num_tensors) & (unchanged == 0))
         tl.store(coefs + i, coef, mask=i < num_tensors)
         clipped = tl.where((coef >= 1.0) | (i >= num_tensors), clipped, 1)
         squares += norms * coef * (norms * coef)
@@ -118,7 +118,7 @@ def adagc(
         worst,
         flags,
         refused,
-        (tl.max(clipped, axis=0) > 0) & ~refused,
+        (tl.max(clipped, axis=0) > 0) & (refused == 0),
         tl.where(refused, 0.0, tl.sqrt(tl.sum(squares, axis=0))),
         threshold=tl.where(warming, lambda_abs, lambda_rel * worst_gamma),
         mean=tl.where(warming, 0.0, worst_gamma),

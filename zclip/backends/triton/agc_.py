@@ -106,7 +106,7 @@ def agc(
         worst,
         flags,
         refused,
-        (tl.max(clipped, axis=0) > 0) & ~refused,
+        (tl.max(clipped, axis=0) > 0) & (refused == 0),
         tl.where(refused, 0.0, tl.sqrt(tl.sum(left, axis=0))),
     )
     tl.store(norm, total)

@@ -117,12 +117,12 @@ def auto_clip(
         worst,
         flags,
         refused,
-        ~(refused | (coef >= 1.0)),
+        ((refused | (coef >= 1.0)) == 0),
         tl.where(refused, 0.0, total * coef),
         threshold=threshold,
     )
     tl.store(state + HISTORY_SEEN_COLUMN, now_seen)
-    tl.store(state + HISTORY_COLUMN + place, total, mask=~refused)
+    tl.store(state + HISTORY_COLUMN + place, total, mask=(refused == 0))
     tl.store(norm, total)
     write_coef(coefs, num_tensors, coef, BLOCK)
 

@@ -48,7 +48,7 @@ def global_norm_rule(
     wanted = max_norm / (norm + NORM_EPS)
     coef = tl.where(wanted >= 1.0, KEEP, wanted)  # a NaN norm gives a NaN coefficient, as in torch
     coef = tl.where(blocked, tl.where(nonfinite == SKIP, REFUSE, KEEP), coef)
-    clipped = ~(blocked | (coef >= 1.0))
+    clipped = (blocked | (coef >= 1.0)) == 0
     clipped_norm = tl.where(coef == REFUSE, 0.0, norm * coef)
     write_report(
         state,

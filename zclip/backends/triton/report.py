@@ -1,7 +1,8 @@
 """What every clip rule begins and ends with: csrc/math/totals.h and report.h once more, in Triton.
 
 Rules are one program each. All its threads compute the same numbers and one of them stores; so
-every value of the state is loaded before a barrier and stored after it.
+every value of the state is loaded before a barrier and stored after it. "Not" is written == 0: in
+the interpreter of Triton 3.9, ~ makes an integer of a truth value, which no mask may be.
 """
 
 from collections.abc import Callable

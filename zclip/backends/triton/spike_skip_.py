@@ -56,7 +56,7 @@ def view_of(ring, seen, window, value, sigma, enough, on_nonfinite, BLOCK: tl.co
     std = tl.where((std < floor) & (on_nonfinite != OFFICIAL), floor, std)
     ready = count >= enough
     # Not "value > threshold": a NaN must be refused.
-    is_spike = ready & ~(value - mean <= sigma * std)
+    is_spike = ready & ((value - mean <= sigma * std) == 0)
     z = tl.where(ready, (value - mean) / std, 0.0)
     threshold = tl.where(ready, mean + sigma * std, 0.0)
     return is_spike, z, threshold, tl.where(ready, mean, 0.0), tl.where(ready, std, 0.0)
@@ -109,13 +109,13 @@ def spike_skip(
     bad_loss = loss_spike
     if HAS_LOSS:
         loss = load_loss(loss_address, DTYPE)
-        bad_loss = ~is_finite(loss)
+        bad_loss = is_finite(loss) == 0
         loss_spike, _, _, _, _ = view_of(
             losses, losses_seen, window, loss, sigma, enough, on_nonfinite, BLOCK
         )
     unfit = ((flags != 0) | bad_loss) & (on_nonfinite != OFFICIAL)
-    norm_spike = norm_spike & ~unfit
-    loss_spike = loss_spike & ~unfit
+    norm_spike = norm_spike & (unfit == 0)
+    loss_spike = loss_spike & (unfit == 0)
     refused = unfit | norm_spike | loss_spike
     flags += tl.where(norm_spike, SPIKE, 0) + tl.where(bad_loss, LOSS_NAN, 0)
     flags += tl.where(loss_spike, LOSS_SPIKE, 0)
@@ -134,7 +134,7 @@ def spike_skip(
         std=std,
         loss=loss,
     )
-    enters = ~refused | (on_nonfinite == OFFICIAL)
+    enters = (refused == 0) | (on_nonfinite == OFFICIAL)
     push(norms, state + NORMS_SEEN_COLUMN, norms_seen, window, total, enters)
     if HAS_LOSS:
         push(losses, state + LOSSES_SEEN_COLUMN, losses_seen, window, loss, enters)

@@ -61,14 +61,14 @@ def watch_loss(
     scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
     distance = tl.where(first & finite, 0.0, loss - mean)
     ratio = 1.0 + distance / scale
-    spike = finite & ~first & (absorbed >= warmup_steps) & (ratio > float64_of(factor_bits))
+    spike = finite & (first == 0) & (absorbed >= warmup_steps) & (ratio > float64_of(factor_bits))
 
-    absorbs = finite & ~spike
+    absorbs = finite & (spike == 0)
     share, least = 1.0 / (absorbed + 1.0), 1.0 - float64_of(decay_bits)
     weight = tl.where(share < least, least, share)
     new_mean = tl.where(first, loss, mean + weight * distance)
     new_deviation = deviation + weight * (tl.abs(distance) - deviation)
-    rises = tl.where(finite, tl.where(~first & (loss > last), rises + 1.0, 0.0), rises)
+    rises = tl.where(finite, tl.where((first == 0) & (loss > last), rises + 1.0, 0.0), rises)
     rising = finite & (rises >= rising_steps) & (rising_steps > 0)
 
     tl.store(state + STEPS, steps + 1.0)

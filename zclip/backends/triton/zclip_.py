@@ -99,7 +99,7 @@ def zclip(
     target = tl.where(by_percentile, threshold, mean)
     adaptive = (mean + z_thresh * std / (z / z_thresh)) * float64_of(clip_factor_bits)
     target = tl.where(clip_mode == ADAPTIVE_SCALING, adaptive, target)
-    spike = is_outlier & ~warming & ~refused
+    spike = is_outlier & (warming == 0) & (refused == 0)
 
     # Comparisons are written so that a NaN falls on the side where Python's min() lets it fall.
     learned = tl.where(spike, target, total)
@@ -110,12 +110,12 @@ def zclip(
     blocked = refused | (spike & (skip_step_on_spike != 0))
     coef = tl.where(blocked, REFUSE, coef)
 
-    learns = ~warming & ~refused & ~(spike & (skip_update_on_spike != 0))
+    learns = (warming == 0) & (refused == 0) & ((spike & (skip_update_on_spike != 0)) == 0)
     averaged = alpha * mean + (1.0 - alpha) * learned
     distance = learned - averaged
     new_var = tl.where(learns, alpha * var + (1.0 - alpha) * (distance * distance), var)
     new_mean = tl.where(learns, averaged, mean)
-    fills = warming & ~refused
+    fills = warming & (refused == 0)
     if fills & (seen + 1.0 >= warmup_steps):
         new_mean, new_var = mean_and_variance(state + BUFFER_COLUMN, warmup_steps, total, BLOCK)
     write_report(
@@ -125,7 +125,7 @@ def zclip(
         worst,
         flags + tl.where(spike, SPIKE, 0),
         blocked,
-        ~(blocked | (coef >= 1.0)),
+        ((blocked | (coef >= 1.0)) == 0),
         tl.where(blocked, 0.0, total * coef),
         z=tl.where(warming, 0.0, z),
         threshold=tl.where(warming | (limit < threshold), limit, threshold),
