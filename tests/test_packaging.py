@@ -104,6 +104,27 @@ def test_cuda_without_a_toolkit_is_refused(tree):
     assert "no nvcc on the path and no CUDA_HOME" in done.stderr
 
 
+@pytest.mark.slow
+def test_one_wheel_has_the_cuda_kernels_and_loads_without_cuda(tree):
+    done, wheel = build(tree, ZCLIP_BUILD="cuda")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.match(r"zclip_heal-.*-cp310-abi3-linux", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tree / "installed")
+    source = (
+        "import zclip, zclip.backends as b; print(zclip.__file__, b.answering('scale_', 'cuda'))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=tree / "installed",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "installed" in loaded.stdout
+    assert loaded.stdout.split()[-1] == "native"
+
+
 def test_the_extras_are_those_we_promise():
     text = (ROOT / "pyproject.toml").read_text()
     for extra in ("triton", "hf", "lightning", "plot", "test", "dev"):
