@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -59,7 +60,7 @@ class Result:
             f"{self.wanted:g}x",
             f"{self.gigabytes_per_second:.1f}",
             f"{self.microseconds_per_tensor:.2f}",
-            " / ".join(f"{errors[n]:.0e}" for n in (OURS, self.rival) if n in errors) or "-",
+            "/".join(f"{errors[n]:.0e}" for n in (OURS, self.rival) if n in errors) or "-",
         )
 
 
@@ -71,8 +72,11 @@ COLUMNS = (
     "goal",
     "GB/s",
     "us/tensor",
-    "error, ours / theirs",
+    "error us/them",
 )
+
+ON_SCREEN = ("work", "zclip ms", "rival ms", "ratio", "GB/s", "error us/them")
+"""What fits beside each other in a narrow terminal; files have all columns."""
 
 
 def machine() -> dict[str, str]:
@@ -89,11 +93,12 @@ def show(results: list[Result], console: Console) -> None:
     """Print the table."""
     about = ", ".join(f"{key} {value}" for key, value in machine().items())
     load = max((r.load for r in results), default=0.0)
-    table = Table(title=f"{about}, load {load:.1f}", title_justify="left")
-    for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i in (0, 2))
+    table = Table(title=f"{about}, load {load:.1f}", title_justify="left", box=box.SIMPLE)
+    shown = [COLUMNS.index(column) for column in ON_SCREEN]
+    for i in shown:
+        table.add_column(COLUMNS[i], justify="left" if i == 0 else "right", no_wrap=i > 0)
     for result in results:
-        table.add_row(*result.cells())
+        table.add_row(*(result.cells()[i] for i in shown))
     console.print(table)
     if any(r.is_noise for r in results):
         console.print(
