@@ -1,5 +1,5 @@
 // Registers the compiled operators on torch's stable ABI: no PyInit and no pybind11, so that one
-// abi3 wheel serves every torch from 2.10 on. Schemas are declared in zclip/schemas.py.
+// abi3 wheel serves every torch from 2.10 on. Schemas are declared in zclip/schemas.
 
 #include <torch/csrc/stable/library.h>
 

@@ -1,4 +1,4 @@
-// The CPU backend's operators, as library.cpp registers them. Schemas live in zclip/schemas.py.
+// The CPU backend's operators, as library.cpp registers them. Schemas live in zclip/schemas.
 
 #pragma once
 

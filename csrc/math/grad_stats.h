@@ -1,5 +1,5 @@
 // What one pass over a gradient learns about it. No threads, no tensors, no allocation: the CPU
-// loop, the CUDA kernel and the SIMT tests call these same functions, and zclip/reference.py
+// loop, the CUDA kernel and the SIMT tests call these same functions, and zclip/reference
 // says the same thing in torch.
 
 #pragma once
