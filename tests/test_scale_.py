@@ -56,6 +56,14 @@ def test_the_vector_path_has_the_bits_of_the_portable_one(dtype):
     assert torch.equal(scaled("native-portable"), scaled("native-avx2"))
 
 
+@pytest.mark.parametrize("path", ["native-portable", "native-avx2"])
+def test_rounding_does_not_carry_a_nan_into_zero(path):
+    all_ones = torch.tensor([-1], dtype=torch.int64).view(torch.float64)  # a NaN, every bit set
+    grad = torch.ones(45, dtype=torch.bfloat16)
+    BACKENDS[path].scale_([grad], all_ones)
+    assert grad.isnan().all()
+
+
 def test_a_coefficient_of_one_leaves_every_bit(backend):
     bits = torch.tensor([0x7F800001, 0x7FC00000, 1, 0x80000000, 0x3F800000], dtype=torch.int64)
     grad = bits.to(torch.int32).view(torch.float32).repeat(9)
