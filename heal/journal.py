@@ -103,7 +103,7 @@ class Journal:
         told = {name: value for name, value in entry.items() if name != "step"}
         self.event("recovery" if actions else "alert", diagnosis.step, **told)
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Write numbers to plot."""
         self._append(METRICS, {"time": now(), "step": step, **values})
 

@@ -12,6 +12,7 @@ from heal.detect import Watch
 from heal.guarded_step import NO_LOSS_SCALE, GuardedStep
 from heal.health import HealthCheck
 from heal.run import TorchRun
+from heal.series import Series
 from heal.treatment import Treatment, is_suspect
 from heal.verdict import NO_FLAG, Flag, Record
 from zclip.layout import NUM_VERDICT
@@ -31,6 +32,7 @@ class Listener:
     Attributes:
         watch: the detectors.
         latest: the newest record, None before the first.
+        series: every record since the last line of metrics.
         news: flags of the host, sent with the record of the next step.
     """
 
@@ -45,6 +47,7 @@ class Listener:
     ) -> None:
         self.watch = Watch(config)
         self.latest: Record | None = None
+        self.series = Series()
         self.news = NO_FLAG
         self._run = run
         self._guarded = guarded
@@ -117,10 +120,11 @@ class Listener:
         if row[NUM_VERDICT] != NO_LOSS_SCALE:
             host["loss_scale"] = row[NUM_VERDICT]
         record = Record.decode(step, row[:NUM_VERDICT], **host)
-        if record.blocked:
+        if record.blocked or record.has(Flag.SPIKE):
             host["worst_name"] = self._guarded.name_of(record.worst)
             record = Record.decode(step, row[:NUM_VERDICT], **host)
         self.latest = record
+        self.series.note(record)
         return record
 
     def _judge_snapshots(self, record: Record, findings: list[Finding]) -> None:

@@ -20,6 +20,7 @@ from heal.config import HealingConfig
 from heal.data import BatchStream
 from heal.diagnose import Diagnosis
 from heal.dry_run import DryRunReport, dry_run
+from heal.environment import describe_machine, describe_training
 from heal.exits import Exits
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal
@@ -121,6 +122,8 @@ class Healer:
         self._wants_snapshot = False
         self.notes: list[str] = []
         self.exits = Exits(self, self.journal, clock)
+        trained = describe_training(model, optimizers, self.config)
+        self.journal.event("started", self._run.step, **describe_machine(), **trained)
         if not self._guarded.watches_loss:
             self._note("several ranks: each has a loss of its own, so that none is judged")
         self._attempts = Attempts(self._run, self._guarded, micro, self._treatment, self)
@@ -184,11 +187,12 @@ class Healer:
             }
         return metrics
 
-    def _numbers(self) -> dict[str, float]:
-        """What a plot of the run needs, from the newest record."""
+    def _numbers(self) -> dict[str, Any]:
+        """What a plot of the run needs: the newest record, and the series since the last line."""
         latest = self.latest
         seen = {} if latest is None else {"seen_at": latest.step, "loss": latest.loss}
-        return {**seen, "lr_scale": self._run.lr_scale, **self.metrics()}
+        series = self._listener.series.take()
+        return {**seen, "lr_scale": self._run.lr_scale, **self.metrics(), **series}
 
     @property
     def last_step(self) -> int:
@@ -277,6 +281,7 @@ class Healer:
             CannotHeal: healing is at its end; ``exit_code`` says why.
         """
         self._micro.weigh = weigh
+        self.journal.event("goal", self._run.step, steps=steps, accumulate=accumulate)
         with self, Progress(self, steps, progress) as bar:
             self._treatment.tell = bar.tell
             waiting: list[Any] = []  # batches of a step that an epoch ended in go into the next
@@ -351,6 +356,8 @@ class Healer:
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
         self._contained(self._listener.hear_the_rest)
+        if self.last_step >= 0:
+            self.journal.metrics(self.last_step, self._numbers())
 
     def _contained(self, action: Callable[[], None]) -> None:
         """Run our own code. If it fails, training goes on without what it was for, and hears so."""

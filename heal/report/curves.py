@@ -1,0 +1,129 @@
+"""The curves of one rank, from its lines of metrics."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from heal.json_lines import number
+from heal.report.read import seconds_of, whole
+from heal.report.sample import COLUMNS, Row, Sampler
+
+MAX_DURATIONS = 4096  # step durations kept for their median
+
+
+class RankCurves:
+    """Thinned out rows, and exact first, last, least and largest values.
+
+    Args:
+        max_rows: how many rows to keep.
+
+    Attributes:
+        count: records in all, also those that were thinned out.
+        losses: first, last, least and largest finite loss; None before the first.
+        first_time: seconds since 1970 of the first line.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._sampler = Sampler(max_rows)
+        self.first_time: float | None = None
+        self.last_time: float | None = None
+        self.first_step: int | None = None
+        self.last_step = -1
+        self.nonfinite = 0
+        self.losses: list[float] | None = None
+        self.newest: Mapping[str, Any] = {}
+        self._durations: list[float] = []
+        self._stride = 1
+        self._norm_max = -math.inf
+
+    @property
+    def count(self) -> int:
+        return self._sampler.count
+
+    def add_line(self, line: Mapping[str, Any]) -> None:
+        """Take in a line of metrics: its series if it has one, else its own numbers."""
+        step = whole(line.get("step"))
+        if step is None:
+            return
+        time = seconds_of(line.get("time"))
+        if time is not None:
+            self.first_time = time if self.first_time is None else min(self.first_time, time)
+            self.last_time = time if self.last_time is None else max(self.last_time, time)
+        self.newest = line
+        slow = [_value(line.get(name)) for name in ("zclip/threshold", "norm_mean", "norm_std")]
+        slow += [_value(line.get("lr_scale")), _value(line.get("micro_batches"))]
+        series = line.get("series")
+        steps = series.get("step") if isinstance(series, Mapping) else None
+        if not isinstance(series, Mapping) or not isinstance(steps, list):
+            seen = whole(line.get("seen_at"))
+            loss, norm = _value(line.get("loss")), _value(line.get("zclip/raw_grad_norm"))
+            lr = _value(line.get("lr"))
+            self._add((step if seen is None else seen, time, loss, norm, lr, None, *slow))
+            return
+        columns = [_column(series, name, len(steps)) for name in COLUMNS[2:6]]
+        times = _times(time, columns[-1])
+        for i, one in enumerate(steps):
+            at = whole(one)
+            if at is not None:
+                self._add((at, times[i], *(column[i] for column in columns), *slow))
+
+    def rows(self) -> list[Row]:
+        """Return what was kept."""
+        return list(self._sampler.rows())
+
+    def usual_seconds(self) -> float:
+        """Return the median duration of a step; 0 if none is known."""
+        return statistics.median(self._durations) if self._durations else 0.0
+
+    @property
+    def norm_max(self) -> float | None:
+        """The largest finite norm."""
+        return self._norm_max if math.isfinite(self._norm_max) else None
+
+    def _add(self, row: Row) -> None:
+        step, loss, norm, seconds = int(row[0] or 0), row[2], row[3], row[5]
+        self.first_step = step if self.first_step is None else min(self.first_step, step)
+        self.last_step = max(self.last_step, step)
+        if loss is not None and math.isfinite(loss):
+            first, _, least, most = self.losses or [loss] * 4
+            self.losses = [first, loss, min(least, loss), max(most, loss)]
+        if norm is not None and math.isfinite(norm):
+            self._norm_max = max(self._norm_max, norm)
+        self.nonfinite += any(v is not None and not math.isfinite(v) for v in (loss, norm))
+        if seconds is not None and math.isfinite(seconds) and self.count % self._stride == 0:
+            self._durations.append(seconds)
+            if len(self._durations) > MAX_DURATIONS:
+                del self._durations[::2]
+                self._stride *= 2
+        self._sampler.add(row)
+
+
+def _value(entry: Any) -> float | None:
+    if entry is None or isinstance(entry, bool):
+        return None
+    if isinstance(entry, str) and entry not in ("NaN", "Infinity", "-Infinity"):
+        return None
+    try:
+        return number(entry)
+    except OverflowError:  # an integer too large for any float
+        return math.inf
+
+
+def _column(series: Mapping[str, Any], name: str, length: int) -> list[float | None]:
+    """Return a column of a series, filled up where it is too short to be one."""
+    values = series.get(name)
+    found = [_value(v) for v in values[:length]] if isinstance(values, list) else []
+    return found + [None] * (length - len(found))
+
+
+def _times(end: float | None, durations: list[float | None]) -> list[float | None]:
+    """Return when each step was, counted back from when the line was written."""
+    if end is None:
+        return [None] * len(durations)
+    times: list[float | None] = []
+    for seconds in reversed(durations):
+        times.append(end)
+        if seconds is not None and math.isfinite(seconds):
+            end -= max(0.0, seconds)
+    return times[::-1]
