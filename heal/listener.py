@@ -67,6 +67,7 @@ class Listener:
         fields: dict[str, Any] = {
             "seconds": now - self._step_began,
             "micro_batches": self._run.micro_batches,
+            "lr_scale": self._run.lr_scale,
         }
         self._step_began = now
         lr = self._guarded.optimizers[0].param_groups[0].get("lr")

@@ -13,8 +13,8 @@ from heal.verdict import Record
 MAX_RECORDS = 1000  # kept if nobody takes them; far more than come between two lines
 DIGITS = 6  # significant ones, enough for any plot
 
-COLUMNS = ("step", "loss", "norm", "lr", "seconds")
-"""What changes from step to step. The rest is told once a line, as it was at the last record."""
+COLUMNS = ("step", "loss", "norm", "lr", "lr_scale", "micro_batches", "seconds")
+"""What may change from step to step. The rest is told once a line, as it was at the last record."""
 
 
 class Series:
@@ -35,12 +35,17 @@ class Series:
             return {}
         newest = records[-1]
         return {
-            "lr": newest.lr,
-            "micro_batches": newest.micro_batches,
             "norm_mean": newest.mean,
             "norm_std": newest.std,
-            "series": {name: [_short(getattr(r, name)) for r in records] for name in COLUMNS},
+            "series": {name: _column(records, name) for name in COLUMNS},
         }
+
+
+def _column(records: list[Record], name: str) -> Any:
+    """Return the values of a column; one that is the same throughout is told once."""
+    values = [_short(getattr(record, name)) for record in records]
+    is_same = name != "step" and all(value == values[0] for value in values)
+    return values[0] if is_same else values
 
 
 def _short(value: float) -> float:

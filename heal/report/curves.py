@@ -9,6 +9,14 @@ from heal.json_lines import number
 from heal.report.read import seconds_of, whole
 from heal.report.sample import COLUMNS, Row, Sampler
 
+SECONDS = COLUMNS.index("seconds")
+
+QUICK = COLUMNS[2:8]
+"""Columns with a value per step; ``seconds`` is the last."""
+
+SLOW = ("zclip/threshold", "norm_mean", "norm_std")
+"""Columns with a value per line."""
+
 MAX_DURATIONS = 4096  # step durations kept for their median
 
 
@@ -51,17 +59,17 @@ class RankCurves:
             self.first_time = time if self.first_time is None else min(self.first_time, time)
             self.last_time = time if self.last_time is None else max(self.last_time, time)
         self.newest = line
-        slow = [_value(line.get(name)) for name in ("zclip/threshold", "norm_mean", "norm_std")]
-        slow += [_value(line.get("lr_scale")), _value(line.get("micro_batches"))]
+        slow = [_value(line.get(name)) for name in SLOW]
         series = line.get("series")
         steps = series.get("step") if isinstance(series, Mapping) else None
         if not isinstance(series, Mapping) or not isinstance(steps, list):
             seen = whole(line.get("seen_at"))
             loss, norm = _value(line.get("loss")), _value(line.get("zclip/raw_grad_norm"))
-            lr = _value(line.get("lr"))
-            self._add((step if seen is None else seen, time, loss, norm, lr, None, *slow))
+            scale = _value(line.get("lr_scale"))
+            row = (step if seen is None else seen, time, loss, norm, None, scale, None, None)
+            self._add((*row, *slow))
             return
-        columns = [_column(series, name, len(steps)) for name in COLUMNS[2:6]]
+        columns = [_column(series, name, len(steps)) for name in QUICK]
         times = _times(time, columns[-1])
         for i, one in enumerate(steps):
             at = whole(one)
@@ -82,7 +90,7 @@ class RankCurves:
         return self._norm_max if math.isfinite(self._norm_max) else None
 
     def _add(self, row: Row) -> None:
-        step, loss, norm, seconds = int(row[0] or 0), row[2], row[3], row[5]
+        step, loss, norm, seconds = int(row[0] or 0), row[2], row[3], row[SECONDS]
         self.first_step = step if self.first_step is None else min(self.first_step, step)
         self.last_step = max(self.last_step, step)
         if loss is not None and math.isfinite(loss):
@@ -111,9 +119,11 @@ def _value(entry: Any) -> float | None:
 
 
 def _column(series: Mapping[str, Any], name: str, length: int) -> list[float | None]:
-    """Return a column of a series, filled up where it is too short to be one."""
+    """Return a column of a series: told once for all, in full, or too short to be one."""
     values = series.get(name)
-    found = [_value(v) for v in values[:length]] if isinstance(values, list) else []
+    if not isinstance(values, list):
+        return [_value(values)] * length
+    found = [_value(v) for v in values[:length]]
     return found + [None] * (length - len(found))
 
 

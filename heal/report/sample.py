@@ -13,18 +13,18 @@ COLUMNS = (
     "loss",
     "norm",
     "lr",
+    "lr_scale",
+    "micro_batches",
     "seconds",
     "threshold",
     "mean",
     "std",
-    "lr_scale",
-    "micro_batches",
 )
 """The columns of a row. A value is None where nobody told, NaN where NaN was measured."""
 
 Row = tuple[float | None, ...]
 STEP = COLUMNS.index("step")
-EXTREMES = tuple(COLUMNS.index(name) for name in ("loss", "norm", "lr", "seconds"))
+EXTREMES = tuple(COLUMNS.index(name) for name in ("loss", "norm", "lr", "lr_scale", "seconds"))
 MICRO_BATCHES = COLUMNS.index("micro_batches")
 MAX_TURNS = 4  # rollbacks kept in one stretch
 MAX_KEPT = 12  # about as many as keep() leaves of a long stretch

@@ -130,9 +130,7 @@ def tell_incident(
             {"of": f, "title": words.title(f), "values": words.evidence_words(e.evidence())}
             for f, e in incident.failures.items()
         ],
-        "actions": [
-            {"text": phrase, "times": times} for phrase, times in incident.actions.items()
-        ],
+        "actions": [{"text": phrase, "times": times} for phrase, times in incident.actions.items()],
         "lost_steps": incident.lost_steps,
         "skipped_batches": incident.skipped_batches,
         "lost_seconds": round(incident.action_seconds + incident.lost_steps * step_seconds, 3),
@@ -160,5 +158,7 @@ def _outcome(incident: Incident, last_step: int, is_over: bool) -> tuple[str, st
         return "contained", f"The {'steps' if many else 'step'} changed nothing; training went on."
     if incident.kind == "data":
         return "healed", "Training went on with the next batch."
-    again = f" It came back {words.count(incident.came_back, 'time')}." if incident.came_back else ""
+    again = (
+        f" It came back {words.count(incident.came_back, 'time')}." if incident.came_back else ""
+    )
     return "healed", f"Training passed step {incident.last_step} and went on.{again}"

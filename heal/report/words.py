@@ -1,5 +1,6 @@
 """Plain words for causes, actions and evidence, for readers who have never seen the project."""
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,7 @@ EVIDENCE = {
 
 HIDDEN = {"tensor_index", "matched", "measured", "also", "applied"}
 KINDS_OF_NUMBER = {"HAS_NAN": "NaN", "HAS_INF": "Inf", "OVERFLOW": "overflow", "LOSS_NAN": "NaN"}
+UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of Unicode
 MAX_TEXT = 400  # characters of any one thing that a journal says
 
 
@@ -136,8 +138,17 @@ def show(value: Any) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """Return a text cut to a length."""
-    return text if len(text) <= length else text[: length - 3] + "..."
+    """Return a text cut to a length, without what could steer a terminal or a page."""
+    return clean(text if len(text) <= length else text[: length - 3] + "...")
+
+
+def clean(text: str) -> str:
+    """Return a text without control characters, direction marks and halves of characters."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        " " if c in "\n\r\t" else "\ufffd" if unicodedata.category(c) in UNSAFE else c for c in text
+    )
 
 
 def duration(seconds: float) -> str:
