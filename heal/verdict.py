@@ -64,7 +64,8 @@ class Record:
     ``worst`` is the index of the tensor to blame, -1 if none; ``step`` is the number that the
     healing loop gave the step, not the device's own count. ``lr`` is the rate that was used, and
     ``scheduled_lr`` the one that the schedule wanted, where that is known. ``loss_scale`` is that
-    of a gradient scaler, None without one; ``lr_scale`` the factor of healing on the rate. NaN stands for what nobody told.
+    of a gradient scaler, None without one; ``lr_scale`` the factor of healing on the rate.
+    NaN stands for what nobody told.
     """
 
     step: int

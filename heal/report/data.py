@@ -52,7 +52,7 @@ def report_data(report: RunReport) -> dict[str, Any]:
 
 def worst_tensors(report: RunReport) -> list[dict[str, Any]]:
     """Return the tensors that were blamed, the most often blamed first."""
-    counted = [
+    counted: list[dict[str, Any]] = [
         {"tensor": name, "times": sum(counts.values()), "failures": counts}
         for name, counts in report.story.tensors.items()
     ]

@@ -10,9 +10,9 @@ from heal.report.collect import RunReport
 from heal.report.words import count, duration
 
 INTRODUCTION = (
-    "This page was made by heal, which watches over a model while it is trained. A step that would break the model is refused, "
-    "damage that got through is undone by returning to an earlier copy, and every such event is "
-    "written down. Here is what it wrote."
+    "This page was made by heal, which watches over a model while it is trained. A step that would "
+    "break the model is refused, damage that got through is undone by returning to an earlier "
+    "copy, and every such event is written down. Here is what it wrote."
 )
 ENDINGS = {
     "completed": "finished",

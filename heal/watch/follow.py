@@ -74,9 +74,9 @@ def numbers_line(run: LiveRun) -> str:
     if not run.ranks:
         return "no numbers yet"
     lowest = run.ranks[min(run.ranks)]
-    of_goal = f"/{run.goal}" if run.goal else ""
+    done = 0 if run.step is None else run.step + 1
     parts = [
-        f"step {run.step}{of_goal}",
+        f"{done} of {run.goal} steps" if run.goal else f"{done} steps",
         f"loss {lowest.loss}",
         f"norm {lowest.norm}",
         f"lr x {lowest.lr_scale}",
@@ -86,7 +86,7 @@ def numbers_line(run: LiveRun) -> str:
     if len(run.ranks) > 1:
         parts.append(f"{len(run.ranks)} ranks")
     if run.acted:
-        parts.append(f"healed {count(run.acted, 'time')}")
+        parts.append(f"treated {count(run.acted, 'time')}")
     return "  ".join(parts)
 
 
@@ -99,8 +99,8 @@ def quiet_words(run: LiveRun, now: float) -> str:
 
 def closing_line(run: LiveRun) -> str:
     """Return how the run ended."""
-    at = "" if run.step is None else f" at step {run.step}"
-    healed = f"; healing acted {count(run.acted, 'time')}" if run.acted else ""
+    at = "" if run.step is None else f" after {count(run.step + 1, 'step')}"
+    healed = f" and was treated {count(run.acted, 'time')}" if run.acted else ""
     page = f"heal report {run.folder}"
     return f"the run {run.ending or 'goes on'}{at}{healed}. For the whole story: {page}"
 

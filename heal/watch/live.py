@@ -105,8 +105,8 @@ class LiveRun:
         if not event.is_trouble:
             told = words.show(line.get("text") or line.get("error") or event.name)
             return [_sentence(rank, f"step {event.step}: {told}")]
-        if event.kind == "alert":
-            self.noted += 1
+        if event.kind in ("alert", "refused"):
+            self.noted += event.kind == "alert"
         else:
             self.acted += 1
         done = "; ".join(words.action_words(a, event.resumed_at) for a in event.plan)

@@ -56,7 +56,7 @@ class Screen:
                 cells += [Text(f"{duration((run.goal - done) / rate)} to go", style="dim")]
         else:
             cells += [Text(f"{done} steps")]
-        cells += [Text(f"healed {run.acted}, noted {run.noted}", style="cyan")]
+        cells += [Text(f"treated {run.acted}, noted {run.noted}", style="cyan")]
         if run.bad_lines:
             cells += [Text(f"{run.bad_lines} unreadable lines", style="yellow")]
         grid.add_row(*cells)
