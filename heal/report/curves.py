@@ -2,7 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import isfinite
 from typing import Any
 
 from heal.json_lines import number
@@ -67,14 +68,12 @@ class RankCurves:
             loss, norm = _value(line.get("loss")), _value(line.get("zclip/raw_grad_norm"))
             scale = _value(line.get("lr_scale"))
             row = (step if seen is None else seen, time, loss, norm, None, scale, None, None)
-            self._add((*row, *slow))
+            self._add([(*row, *slow)])
             return
         columns = [_column(series, name, len(steps)) for name in QUICK]
         times = _times(time, columns[-1])
-        for i, one in enumerate(steps):
-            at = whole(one)
-            if at is not None:
-                self._add((at, times[i], *(column[i] for column in columns), *slow))
+        told = zip(map(whole, steps), times, *columns, strict=True)
+        self._add([(*row, *slow) for row in told if row[0] is not None])
 
     def rows(self) -> list[Row]:
         """Return what was kept."""
@@ -89,33 +88,47 @@ class RankCurves:
         """The largest finite norm."""
         return self._norm_max if math.isfinite(self._norm_max) else None
 
-    def _add(self, row: Row) -> None:
-        step, loss, norm, seconds = int(row[0] or 0), row[2], row[3], row[SECONDS]
-        self.first_step = step if self.first_step is None else min(self.first_step, step)
-        self.last_step = max(self.last_step, step)
-        if loss is not None and math.isfinite(loss):
-            first, _, least, most = self.losses or [loss] * 4
-            self.losses = [first, loss, min(least, loss), max(most, loss)]
-        if norm is not None and math.isfinite(norm):
-            self._norm_max = max(self._norm_max, norm)
-        self.nonfinite += any(v is not None and not math.isfinite(v) for v in (loss, norm))
-        if seconds is not None and math.isfinite(seconds) and self.count % self._stride == 0:
-            self._durations.append(seconds)
-            if len(self._durations) > MAX_DURATIONS:
-                del self._durations[::2]
-                self._stride *= 2
-        self._sampler.add(row)
+    def _add(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        steps, _, losses, norms, *others = zip(*rows, strict=True)
+        known = [step for step in steps if step is not None]
+        first_step = min(known)
+        self.first_step = int(
+            min(first_step, first_step if self.first_step is None else self.first_step)
+        )
+        self.last_step = int(max(self.last_step, *known))
+        finite = _finite(losses)
+        if finite:
+            first, _, least, most = self.losses or [finite[0]] * 4
+            self.losses = [first, finite[-1], min(least, *finite), max(most, *finite)]
+        finite_norms = _finite(norms)
+        self._norm_max = max(self._norm_max, *finite_norms, -math.inf)
+        if len(finite) < len(rows) or len(finite_norms) < len(rows):
+            self.nonfinite += sum(_is_bad(row[2]) or _is_bad(row[3]) for row in rows)
+        self._durations += _finite(others[SECONDS - 4])[:: self._stride]
+        if len(self._durations) > MAX_DURATIONS:
+            del self._durations[::2]
+            self._stride = min(2 * self._stride, 8)  # of a line; then older ones thin out faster
+        self._sampler.extend(rows)
+
+
+def _finite(values: Iterable[float | None]) -> list[float]:
+    return [v for v in values if v is not None and isfinite(v)]
+
+
+def _is_bad(value: float | None) -> bool:
+    return value is not None and not isfinite(value)
 
 
 def _value(entry: Any) -> float | None:
+    if type(entry) is float:
+        return entry
     if entry is None or isinstance(entry, bool):
         return None
     if isinstance(entry, str) and entry not in ("NaN", "Infinity", "-Infinity"):
         return None
-    try:
-        return number(entry)
-    except OverflowError:  # an integer too large for any float
-        return math.inf
+    return number(entry)
 
 
 def _column(series: Mapping[str, Any], name: str, length: int) -> list[float | None]:

@@ -4,8 +4,9 @@ Rows are those that were written, never averages. Rows come one at a time and th
 bounded, so that the length of the run does not matter.
 """
 
-import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
+from math import isfinite
 
 COLUMNS = (
     "step",
@@ -47,20 +48,19 @@ class Sampler:
         self._full: list[list[Row]] = []
         self._open: list[Row] = []
 
-    def add(self, row: Row) -> None:
-        """Take a row, in the order of time."""
-        self.count += 1
-        self._open.append(row)
-        if len(self._open) < self._width:
-            return
-        self._full.append(keep(self._open))
-        self._open = []
-        if len(self._full) >= 2 * self._max_buckets:
-            self._full = [
-                keep([row for bucket in self._full[i : i + 2] for row in bucket])
-                for i in range(0, len(self._full), 2)
-            ]
-            self._width *= 2
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Take rows, in the order of time."""
+        self.count += len(rows)
+        self._open.extend(rows)
+        while len(self._open) >= self._width:
+            self._full.append(keep(self._open[: self._width]))
+            del self._open[: self._width]
+            if len(self._full) >= 2 * self._max_buckets:
+                self._full = [
+                    keep([row for bucket in self._full[i : i + 2] for row in bucket])
+                    for i in range(0, len(self._full), 2)
+                ]
+                self._width *= 2
 
     def rows(self) -> Iterator[Row]:
         """Yield what was kept, in order."""
@@ -75,11 +75,13 @@ def keep(rows: Sequence[Row]) -> list[Row]:
         return list(rows)
     chosen = {0, len(rows) - 1}
     for column in EXTREMES:
-        values = [(row[column], i) for i, row in enumerate(rows)]
-        finite = [(v, i) for v, i in values if v is not None and math.isfinite(v)]
+        values = [row[column] for row in rows]
+        finite = [(v, i) for i, v in enumerate(values) if v is not None and isfinite(v)]
         if finite:
             chosen |= {min(finite)[1], max(finite)[1]}
-        chosen.update([i for v, i in values if v is not None and not math.isfinite(v)][:1])
+        if len(finite) < len(rows):
+            bad = (i for i, v in enumerate(values) if v is not None and not isfinite(v))
+            chosen.update(islice(bad, 1))
     for column, turned in ((STEP, _falls), (MICRO_BATCHES, _differs)):
         turns = [i for i in range(1, len(rows)) if turned(rows[i - 1][column], rows[i][column])]
         chosen |= {place for i in turns[:MAX_TURNS] for place in (i - 1, i)}

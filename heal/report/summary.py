@@ -91,7 +91,10 @@ def _troubles(
         for name, times in kinds.most_common(MAX_KINDS)
     ]
     more = f", and {count(len(kinds) - MAX_KINDS, 'other kind')}" if len(kinds) > MAX_KINDS else ""
-    told = [f"It met trouble {count(totals['incidents'], 'time')}: {'; '.join(listed)}{more}."]
+    if totals["incidents"] == 1:
+        (one,) = incidents
+        return [f"It met trouble once: {listed[0]}. {one['outcome_text']}", _cost(report, totals)]
+    told = [f"It met trouble {totals['incidents']:,} times: {'; '.join(listed)}{more}."]
     outcomes = Counter(i["outcome"] for i in incidents)
     parts = [
         f"{count(outcomes[name], one, many)} {what}"
@@ -113,7 +116,8 @@ def _cost(report: RunReport, totals: dict[str, Any]) -> str:
     if not totals["lost_steps"] and not totals["skipped_batches"]:
         return "No step was lost."
     done = sum(c.count for c in report.curves.values()) / max(1, len(report.curves))
-    share = f" ({totals['lost_steps'] / done:.1%} of the work)" if done else ""
+    part = totals["lost_steps"] / done if done else 0.0
+    share = f" ({part:.1%} of the work)" if part >= 0.001 else " (hardly any of the work)"
     batches = totals["skipped_batches"]
     skipped = f" and {count(batches, 'batch', 'batches')} of data" if batches else ""
     return (

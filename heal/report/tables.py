@@ -58,7 +58,9 @@ def _incident(index: int, incident: dict[str, Any], num_ranks: int) -> str:
     cells = [
         f'<button type="button" aria-label="{label}">{steps}</button>'
         + (_ranks(incident["ranks"]) if num_ranks > 1 else ""),
-        f'<p class="what">{escaped(incident["what"])}</p>',
+        f'<p class="what">{escaped(incident["what"])}</p>'
+        f'<p class="quiet kind" data-kind="{escaped(incident["kind"])}">'
+        f"{escaped(incident['kind_label'])}</p>",
         "".join(_evidence(part, len(incident["evidence"]) > 1) for part in incident["evidence"]),
         _cause(incident),
         _actions(incident["actions"]),
@@ -129,7 +131,8 @@ def tensor_table(tensors: list[dict[str, Any]]) -> str:
         for entry in tensors
     )
     head = '<th scope="col">tensor</th><th scope="col" class="number">times</th>'
-    return f"<table><thead><tr>{head}<th>for</th></tr></thead><tbody>{rows}</tbody></table>"
+    head += '<th scope="col">for</th>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
 def rank_table(ranks: list[dict[str, Any]]) -> str:

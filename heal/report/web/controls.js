@@ -88,6 +88,11 @@
   }
 
   // The table.
+  for (const place of document.querySelectorAll("[data-kind]")) {
+    const shape = svg("svg", { viewBox: "-7 -7 14 14", width: 12, height: 12, "aria-hidden": "true" });
+    glyph(place.dataset.kind, 0, 0, shape);
+    place.prepend(shape);
+  }
   for (const row of document.querySelectorAll("[data-incident-row]")) {
     row.addEventListener("click", () => select(Number(row.dataset.incidentRow), true));
   }

@@ -75,12 +75,13 @@
       svg("line", { x1: LEFT, x2: panel.right, y1: y, y2: y, class: "grid" }, panel.clip);
       svg("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, panel.svg).textContent = data.kinds[kind];
     }
+    if (data.incidents[state.selected]) panel.shade(...spanOf(data.incidents[state.selected]), "chosen");
     const taken = new Set();
     for (const event of list) {
       const x = panel.x(event[state.axis]), key = `${event.kind}@${Math.round(x / 2)}`;
       if (!inView(event[state.axis]) || taken.has(key)) continue;
       taken.add(key);
-      const mark = glyph(event.kind, x, rowOf.get(event.kind), panel.clip);
+      const mark = glyph(event.kind, x, rowOf.get(event.kind), panel.svg);
       mark.dataset.incident = event.incident;
       svg("title", {}, mark).textContent = `step ${event.step}: ${event.text}`;
     }
@@ -189,6 +190,8 @@
     told.push(["step", format(main.step[i])], ["time", duration(main.time[i])], ["loss", format(main.loss[i])],
       ["gradient norm", format(main.norm[i])], ["threshold", format(main.threshold[i])],
       ["learning rate", format(main.lr[i] === null ? null : main.lr[i] * (main.lr_scale[i] ?? 1))], ["pieces per batch", format(main.micro_batches[i])]);
+    const again = state.axis === "step" ? main.step.map((_, j) => j).filter((j) => main.undone[j] && main.step[j] === main.step[i]) : [];
+    if (again.length) told.push(["loss before the rollback", again.map((j) => format(main.loss[j])).join(", ")]);
     if (isNumber(main.seconds[i])) told.push(["step took", duration(main.seconds[i])]);
     const reach = (view.range[1] - view.range[0]) * 0.006 + (state.axis === "step" ? 0.5 : 0);
     const near = events().filter((e) => Math.abs(e[state.axis] - x) <= reach).slice(0, 5);
