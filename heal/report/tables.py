@@ -132,7 +132,8 @@ def tensor_table(tensors: list[dict[str, Any]]) -> str:
     )
     head = '<th scope="col">tensor</th><th scope="col" class="number">times</th>'
     head += '<th scope="col">for</th>'
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    body = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
+    return f'<div class="scroll"><table>{body}</table></div>'
 
 
 def rank_table(ranks: list[dict[str, Any]]) -> str:

@@ -27,8 +27,12 @@ const Chart = (() => {
     start: "M-3,-6L-3,6M-3,-6L5,-3L-3,0", note: "M-2,0A2,2 0 1 0 2,0A2,2 0 1 0 -2,0Z",
   };
 
-  const glyph = (kind, x, y, parent) =>
-    svg("path", { d: SHAPES[kind] ?? SHAPES.note, class: `glyph ${kind}`, transform: `translate(${x},${y})` }, parent);
+  function glyph(kind, x, y, parent) {
+    const mark = svg("g", { class: `glyph ${kind}`, transform: `translate(${x},${y})` }, parent);
+    svg("path", { d: SHAPES[kind] ?? SHAPES.note }, mark);
+    svg("circle", { r: 8, class: "hit" }, mark); // shapes are thin or hollow: easier to point at
+    return mark;
+  }
 
   class Panel {
     constructor(parent, title, height, keys = [], onLog = null) {
