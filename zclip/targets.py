@@ -7,7 +7,7 @@ Gradients are never kept, or memory that ``zero_grad`` gave back would stay in u
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ Target = Module | Parameters | Iterable[Module] | Iterable[Mapping[str, Any]]
 """A model, several, parameters in any form, or groups of them as in ``optimizer.param_groups``."""
 
 _NONE = id(None)
+_GRAD = attrgetter("grad")  # a sixth faster than a comprehension, which counts for thousands
 
 
 class Targets:
@@ -46,7 +47,7 @@ class Targets:
             aligned: put an empty tensor where a parameter has no gradient, so that there is one
                 for each; its statistics are zero and scaling it does nothing.
         """
-        grads = [p.grad for p in self.params]
+        grads = list(map(_GRAD, self.params))
         identities = set(map(id, grads))
         if len(identities) == len(grads) and _NONE not in identities:
             return grads, None  # type: ignore[return-value]
