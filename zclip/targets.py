@@ -50,26 +50,32 @@ class Targets:
         grads = list(map(_GRAD, self.params))
         identities = set(map(id, grads))
         if len(identities) == len(grads) and _NONE not in identities:
-            return grads, None  # type: ignore[return-value]
+            return grads, None
         first = {id(g): i for i, g in reversed(list(enumerate(grads))) if g is not None}
         present = sorted(first.values())
         if aligned and present:
-            nothing = grads[present[0]].new_empty(0)  # type: ignore[union-attr]
+            nothing = grads[present[0]].new_empty(0)
             kept = set(present)
-            return [g if i in kept else nothing for i, g in enumerate(grads)], None  # type: ignore[misc]
-        return [grads[i] for i in present], present  # type: ignore[misc]
+            return [g if i in kept else nothing for i, g in enumerate(grads)], None
+        return [grads[i] for i in present], present
 
-    def among(self, names: list[str], own: slice) -> "Targets":
-        """Return these as part of a longer list, in one group.
+    def among(
+        self, names: list[str], own: slice, sizes: list[int], order: list[int] | None
+    ) -> "Targets":
+        """Return these as part of a longer list.
 
         Args:
             names: of the whole list: a model of which other ranks hold the rest.
             own: where in it these are.
+            sizes: of the groups of the whole.
+            order: brings the list into the order of its groups; None if it is in it.
         """
+        params = [torch.empty(0) for _ in names]  # each its own object, as parameters are
+        params[own] = self.params
         whole = Targets([[]], self.settings)
-        whole.names, whole.sizes = names, [len(names)]
-        whole.params = [torch.empty(0) for _ in names]  # each its own object, as parameters are
-        whole.params[own] = self.params
+        whole.sizes = sizes
+        whole.names = names if order is None else [names[i] for i in order]
+        whole.params = params if order is None else [params[i] for i in order]
         return whole
 
     def sizes_of(self, present: list[int] | None) -> list[int]:
