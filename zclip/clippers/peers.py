@@ -40,7 +40,9 @@ class Peers:
     def find(self, found: Targets) -> Targets:
         """Return the parameters of the whole model, those of other pipeline stages included."""
         if found is not self._found or self._whole is None:
-            self.reduction = find_reduction(found.params, found.names, *self._groups)
+            process_group, pipeline_group = self._groups
+            shards = process_group or found.shard_group
+            self.reduction = find_reduction(found.params, found.names, shards, pipeline_group)
             self._found = self._whole = found
             if self.reduction is not None and self._groups[1] is not None:
                 self._whole = self._laid_end_to_end(found, self.reduction)
