@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 # other torch is pulled in; triton is the release that this torch pins.
 TORCH := torch==2.13.0
 TRITON := triton==3.7.1
+WORKERS ?= 2
 CXX_SOURCES := $(shell find csrc -type f)
 
 .PHONY: demo test test-triton-newest soak bench lint format info clean
@@ -15,8 +16,9 @@ demo: $(VENV)/built
 	$(BIN)/zclip-bench --quick
 	$(BIN)/heal demo --run-dir build/heal-demo
 
+# Workers share the cores, so that each computes with one thread; tests of threads set their own number.
 test: lint $(VENV)/built
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 # The tests that concern Triton once more, with the newest release instead of the one torch pins.
 test-triton-newest: $(VENV)/built
