@@ -144,15 +144,12 @@ def put_back(
     """
     names = Names(state)
     buffers = {plain_name(name): name for name, _ in state.model.named_buffers()}
-    saved: dict[Key, Tensor] = {}
-    for text, tensor in tensors.items():
-        if text.startswith("value/"):
-            continue
-        key = names.key(text, buffers)
-        if key is None:
-            raise StateMismatch(f"the checkpoint holds {text!r}, which this run does not have")
-        saved[key] = tensor
+    keys = {t: names.key(t, buffers) for t in tensors if not t.startswith("value/")}
+    saved = {key: tensors[text] for text, key in keys.items() if key is not None}
     frozen = _check_parameters(state, names, saved)
+    strange = next((text for text, key in keys.items() if key is None), None)
+    if strange is not None:
+        raise StateMismatch(f"the checkpoint holds {strange!r}, which this run does not have")
     _check_values(state, values)
     _make_sharded_state(state, names, saved)
     for param, tensor in frozen:

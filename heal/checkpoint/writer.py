@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from heal.checkpoint.errors import SaveFailed
-from heal.checkpoint.files import make_folder, read_file, write_file
-from heal.checkpoint.folders import StepFolder
+from heal.checkpoint.files import make_folder, read_file, remove_file, write_file
+from heal.checkpoint.folders import StepFolder, remove_folder
 from heal.checkpoint.manifest import (
     COMMIT,
     MAX_COMMIT,
@@ -22,6 +22,7 @@ from heal.checkpoint.manifest import (
     Manifest,
     digest,
     manifest_name,
+    shard_name,
 )
 from heal.checkpoint.plan import SavePlan
 from heal.checkpoint.shards import ShardReader, write_shard
@@ -62,7 +63,7 @@ class Job:
         try:
             self._write_own(folder)
         except BaseException as error:
-            _tell_failure(folder, self.plan.rank, error)
+            self._give_up(folder, error)
             raise
         if self.plan.rank == 0:
             self._commit(folder)
@@ -107,6 +108,22 @@ class Job:
             raise SaveFailed(f"{COMMIT} has {len(data)} bytes; wanted at most {MAX_COMMIT}")
         write_file(folder / COMMIT, [data])
 
+    def _give_up(self, folder: Path, error: BaseException) -> None:
+        """Free what half a save takes up, and tell other ranks not to wait for this one.
+
+        The disk that refused the save may refuse that too: then they wait their time.
+        """
+        rank = self.plan.rank
+        try:
+            for name in (manifest_name(rank), shard_name(rank)):
+                remove_file(folder / name)
+            if self.plan.world_size > 1:
+                write_file(folder / f"failed-{rank:05d}", [repr(error)[:1000].encode()])
+            else:
+                remove_folder(self.plan.folder)
+        except OSError:
+            return
+
     def _await(self, happened: Callable[[], bool], trouble: str) -> None:
         folder = self.plan.folder.path
         until = time.monotonic() + self.wait_seconds
@@ -122,14 +139,6 @@ class Job:
                     "do all ranks write to the same disk?"
                 )
             time.sleep(POLL_SECONDS)
-
-
-def _tell_failure(folder: Path, rank: int, error: BaseException) -> None:
-    """Tell other ranks not to wait for this one. The disk may refuse that too."""
-    try:
-        write_file(folder / f"failed-{rank:05d}", [repr(error)[:1000].encode()])
-    except OSError:
-        return
 
 
 class Writer:
