@@ -14,6 +14,11 @@ class Chunk:
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Return where the part is in the whole."""
+        return tuple(slice(b, b + n) for b, n in zip(self.start, self.shape, strict=True))
+
     def overlap(self, other: "Chunk") -> tuple[tuple[slice, ...], tuple[slice, ...], int] | None:
         """Return where both boxes meet, in coordinates of each, and how many elements that is."""
         mine, theirs, count = [], [], 1
@@ -29,6 +34,11 @@ class Chunk:
         return tuple(mine), tuple(theirs), count
 
 
+def all_of(tensor: Tensor) -> Chunk:
+    """Return the box that is the whole tensor."""
+    return Chunk(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
+
+
 def chunk_of(tensor: Any) -> Chunk | None:
     """Return which part of a DTensor this rank has; None for a tensor that is no part.
 
@@ -41,7 +51,7 @@ def chunk_of(tensor: Any) -> Chunk | None:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if all(isinstance(p, Replicate) for p in tensor.placements):
-        return Chunk(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
+        return all_of(tensor)
     for placement in tensor.placements:
         if not isinstance(placement, (Replicate, Shard)):
             raise NotImplementedError(f"a tensor with placement {placement} is in no single place")

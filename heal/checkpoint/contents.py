@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 import torch
 from torch import Tensor
 
-from heal.checkpoint.chunks import Chunk, chunk_of
+from heal.checkpoint.chunks import Chunk, all_of, chunk_of
 from heal.checkpoint.encode import encode
 from heal.training_state import Key, StateMismatch, TrainingState
 
@@ -118,7 +118,7 @@ def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
 
 
 def wanted_chunk(state: TrainingState, names: Names, text: str) -> Chunk | None:
-    """Return which part of a saved tensor this rank needs; None if it is not cut into parts.
+    """Return which part of a saved tensor this rank needs; None if that is not known.
 
     Moments that are not there yet are cut as their parameter is.
     """
@@ -126,10 +126,11 @@ def wanted_chunk(state: TrainingState, names: Names, text: str) -> Chunk | None:
     if key is None or key[0] not in ("parameter", "state"):
         return None
     if key[0] == "parameter":
-        return chunk_of(names.parameters[int(key[1])])
-    param = names.optimized(int(key[1]))[int(key[2])]
-    there = state.optimizers[int(key[1])].state.get(param, {}).get(key[3])
-    return chunk_of(param if there is None else there)
+        there = names.parameters[int(key[1])]
+    else:
+        param = names.optimized(int(key[1]))[int(key[2])]
+        there = state.optimizers[int(key[1])].state.get(param, {}).get(key[3], param)
+    return chunk_of(there) or all_of(there)
 
 
 @torch.no_grad()
@@ -201,7 +202,7 @@ def _check_values(state: TrainingState, values: Mapping[str, Any]) -> None:
 
 def _make_sharded_state(state: TrainingState, names: Names, saved: Mapping[Key, Tensor]) -> None:
     """Make the moments of sharded parameters: as plain tensors the optimizer would refuse them."""
-    for key in saved:
+    for key, tensor in saved.items():
         if key[0] != "state":
             continue
         optimizer = state.optimizers[int(key[1])]
@@ -209,15 +210,16 @@ def _make_sharded_state(state: TrainingState, names: Names, saved: Mapping[Key, 
         local = getattr(param, "_local_tensor", None)
         if local is None or key[3] in optimizer.state.get(param, {}):
             continue
-        if saved[key].shape != local.shape or saved[key].dim() == 0:
-            continue
-        from torch.distributed.tensor import DTensor
+        made: Any = torch.empty_like(tensor, device=state._device_of(key))
+        if tensor.shape == local.shape and tensor.dim():
+            from torch.distributed.tensor import DTensor
 
-        optimizer.state[param][key[3]] = DTensor.from_local(
-            torch.empty_like(saved[key], device=local.device),
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+            made = DTensor.from_local(
+                made,
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+        optimizer.state[param][key[3]] = made

@@ -102,21 +102,17 @@ class CheckpointReader:
                 for name, entry in self.manifest(other).entries.items():
                     if entry.whole is not None:
                         entries.setdefault(name, entry)
-        direct: dict[str, Entry] = {}
-        pieced: dict[str, Chunk] = {}
-        for name, entry in entries.items():
-            needed = want(name)
-            if entry.whole is None or needed is None or needed == _chunk(entry):
-                if needed is not None and needed.shape != entry.shape:
-                    raise CannotReshard(
-                        f"{self.folder}: {name!r} was saved whole, {entry.shape}; this rank needs "
-                        f"{needed.shape} of {needed.whole}"
-                    )
-                direct[name] = entry
-            else:
-                pieced[name] = needed
-        tensors = self._read_direct(direct)
-        tensors.update({name: self._assemble(name, needed) for name, needed in pieced.items()})
+        needed = {name: want(name) for name in entries}
+        tensors = self._read_direct(
+            {n: e for n, e in entries.items() if e.whole is None or needed[n] in (None, _chunk(e))}
+        )
+        for name, chunk in needed.items():
+            if chunk is None:
+                continue
+            if name not in tensors:
+                tensors[name] = self._assemble(name, chunk)
+            elif entries[name].whole is None and chunk.whole == entries[name].shape:
+                tensors[name] = tensors[name][chunk.box].clone()  # saved whole, wanted in part
         ordered = {name: tensors[name] for name in entries}
         values = decode(own.values, ordered, self.folder / manifest_name(own.rank))
         commit = self.commit

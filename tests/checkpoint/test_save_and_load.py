@@ -70,7 +70,7 @@ def test_every_dtype_and_shape_comes_back_to_the_bit(tmp_path, dtype):
         back = dict(again.named_buffers())[name]
         assert torch.equal(back.reshape(-1).view(torch.uint8), buffer.reshape(-1).view(torch.uint8))
     with safe_open(folder / "rank-00000.safetensors", "pt") as file:
-        assert "buffer/b2" in file.keys()  # noqa: SIM118: it is no dict
+        assert "buffer/b2" in file.keys()  # noqa: SIM118
 
 
 def test_tied_and_transposed_weights_are_saved_once_and_come_back(tmp_path):
