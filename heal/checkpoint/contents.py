@@ -112,9 +112,31 @@ def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
         chunk = chunk_of(originals[key])
         if chunk is not None and chunk.shape == tuple(tensor.shape):
             contents.chunks[name] = chunk
-    contents.values, inside = encode({"training": state.values(), **extra})
+    own = {"training": state.values(), "names": _names_for_others(state, names)}
+    contents.values, inside = encode({**own, **extra})
     contents.tensors.update(inside)
     return contents
+
+
+def _names_for_others(state: TrainingState, names: Names) -> dict[str, Any]:
+    """What a state_dict of torch has and our names do not: order, aliases, what it leaves out."""
+    known = {id(p): name for p, name in zip(names.parameters, names.names, strict=True)}
+    groups = [
+        [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in state.optimizers
+    ]
+    named = state.model.named_parameters(remove_duplicate=False)
+    aliases = {plain_name(name): known[id(p)] for name, p in named}
+    passing = [
+        plain_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in state.model.named_modules()
+        for name in sorted(module._non_persistent_buffers_set)
+    ]
+    return {
+        "groups": groups,
+        "aliases": {name: target for name, target in aliases.items() if name != target},
+        "non_persistent": passing,
+    }
 
 
 def wanted_chunk(state: TrainingState, names: Names, text: str) -> Chunk | None:

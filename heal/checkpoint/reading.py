@@ -118,6 +118,15 @@ class CheckpointReader:
         commit = self.commit
         return Restored(commit.step, own.rank, saved_size, commit.save_id, ordered, values)
 
+    def read_whole(self) -> Restored:
+        """Return everything, with all parts put together: for one process that wants it all."""
+        wholes: dict[str, Chunk] = {}
+        for rank in range(self.commit.world_size):
+            for name, e in self.manifest(rank).entries.items():
+                if e.whole is not None:
+                    wholes[name] = Chunk(e.whole, (0,) * len(e.whole), e.whole)
+        return self.read(0, 1, wholes.get)
+
     def _read_direct(self, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
         by_holder: dict[int, list[str]] = {}
         for name, entry in entries.items():
