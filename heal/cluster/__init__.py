@@ -11,15 +11,35 @@ from heal.cluster.slurm import SLURMInfo, get_slurm_info, log_job_info, resolve_
 
 NEEDS_TORCH: dict[str, str] = {
     "Attempt": "heal.cluster.launch",
+    "GpuHealth": "heal.cluster.gpu_health",
+    "GroupHealth": "heal.cluster.group_health",
+    "HangReport": "heal.cluster.watchdog",
+    "HangWatchdog": "heal.cluster.watchdog",
+    "Mismatch": "heal.cluster.fingerprints",
+    "ReplicaCheck": "heal.cluster.fingerprints",
     "ShutdownHandler": "heal.cluster.shutdown",
+    "Straggler": "heal.cluster.stragglers",
+    "StragglerWatch": "heal.cluster.stragglers",
+    "check_gpu_health": "heal.cluster.gpu_health",
+    "check_nccl_health": "heal.cluster.group_health",
     "init_process_group": "heal.cluster.launch",
 }
 """Names that need torch, and their modules: loaded on first use."""
 
 __all__ = [
     "Attempt",
+    "GpuHealth",
+    "GroupHealth",
+    "HangReport",
+    "HangWatchdog",
+    "Mismatch",
+    "ReplicaCheck",
     "SLURMInfo",
     "ShutdownHandler",
+    "Straggler",
+    "StragglerWatch",
+    "check_gpu_health",
+    "check_nccl_health",
     "get_slurm_info",
     "init_process_group",
     "log_job_info",

@@ -33,3 +33,12 @@ def side_group(group: "ProcessGroup | None" = None, purpose: str = "talk") -> "P
             list(ranks), backend="gloo", use_local_synchronization=group is not None
         )
     return _made[key]
+
+
+def own_store() -> Any:
+    """Return a client of one's own to the store of the default group.
+
+    The group's own client is locked while anybody waits through it.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()

@@ -26,9 +26,7 @@ def free_port():
 
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.nn.parallel", "heal.cluster.launch", "heal.cluster.shutdown"]
-)
+_context.set_forkserver_preload(["torch._dynamo", "tests.cluster.trainer", "tests.cluster.ranks"])
 
 
 def _run(log, told, function, folder, arguments):

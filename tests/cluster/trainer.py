@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
 
 from heal.cluster import ShutdownHandler, init_process_group, resolve_resume_path
 
@@ -26,24 +26,34 @@ def batch(step, rank, size):
     return torch.randn(SAMPLES, 4, generator=generator)[rank::size]
 
 
-def save(folder, step, model, optimizer):
+def train(parameters, momenta, samples):
+    """One step of momentum on the mean gradient of all ranks, without DDP: it loads for seconds."""
+    weight, bias, out = parameters
+    loss = ((samples @ weight + bias).tanh() @ out).square().mean()
+    gradients = torch.autograd.grad(loss, parameters)
+    for parameter, momentum, gradient in zip(parameters, momenta, gradients, strict=True):
+        dist.all_reduce(gradient)
+        momentum.mul_(0.9).add_(gradient / dist.get_world_size())
+        parameter.data.sub_(momentum, alpha=1e-2)
+
+
+def save(folder, step, state):
     """One file and the marker, by rank 0; a test of durability is not the point here."""
     path = folder / f"step-{step:06d}"
     path.mkdir(exist_ok=True)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path / "part.pt")
+    torch.save(state, path / "part.pt")
     os.replace(path / "part.pt", path / "state.pt")
     (path / "COMMIT").touch()
 
 
-def load(path, model, optimizer):
-    state = torch.load(path / "state.pt", weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+def load(path, state):
+    for ours, theirs in zip(state, torch.load(path / "state.pt", weights_only=True), strict=True):
+        ours.data.copy_(theirs)
     return int(path.name.removeprefix("step-"))
 
 
-def digest(model):
-    content = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+def digest(tensors):
+    content = b"".join(t.detach().numpy().tobytes() for t in tensors)
     return hashlib.sha256(content).hexdigest()
 
 
@@ -53,31 +63,29 @@ def main(folder, steps, pause="0"):
     attempt = init_process_group("gloo")
     rank, size = attempt.rank, attempt.world_size
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parameters = [torch.randn(shape).requires_grad_() for shape in ((4, 8), (8,), (8, 1))]
+    momenta = [torch.zeros_like(p) for p in parameters]
+    state = [p.detach() for p in parameters] + momenta
     start = 0
     resumed = resolve_resume_path(folder)
     if resumed is not None:
-        start = load(resumed, model, optimizer)
-    wrapped = DistributedDataParallel(model)
+        start = load(resumed, state)
     with (folder / f"attempts{rank}").open("a") as file:
         line = {"start": start, "size": size, "name": attempt.name, "time": time.time()}
         file.write(json.dumps({**line, "pid": os.getpid()}) + "\n")
     with ShutdownHandler(shutdown_timeout_sec=60) as shutdown:
         for step in range(start, steps):
-            optimizer.zero_grad()
-            wrapped(batch(step, rank, size)).square().mean().backward()
-            optimizer.step()
+            train(parameters, momenta, batch(step, rank, size))
             (folder / f"step{rank}").write_text(str(step))
             time.sleep(pause)
             stop = shutdown.should_stop()
             if rank == 0 and (stop or (step + 1) % SAVE_EVERY == 0):
-                save(folder, step + 1, model, optimizer)
+                save(folder, step + 1, state)
             if stop:
-                (folder / f"stopped{rank}").write_text(f"{step} {digest(model)}")
+                (folder / f"stopped{rank}").write_text(f"{step} {digest(state)}")
                 shutdown.exit()
-    (folder / f"done{rank}").write_text(digest(model))
-    torch.distributed.destroy_process_group()
+    (folder / f"done{rank}").write_text(digest(state))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
