@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from heal.cluster import ReplicaCheck, StragglerWatch, check_nccl_health
+from heal.cluster import ReplicaCheck, StragglerWatch, check_nccl_health, fingerprints
 from heal.cluster.fingerprints import odd_ranks
 from heal.cluster.group_health import GroupPing
 from tests.cluster import ranks
 from tests.cluster.jobs import Job, read_json
+from tests.fake_cuda import fake_cuda, fake_parameters
+from zclip import mailbox
 
 
 def told_by_all(folder, size, function, *arguments):
@@ -103,3 +105,24 @@ def test_arguments_out_of_range_are_named(arguments, message):
         StragglerWatch(**arguments)
     with pytest.raises(ValueError, match="lag is -1"):
         ReplicaCheck([], lag=-1)
+
+
+def test_a_check_of_replicas_waits_for_nothing(monkeypatch):
+    """On fake CUDA tensors, which raise when asked for a value."""
+    reduced = []
+
+    monkeypatch.setattr(fingerprints, "has_peers", lambda: True)
+    monkeypatch.setattr(fingerprints.dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(fingerprints.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(
+        fingerprints.dist, "all_reduce", lambda tensor, op, group: reduced.append(tensor)
+    )
+    monkeypatch.setattr(mailbox, "_record_event", lambda device: None)
+    monkeypatch.setattr(mailbox.Mailbox, "_new_slot", lambda self, pinned: torch.empty(self.width))
+    with fake_cuda():
+        params = fake_parameters([(4, 3), (7,)])
+        check = ReplicaCheck([("a", params[0]), ("b", params[1])], group=object(), lag=2)
+        for step in range(3):
+            check.post(step)
+        assert [t.device.type for t in reduced] == ["cuda"] * 3
+        assert reduced[0].shape == (4,)
