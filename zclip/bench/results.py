@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zclip.bench.work import OURS, is_ours
+from zclip.bench.work import OURS, is_ours, is_rival
 
 SCHEMA = 2
 """Of the JSON document. Files of another number cannot be compared with."""
@@ -109,7 +109,7 @@ class Document:
 
 def fastest_rival(contenders: dict[str, Measured]) -> str | None:
     """Return the fastest of the others that did the work right."""
-    others = [n for n, m in contenders.items() if not is_ours(n) and not m.is_wrong]
+    others = [n for n, m in contenders.items() if is_rival(n) and not m.is_wrong]
     return min(others, key=lambda name: contenders[name].milliseconds, default=None)
 
 

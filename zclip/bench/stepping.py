@@ -39,7 +39,7 @@ def step(gradients: Gradients, backends: list[str], rivals: list[str]) -> Work:
         OURS: wrapped(limited),
         f"{OURS} ZClip": wrapped(adaptive),
         "torch clip": clip_then_step,
-        "no clipping": lambda: inner.step(),
+        "(no clipping)": lambda: inner.step(),
     }
 
     def error(norm: Tensor | float | None) -> float:

@@ -68,6 +68,14 @@ def is_ours(name: str) -> bool:
     return name.split("[")[0].split(" ")[0] == OURS
 
 
+def is_rival(name: str) -> bool:
+    """Return whether a contender is somebody else's way of doing the same.
+
+    One in brackets is neither: a yardstick that does less, such as a step without clipping.
+    """
+    return not is_ours(name) and not name.startswith("(")
+
+
 class Limit:
     """The norm to clip to. Either never reached, or below the norm that the last call left."""
 
