@@ -58,9 +58,7 @@ def test_the_usual_names_of_others_are_known(tmp_path, key):
     wrapped = {f"module.{name}": t for name, t in there.model.state_dict().items()}
     torch.save({key: wrapped} if key else wrapped, tmp_path / "weights.pt")
     other = run(seed=1)
-    convert.import_torch(
-        tmp_path / "weights.pt", tmp_path / "ours", 0, other.model, trusted=True
-    )
+    convert.import_torch(tmp_path / "weights.pt", tmp_path / "ours", 0, other.model, trusted=True)
     assert torch.equal(other.model[0].weight, there.model[0].weight)
 
 
