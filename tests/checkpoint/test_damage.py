@@ -160,7 +160,7 @@ def mutate(data: bytearray, chance: random.Random) -> bytes:
                 b"\xff\xff",
                 b"true",
                 bytes(data[at : at + length]) * 3,
-            ]  # fmt: skip
+            ]
         )
         data[at : at + chance.choice([0, length])] = piece
     return bytes(data) or b"x"

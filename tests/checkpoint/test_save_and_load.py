@@ -62,7 +62,7 @@ def test_the_step_count_keeps_its_dtype_and_device(tmp_path, capturable):
         torch.float8_e4m3fn,
         torch.float8_e5m2fnuz,
         torch.int8,
-    ],  # fmt: skip
+    ],
     ids=str,
 )
 def test_every_dtype_and_shape_comes_back_to_the_bit(tmp_path, dtype):
