@@ -19,7 +19,8 @@ def state_dicts(directory: str | os.PathLike[str], step: int | None = None) -> d
 
     Returns:
         ``step``, ``model``, ``optimizers`` (a list), ``schedulers`` (a list) and ``extra``: what
-        ``load_state_dict`` of each takes; ``parameter_names``, by optimizer and number. Parts that ranks saved are put together.
+        ``load_state_dict`` of each takes; ``parameter_names``, by optimizer and
+        number. Parts that ranks saved are put together.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
