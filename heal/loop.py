@@ -22,6 +22,7 @@ from heal.diagnose import Diagnosis
 from heal.dry_run import DryRunReport, dry_run
 from heal.exits import Exits
 from heal.guarded_step import GuardedStep
+from heal.integrations.trackers import attach
 from heal.journal import Journal
 from heal.listener import Listener
 from heal.micro_batch import MicroBatcher, TrainStep
@@ -53,6 +54,8 @@ class Healer:
         scaler: a GradScaler; ``step`` then steps and updates it.
         run_dir: where the journal goes; without it only the postmortem of a failure is written.
         rank: of this process; the environment's ``RANK`` if None.
+        trackers: names such as "trackio,tensorboard", or objects; see
+            :func:`heal.integrations.trackers.make_trackers`.
         sleep: waits between retries of what the network refused.
         clock: seconds, for the duration of steps.
 
@@ -81,6 +84,7 @@ class Healer:
         scaler: Any = None,
         run_dir: str | Path | None = None,
         rank: int | None = None,
+        trackers: Any = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -91,6 +95,7 @@ class Healer:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._schedulers = _listed(scheduler)
         self.journal = Journal(run_dir, rank)
+        attach(self.journal, trackers, self.config.to_dict(), lambda text: self._note(text))
         self._guarded = GuardedStep(optimizers, self.config, model.named_parameters(), scaler)
         state = TrainingState(
             model,
