@@ -23,6 +23,7 @@ from heal.data import BatchStream
 from heal.dry_run import DryRunReport, dry_run
 from heal.exits import Exits
 from heal.guarded_step import GuardedStep
+from heal.integrations.trackers import attach
 from heal.journal import Journal
 from heal.learning_rate import LearningRates
 from heal.listener import Listener
@@ -55,6 +56,8 @@ class Healer(Readout):
         run_dir: where the journal goes; without it only the postmortem of a failure is written.
         rank: of this process; the environment's ``RANK`` if None.
         process_group: the ranks that act alike, where ``torch.distributed`` is in use; all if None.
+        trackers: names such as "trackio,tensorboard", or objects; see
+            :func:`heal.integrations.trackers.make_trackers`.
         sleep: waits between retries of what the network refused.
         clock: seconds, for the duration of steps.
 
@@ -84,6 +87,7 @@ class Healer(Readout):
         run_dir: str | Path | None = None,
         rank: int | None = None,
         process_group: Any = None,
+        trackers: Any = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,6 +99,7 @@ class Healer(Readout):
         self._notes = Notes(self.journal, lambda: self._run.step)
         self.notes = self._notes.texts
         self._schedulers = _listed(scheduler)
+        attach(self.journal, trackers, self.config.to_dict(), self._note)
         self._build(model, optimizer, scaler, process_group, sleep, clock)
         self.exits = Exits(self, self.journal, clock)
 
