@@ -13,8 +13,17 @@ from heal.verdict import Record
 MAX_RECORDS = 1000  # kept if nobody takes them; far more than come between two lines
 DIGITS = 6  # significant ones, enough for any plot
 
-COLUMNS = ("step", "loss", "norm", "lr", "lr_scale", "micro_batches", "seconds")
-"""What may change from step to step. The rest is told once a line, as it was at the last record."""
+COLUMNS = {
+    "step": "step",
+    "loss": "loss",
+    "norm": "norm",
+    "lr": "lr",
+    "lr_scale": "lr_scale",
+    "micro_batches": "micro_batches",
+    "seconds": "own_seconds",
+}
+"""What may change from step to step, and where a record has it. The rest is told once a line, as it
+was at the last record."""
 
 
 class Series:
@@ -37,14 +46,14 @@ class Series:
         return {
             "norm_mean": newest.mean,
             "norm_std": newest.std,
-            "series": {name: _column(records, name) for name in COLUMNS},
+            "series": {name: _column(records, field) for name, field in COLUMNS.items()},
         }
 
 
-def _column(records: list[Record], name: str) -> Any:
+def _column(records: list[Record], field: str) -> Any:
     """Return the values of a column; one that is the same throughout is told once."""
-    values = [_short(getattr(record, name)) for record in records]
-    is_same = name != "step" and all(value == values[0] for value in values)
+    values = [_short(getattr(record, field)) for record in records]
+    is_same = field != "step" and all(value == values[0] for value in values)
     return values[0] if is_same else values
 
 

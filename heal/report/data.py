@@ -110,7 +110,9 @@ def _short(row: Row, column: int, began: float) -> float | None:
 
 
 def _told(line: Any, name: str) -> str:
-    told = line.get("text") or line.get("error") or words.title(name)
+    diagnosis = line.get("diagnosis")
+    summary = diagnosis.get("summary") if isinstance(diagnosis, dict) else None
+    told = line.get("text") or line.get("error") or summary or words.title(name)
     return words.shorten(str(told), 160)
 
 

@@ -32,6 +32,11 @@ TITLES = {
     "device_error": "The device failed",
     "preempted": "The job was told to stop",
     "unknown": "An unknown error",
+    "kl_blowup": "The policy left its reference",
+    "likelihood_collapse": "Chosen answers became unlikely",
+    "preference_inversion": "The model prefers rejected answers",
+    "reward_collapse": "Rewards collapsed",
+    "desync": "Ranks fell out of step",
 }
 
 EVIDENCE = {
