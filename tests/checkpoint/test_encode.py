@@ -161,7 +161,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda v: str(v)[:50])
 def test_a_hostile_value_is_refused(value):
-    with pytest.raises(CheckpointRefused, match="manifest.json"):
+    with pytest.raises(CheckpointRefused, match=r"manifest\.json"):
         decode({"a": [value]}, {"value/0": torch.zeros(8, dtype=torch.uint8)}, HERE)
 
 

@@ -25,7 +25,15 @@ def world(size):
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.checkpoint.worker", str(r), str(size), folder, *names],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.checkpoint.worker",
+                    str(r),
+                    str(size),
+                    folder,
+                    *names,
+                ],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

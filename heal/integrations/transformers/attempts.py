@@ -123,7 +123,10 @@ class TrainerAttempts(Attempts):
 
     def _run_one(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         self._micro.attempts += 1
-        self._micro._largest_batch = count_samples(inputs, self._is_paired)
+        if isinstance(inputs, list):  # prompts: the samples are made from them
+            self._micro._largest_batch = self._trainer.args.per_device_train_batch_size
+        else:
+            self._micro._largest_batch = count_samples(inputs, self._is_paired)
         if self._micro.pieces == 1:
             return self._training_step(model, inputs, num_items_in_batch)
         return self._run_in_pieces(model, inputs, num_items_in_batch)

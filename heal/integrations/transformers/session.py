@@ -1,25 +1,28 @@
 """One training run of a trainer under healing: built when it begins, taken apart when it ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
-from heal.actions import CannotHeal
-from heal.causes import Family
+from heal.actions import CannotHeal, Plan, ScaleLr
+from heal.causes import Cause, Family, Finding
 from heal.config import HealingConfig
-from heal.diagnose import diagnose_exception
+from heal.detectors.preference import ACCURACY, MARGIN
+from heal.diagnose import Diagnosis, diagnose_exception
 from heal.exit_codes import ExitCode
 from heal.integrations.transformers.attempts import TrainerAttempts
 from heal.integrations.transformers.batches import TrainerBatches
 from heal.integrations.transformers.guard import TrainerGuard, clip_limit
 from heal.integrations.transformers.patches import Patches
 from heal.integrations.transformers.position import TrainerPosition
+from heal.log_watch import LogWatch
 from heal.loop import Healer
 from heal.rng import RngState
 from heal.snapshots import Snapshot
+from heal.treatment import Hook
 
 
 class Session:
@@ -32,6 +35,12 @@ class Session:
         retries: whether what a step raises is healed too; else it is only watched and refused.
         sleep: waits between retries of what the network refused.
         patches: where changes to the trainer are noted, to be undone by the owner.
+        plateau_lr_factor: what the LR is multiplied by at a plateau at chance; None: alert only.
+
+    Attributes:
+        healer: does the healing.
+        position: where the trainer is.
+        stopped: why the run was told to stop, if it was; it was saved first.
     """
 
     def __init__(
@@ -42,13 +51,17 @@ class Session:
         retries: bool,
         sleep: Callable[[float], None],
         patches: Patches,
+        plateau_lr_factor: float | None = None,
     ) -> None:
         self.trainer = trainer
         self.healer = self._make_healer(trainer, config, run_dir, sleep)
+        self.log_watch = LogWatch(config)
         self.position = TrainerPosition(trainer, replays=config.data == "replay")
         self._failure: Exception | None = None
         self._fresh_snapshot: Snapshot | None = None
         self._posted = False
+        self._retries = retries
+        self.stopped: CannotHeal | None = None
         self._patches = patches
         accelerator = trainer.accelerator
         self._guard = TrainerGuard(
@@ -58,10 +71,13 @@ class Session:
             lambda: None,
         )
         self._keep_position()
+        if plateau_lr_factor is not None:
+            self.healer.on_instability(_raise_lr_at_chance(plateau_lr_factor, config))
         patches.set(accelerator, "clip_grad_norm_", self._guard.clip_grad_norm_)
         patches.set(trainer.optimizer, "step", _known_to_schedulers(self._step))
         self._attempts: TrainerAttempts | None = None
         if retries:
+            self.healer.exits.catch_signals()
             self._take_over_batches()
         else:
             self._listen_to_losses(trainer.training_step)
@@ -81,7 +97,8 @@ class Session:
         if snapshot is not None:
             self._fresh_snapshot = None
             snapshot.values["rng"] = RngState.now()
-            snapshot.values["healing"]["trainer"] = self.position.save()
+            saved = snapshot.values["healing"]
+            saved["trainer"], saved["log"] = self.position.save(), self.log_watch.state()
 
     def end_step(self, control: Any) -> None:
         """After the optimizer, the scheduler and the trainer's count have stepped.
@@ -98,12 +115,29 @@ class Session:
         else:
             healer = self.healer
             judged = healer._guarded.watches_loss
-            with healer.exits.halting():
-                healer._contained(lambda: healer._after_step(self._posted, judged))
+            try:
+                with healer.exits.halting():
+                    healer._contained(lambda: healer._after_step(self._posted, judged))
+            except CannotHeal as halt:
+                if not self._retries or not is_preemption(halt):
+                    raise
+                self._stop(halt, control)
             kept = healer._run.ring._kept
             if kept and kept[-1].step == healer._run.step:
                 self._fresh_snapshot = kept[-1]
         self.position.settle(control)
+
+    def observe_log(self, logs: Mapping[str, Any]) -> None:
+        """Hear of a line of the trainer's log: what it tells of preferences and rewards."""
+        healer = self.healer
+        if ACCURACY in logs or MARGIN in logs:
+            # The loss alone would name a plateau at chance; here there is better evidence.
+            vars(healer._listener.watch.detectors["plateau"])["chance"] = 0.0
+        with healer.exits.halting():
+            healer._contained(lambda: self._treat(self.log_watch.observe(healer._run.step, logs)))
+
+    def _treat(self, findings: Sequence[Finding]) -> None:
+        self.healer._treatment.treat(findings)
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the postmortem."""
@@ -134,11 +168,13 @@ class Session:
         healing_state, on_restore = run.healing_state, run.on_restore
 
         def save() -> dict[str, Any]:
-            return {**healing_state(), "trainer": self.position.save()}
+            own = {"trainer": self.position.save(), "log": self.log_watch.state()}
+            return {**healing_state(), **own}
 
         def restore(saved: dict[str, Any]) -> None:
             on_restore(saved)
             self.position.put_back(saved["trainer"])
+            self.log_watch.load_state(saved["log"])
 
         run.healing_state, run.on_restore = save, restore
 
@@ -189,6 +225,11 @@ class Session:
                 raise
             self._failure = error
 
+    def _stop(self, halt: CannotHeal, control: Any) -> None:
+        """Told to stop from outside: have the trainer save and return, then say so."""
+        self.stopped = halt
+        control.should_save = control.should_training_stop = True
+
     def _heal_optimizer(self, error: Exception) -> None:
         assert self._attempts is not None
         self._guard.forget()
@@ -204,6 +245,15 @@ class Session:
         assert self._attempts is not None
         self._attempts.treat(error, "data")
         return True
+
+
+def _raise_lr_at_chance(factor: float, config: HealingConfig) -> Hook:
+    def hook(diagnosis: Diagnosis, plan: Plan) -> Plan | None:
+        if diagnosis.cause is Cause.PLATEAU and diagnosis.evidence.get("at_chance"):
+            return (ScaleLr(factor, config.lr_floor, config.lr_ramp_steps),)
+        return None
+
+    return hook
 
 
 def _known_to_schedulers(step: Callable[..., None]) -> Callable[..., None]:
