@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from heal.actions import CannotHeal
 from heal.rng import RngState
 
 LOG_LENGTH = 10_000  # batches whose step is remembered, to find those that did harm
@@ -140,7 +141,7 @@ class BatchStream:
             ordinal = self.ordinal
             try:
                 batch = next(self._iterator)
-            except StopIteration:
+            except (StopIteration, CannotHeal):
                 raise
             except Exception as error:
                 failed_at = (self._epoch, self._index)
