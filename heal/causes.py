@@ -51,6 +51,7 @@ class Cause(str, Enum):
     DATA_ERROR = "data_error"
     NETWORK_ERROR = "network_error"
     STORAGE_ERROR = "storage_error"
+    DESYNC = "desync"
     COLLECTIVE_ERROR = "collective_error"
     DEVICE_ERROR = "device_error"
     PREEMPTED = "preempted"
@@ -135,6 +136,9 @@ ABOUT: dict[Cause, About] = {
     ),
     Cause.NETWORK_ERROR: About(Family.WAIT, "A service or network did not answer.", UNICRON),
     Cause.STORAGE_ERROR: About(Family.WAIT, "The disk is full or cannot be written.", UNICRON),
+    Cause.DESYNC: About(
+        Family.NUMERIC, "Ranks that should be at the same step are not.", SILENT_ERRORS
+    ),
     Cause.COLLECTIVE_ERROR: About(
         Family.STOP, "A collective failed or timed out; the process group is broken.", UNICRON
     ),

@@ -127,7 +127,7 @@ def test_one_wheel_has_the_cuda_kernels_and_loads_without_cuda(tree):
 
 def test_the_extras_are_those_we_promise():
     text = (ROOT / "pyproject.toml").read_text()
-    for extra in ("triton", "hf", "lightning", "plot", "test", "dev"):
+    for extra in ("triton", "hf", "lightning", "trackers", "plot", "test", "dev"):
         assert re.search(rf"^{extra} = \[", text, re.MULTILINE), extra
     assert 'name = "zclip-heal"' in text
     requires = re.search(r"^requires = (.*)$", text, re.MULTILINE).group(1)
