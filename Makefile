@@ -7,16 +7,18 @@ BIN := $(VENV)/bin
 # other torch is pulled in; triton is the release that this torch pins.
 TORCH := torch==2.13.0
 TRITON := triton==3.7.1
+WORKERS ?= 2
 CXX_SOURCES := $(shell find csrc -type f)
 
-.PHONY: demo test test-triton-newest soak bench lint format info clean
+.PHONY: demo test test-triton-newest soak bench docs lint format info clean
 
 demo: $(VENV)/built
 	$(BIN)/zclip-bench --quick
 	$(BIN)/heal demo --run-dir build/heal-demo
 
+# Workers share the cores, so that each computes with one thread; tests of threads set their own number.
 test: lint $(VENV)/built
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 # The tests that concern Triton once more, with the newest release instead of the one torch pins.
 test-triton-newest: $(VENV)/built
@@ -26,12 +28,21 @@ test-triton-newest: $(VENV)/built
 soak: $(VENV)/built test-triton-newest
 	$(BIN)/python -m pytest -q -m slow
 
+# Writes tables and plots. To try whether all of it works: make bench BENCH=--quick RESULTS=build/bench
+BENCH ?=
+RESULTS ?= benchmarks/results
 bench: $(VENV)/built
-	$(BIN)/zclip-bench --save benchmarks/results
-	$(BIN)/python benchmarks/bench_step.py --save benchmarks/results
-	$(BIN)/python benchmarks/spikes_gpt.py --save benchmarks/results
+	$(BIN)/zclip-bench $(BENCH) --save $(RESULTS)
+	$(BIN)/python benchmarks/bench_step.py $(BENCH) --save $(RESULTS)
+	$(BIN)/python benchmarks/spikes_gpt.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/bench_heal.py
-	$(BIN)/python -m pytest -q benchmarks --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
+	$(BIN)/python -m pytest -q benchmarks $(BENCH) --benchmark-quiet
+
+# The documentation, into site/. A warning is an error.
+docs: $(VENV)/tools
+	$(BIN)/python docs/update_config.py
+	$(BIN)/python docs/update_healing.py
+	$(BIN)/mkdocs build --strict
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check
@@ -48,7 +59,7 @@ info: $(VENV)/built
 	$(BIN)/python -m zclip.info
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info zclip/_C*.so
+	rm -rf $(VENV) build dist site *.egg-info zclip/_C*.so
 
 $(VENV)/torch: Makefile
 	$(PYTHON) -m venv $(VENV)

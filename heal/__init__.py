@@ -8,11 +8,15 @@ from typing import Any
 
 from heal.config import HealingConfig
 
-NEEDS_TORCH: dict[str, str] = {"Healer": "heal.loop"}
-"""Public names that need torch, and their modules: loaded on first use, so that the pure half and
-the command line answer at once."""
+NEEDS_TORCH: dict[str, str] = {
+    "Healer": "heal.loop",
+    "SelfHealingCallback": "heal.integrations.transformers",
+    "SelfHealingTrainer": "heal.integrations.transformers",
+}
+"""Public names that need torch, some transformers too, and their modules: loaded on first use, so
+that the pure half and the command line answer at once."""
 
-__all__ = ["Healer", "HealingConfig"]
+__all__ = ["Healer", "HealingConfig", "SelfHealingCallback", "SelfHealingTrainer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -77,6 +77,13 @@ class HealingConfig:
     grad_norm_patience: int = setting(
         3, "Explosions in a row that tighten the clip.", group="clipping", least=1
     )
+    refused_patience: int = setting(
+        20,
+        "Finite gradients refused in a row, as by a rule that skips spikes, until that rule learns "
+        "anew.",
+        group="clipping",
+        least=1,
+    )
     clip_factor: float = setting(
         0.5,
         "Factor on the thresholds of clipping when it is tightened.",

@@ -8,18 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from heal.epoch_start import EpochStart, advance_sampler, return_to, start_of
 from heal.rng import RngState
+from heal.sample_indices import sample_indices
 
 LOG_LENGTH = 10_000  # batches whose step is remembered, to find those that did harm
-
-
-@dataclass(frozen=True, slots=True)
-class EpochStart:
-    """What an epoch's order hangs on: the generators just before ``iter(loader)``."""
-
-    rng: RngState
-    generators: tuple[Any, ...]
-    sampler_epoch: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +37,11 @@ class BatchStream:
 
     Args:
         on_error: told of every exception of the loader, with the epoch and the number of the
-            batch; it raises if the run should end.
+            batch; it raises if the run should end, and returns whether the last good batch should
+            be given out in its place, so that ranks stay together.
         step: returns the number of the step that the next batch is for.
         on_begin: called when an epoch was begun and nothing was drawn from it yet.
+        keeps_last: hold on to the last good batch.
 
     Attributes:
         ordinal: how many batches were drawn, the skipped and the failed ones included.
@@ -55,13 +50,16 @@ class BatchStream:
 
     def __init__(
         self,
-        on_error: Callable[[Exception, int, int], None],
+        on_error: Callable[[Exception, int, int], bool],
         step: Callable[[], int],
         on_begin: Callable[[], None],
+        keeps_last: bool = False,
     ) -> None:
         self._on_error = on_error
         self._step = step
         self._on_begin = on_begin
+        self._keeps_last = keeps_last
+        self._last: Any = None
         self.ordinal = 0
         self.skipped = 0
         self._epoch = -1
@@ -91,7 +89,7 @@ class BatchStream:
                 if self._epoch >= own:
                     self._iterator = None
                     return
-                _advance_sampler(loader, self._start)
+                advance_sampler(loader, self._start)
                 self._begin_epoch(loader)
                 continue
             yield batch
@@ -122,11 +120,20 @@ class BatchStream:
         ahead = to_come * self._batches_per_step()
         self._unwanted.update(range(newest + 1, newest + 1 + ahead))
 
+    def samples_of(self, index: int) -> list[Any] | None:
+        """Return which samples a batch of this epoch has, by their index; None if unknown."""
+        return sample_indices(self._loader, self._start, index)
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The epoch and the number in it of the batch that was last drawn."""
+        return self._epoch, self._index - 1
+
     def _begin_epoch(self, loader: Any) -> None:
         self._loader = loader
         self._epoch += 1
         self._index = 0
-        self._start = _start_of(loader)
+        self._start = start_of(loader)
         self._iterator = iter(loader)
 
     def _draw(self) -> Any:
@@ -146,14 +153,18 @@ class BatchStream:
                 failed_at = (self._epoch, self._index)
                 self._count()
                 error.__traceback__ = None  # it would keep the loader's frames alive
-                self._on_error(error, *failed_at)
-                continue
+                if not self._on_error(error, *failed_at) or self._last is None:
+                    continue
+                self._step_of[ordinal] = self._step()
+                return self._last
             self._count()
             if ordinal in self._unwanted:
                 self._unwanted.discard(ordinal)
                 self.skipped += 1
                 continue
             self._step_of[ordinal] = self._step()
+            if self._keeps_last:
+                self._last = batch
             return batch
 
     def _count(self) -> None:
@@ -189,7 +200,7 @@ class BatchStream:
                 self._loader.load_state_dict(position.loader_state)
                 self._iterator = iter(self._loader)
                 return
-            _return_to(self._loader, position.start)
+            return_to(self._loader, position.start)
             self._iterator = iter(self._loader)
             for _ in range(position.index):
                 _pass_over(self._iterator)
@@ -213,52 +224,15 @@ def _is_stateful(loader: Any) -> bool:
     )
 
 
-def _generators(loader: Any) -> list[Any]:
-    """The generators that a loader and its samplers own, each once."""
-    sampler = getattr(loader, "sampler", None)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(g): g for g in found if g is not None}.values())
-
-
-def _start_of(loader: Any) -> EpochStart:
-    return EpochStart(
-        RngState.now(),
-        tuple(g.get_state() for g in _generators(loader)),
-        _sampler_epoch(loader),
-    )
-
-
-def _sampler_epoch(loader: Any) -> int | None:
-    sampler = getattr(loader, "sampler", None)
-    epoch = getattr(sampler, "epoch", None)
-    return epoch if isinstance(epoch, int) and hasattr(sampler, "set_epoch") else None
-
-
-def _advance_sampler(loader: Any, start: EpochStart | None) -> None:
-    """Do between two epochs what the user's loop did when these came for the first time."""
-    if start is not None and start.sampler_epoch is not None:
-        loader.sampler.set_epoch(start.sampler_epoch + 1)
-
-
-def _return_to(loader: Any, start: EpochStart) -> None:
-    start.rng.put_back()
-    for generator, state in zip(_generators(loader), start.generators, strict=True):
-        generator.set_state(state)
-    if start.sampler_epoch is not None:
-        loader.sampler.set_epoch(start.sampler_epoch)
-
-
 def loader_rewinder(loader: Any) -> Callable[[], None]:
     """Return a function that undoes what drawing from a loader does to its own state."""
-    start = _start_of(loader)
+    start = start_of(loader)
     # A stateful loader begins an epoch when it is asked for its state; one not begun needs none.
     has_begun = getattr(loader, "_iterator", None) is not None
     state = loader.state_dict() if has_begun and _is_stateful(loader) else None
 
     def rewind() -> None:
-        _return_to(loader, start)
+        return_to(loader, start)
         if state is not None:
             loader.load_state_dict(state)
         elif not has_begun and hasattr(loader, "_iterator"):

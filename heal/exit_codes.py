@@ -41,5 +41,14 @@ class ExitCode(IntEnum):
     HARDWARE = 48
     """The device reports an error that poisons the process; restart, better elsewhere."""
 
+    SHUTDOWN_TIMEOUT = 49
+    """Told to stop, and not done after ``shutdown_timeout_sec``; the last checkpoint counts."""
+
+    HUNG = 50
+    """No step ended within the timeout; ``hang.rank*.txt`` has the stacks, and who was missing."""
+
+    REPLICAS_DIFFER = 51
+    """Copies of a parameter differ between ranks: memory or arithmetic of one is at fault."""
+
     PREEMPTED = 75
     """Stopped by a signal after saving; run again to go on."""

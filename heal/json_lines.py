@@ -66,9 +66,9 @@ def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int
 
 
 def read_all(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
-    """Return the events of several ranks in the order of their times."""
+    """Return the events of several ranks in the order of their times, then of their ranks."""
     events = [event for path in paths for event in read_events(path)[0]]
-    return sorted(events, key=lambda event: str(event.get("time", "")))
+    return sorted(events, key=lambda event: (str(event.get("time", "")), str(event.get("rank"))))
 
 
 def _word(value: float) -> str:

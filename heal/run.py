@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ class TorchRun:
         )
         self._state = state
         self._guarded = guarded
+        self._ranks = guarded.ranks
         self._config = config
         self._stream = stream
         self._micro = micro
@@ -98,9 +99,9 @@ class TorchRun:
     def micro_batches(self, value: int) -> None:
         self._micro.pieces = value
 
-    def snapshots(self) -> list[int]:
-        """Return the steps of good snapshots, newest first."""
-        return self.ring.good_steps()
+    def snapshots(self) -> Sequence[int]:
+        """Return the steps of snapshots that are good on every rank, newest first."""
+        return self._ranks.common(self.ring.good_steps())
 
     def capture(self) -> bool:
         """Take a snapshot of the state before the step that comes next."""
@@ -131,19 +132,17 @@ class TorchRun:
     def restore(self, step: int) -> None:
         """Return to the good snapshot of ``step``, or to an older one if its bytes have changed.
 
+        All ranks return to the same one, or none does.
+
         Raises:
             CannotHeal: there is none, or it does not fit; nothing was changed.
         """
-        snapshot = self._verified(step)
-        frozen = fingerprints(self._state.frozen()).cpu()
-        if self._frozen is not None and not torch.equal(frozen, self._frozen.cpu()):
-            raise CannotHeal("frozen weights have changed, and no snapshot holds them")
+        snapshot = self._verified(self._ranks.least(step))
+        problem = self._misfit(snapshot)
+        if not self._ranks.all_agree(not problem):
+            raise CannotHeal(problem or "another rank could not return to its snapshot")
         self._guarded.mailbox.clear()
-        try:
-            self._state.restore(snapshot.tensors, snapshot.values)
-        except StateMismatch as error:
-            at = f"the snapshot of step {snapshot.step}"
-            raise CannotHeal(f"{at} does not fit: {error}") from None
+        self._state.restore(snapshot.tensors, snapshot.values)
         if self._config.data == "replay":
             snapshot.values["rng"].put_back()
             self._stream.rewind(snapshot.values["data"])
@@ -153,6 +152,17 @@ class TorchRun:
         self.step = snapshot.step
         self.ring.drop_after(snapshot.step)
         self.on_restore(snapshot.values["healing"])
+
+    def _misfit(self, snapshot: Snapshot) -> str:
+        """Return why the run cannot return to a snapshot; empty if it can."""
+        frozen = fingerprints(self._state.frozen()).cpu()
+        if self._frozen is not None and not torch.equal(frozen, self._frozen.cpu()):
+            return "frozen weights have changed, and no snapshot holds them"
+        try:
+            self._state.check(snapshot.tensors)
+        except StateMismatch as error:
+            return f"the snapshot of step {snapshot.step} does not fit: {error}"
+        return ""
 
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:
         """Multiply the learning rate's factor, and return to 1 over ``ramp_steps`` steps."""
@@ -197,17 +207,22 @@ class TorchRun:
             setattr(clipper, name, limit * factor)
         self._relax_in = self._config.lr_ramp_steps
 
+    def relearn_clip(self) -> None:
+        """Forget what the clippers take for usual."""
+        for optimizer in self._guarded.optimizers:
+            optimizer.clipper.reset()
+
     def skip_batches(self, first_step: int, last_step: int) -> None:
         """Never again feed the batches of these steps."""
         self._stream.skip(first_step, last_step)
 
     def shrink_micro_batch(self) -> bool:
-        """Cut batches twice as fine; False if pieces are as small as they may be."""
-        return self._micro.shrink()
+        """Cut batches twice as fine; False if pieces are as small as they may be, on all ranks."""
+        return self._ranks.any_has(self._micro.shrink())
 
     def checkpoint_activations(self) -> bool:
         """Recompute activations in backward; False if the model cannot or already does."""
-        return checkpoint_activations(self._state.model)
+        return self._ranks.any_has(checkpoint_activations(self._state.model))
 
     def clear_cache(self) -> None:
         """Free what nobody holds, and give the allocator's reserve back to the device."""
@@ -229,12 +244,18 @@ class TorchRun:
                 param.add_(noise * param.std() * std)
 
     def _verified(self, step: int) -> Snapshot:
-        for candidate in [s for s in self.ring.good_steps() if s <= step]:
-            try:
-                return self.ring.take(candidate)
-            except SnapshotCorrupt as error:
-                self._note(f"{error}; falling back to an older one")
+        for candidate in [s for s in self.snapshots() if s <= step]:
+            snapshot = self._intact(candidate)
+            if self._ranks.all_agree(snapshot is not None) and snapshot is not None:
+                return snapshot
         raise CannotHeal(f"no intact snapshot of step {step} or before", ExitCode.NO_SNAPSHOT)
+
+    def _intact(self, step: int) -> Snapshot | None:
+        try:
+            return self.ring.take(step)
+        except SnapshotCorrupt as error:
+            self._note(f"{error}; falling back to an older one")
+            return None
 
     def _relax_clip(self) -> None:
         for clipper, name, limit in self._limits.values():

@@ -110,6 +110,10 @@ class SnapshotRing:
         """Return the newest good snapshot, unverified."""
         return next((s for s in reversed(self._kept) if s.is_good), None)
 
+    def of_step(self, step: int) -> Snapshot | None:
+        """Return the snapshot of a step, good or not, unverified."""
+        return next((s for s in self._kept if s.step == step), None)
+
     def held_bytes(self) -> int:
         """Return the host memory in use."""
         slots = [s.buffers for s in self._kept] + self._spare

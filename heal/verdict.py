@@ -1,6 +1,6 @@
 """What the device said about one step, decoded on the host.
 
-The columns and the first eight flags are those of ``zclip/layout.py``; they are stated again here,
+The columns and the first nine flags are those of ``zclip/layout.py``; they are stated again here,
 and compared by a test, because importing zclip would import torch.
 """
 
@@ -44,6 +44,7 @@ class Flag(IntFlag):
     LOSS_NAN = 32  # NaN or Inf
     LOSS_SPIKE = 64
     LOSS_RISING = 128
+    DESYNC = 256  # ranks that should be at the same step are not
     # News of the host. It rides in the record of the next step so that all ranks hear of it alike.
     PREEMPTED = 1 << 12
     MEMORY_PRESSURE = 1 << 13
@@ -51,9 +52,18 @@ class Flag(IntFlag):
     OPTIMIZER_STATE_BAD = 1 << 15
     DATA_ERROR = 1 << 16
     DEVICE_ERROR = 1 << 17
+    OUT_OF_MEMORY = 1 << 18
+    NETWORK_ERROR = 1 << 19
+    UNKNOWN_ERROR = 1 << 20
+    STEP_FAILED = 1 << 21  # the optimizer stopped half-way, in the step before
+    SNAPSHOT_WANTED = 1 << 22
 
 
 NO_FLAG = Flag(0)
+HOST_FLAGS = tuple(flag for flag in Flag if flag >= Flag.PREEMPTED)
+FAILED = Flag.DATA_ERROR | Flag.OUT_OF_MEMORY | Flag.NETWORK_ERROR | Flag.UNKNOWN_ERROR
+"""A rank could not compute its part of this step, which all ranks therefore refuse."""
+
 NONFINITE_GRADIENT = Flag.HAS_NAN | Flag.HAS_INF | Flag.OVERFLOW
 
 

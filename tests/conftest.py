@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from zclip.backends import OPS, triton
 REFERENCE_ONLY = {f"test_{op}.py" for op in OPS if op not in triton.MODULE_OF}
 RULES = ("zclip_", "adagc_", "spike_skip_", "auto_clip_", "watch_loss_", "rules_agree")
 THINNED = {f"test_{rule}.py" for rule in RULES}
+SHARING = {"test_cuda_build.py", "triton/test_kernels.py", "heal/test_chaos.py"}
 MOST_CASES = 3
 """Of a test of rules in Triton's interpreter, which takes a twentieth of a second for one step."""
 
@@ -38,3 +40,15 @@ def pytest_collection_modifyitems(items):
             steps = [i * (len(same) - 1) // (MOST_CASES - 1) for i in range(MOST_CASES)]
             dropped.update(item for i, item in enumerate(same) if i not in steps)
     items[:] = [item for item in items if item not in dropped]
+    for item in items:
+        group = _group_of(item)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _group_of(item):
+    """Tests that share something costly stay with one worker; None for all others."""
+    path = item.path.relative_to(Path(__file__).parent)
+    if path.as_posix() == "parallel/test_worlds.py":
+        return f"world of {item.callspec.params['size']}"
+    return path.as_posix() if path.as_posix() in SHARING else None

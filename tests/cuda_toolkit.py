@@ -1,13 +1,14 @@
 """Compiles csrc/cuda with nvcc, once per content, into build/cuda, and reads what came out."""
 
 import hashlib
-import os
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from tests.built_once import built_once
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "build" / "cuda"
@@ -46,19 +47,17 @@ def compile_object() -> tuple[Path, str]:
     target = OUTPUT / f"launchers-{_digest(*command)}.o"
     log = target.with_suffix(".txt")
     if not (target.exists() and log.exists()):
-        OUTPUT.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_name(f"{os.getpid()}-{target.name}")
-        done = subprocess.run(
-            [*command, "-c", str(SOURCE), "-o", str(unfinished)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"nvcc could not build {SOURCE.name}:\n{done.stderr}")
-        log.write_text(done.stderr)
-        unfinished.replace(target)
+        with built_once(target) as unfinished:
+            if unfinished is not None:
+                _run_nvcc([*command, "-c", str(SOURCE), "-o", str(unfinished)], log)
     return target, log.read_text()
+
+
+def _run_nvcc(command: list[str], log: Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"nvcc could not build {SOURCE.name}:\n{done.stderr}")
+    log.write_text(done.stderr)
 
 
 def kernels() -> list[Kernel]:

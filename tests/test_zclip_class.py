@@ -186,8 +186,6 @@ def test_is_fsdp_model_looks_inside(monkeypatch):
     assert not zclip.is_fsdp_model(model)
     monkeypatch.setattr(fsdp, "FullyShardedDataParallel", nn.ReLU)
     assert zclip.is_fsdp_model(model)
-    with pytest.raises(NotImplementedError, match="shards, whose norm is not that of the model"):
-        zclip.ZClip().step(model)
 
 
 def test_a_lightning_callback_without_lightning_says_what_to_install(monkeypatch):

@@ -18,7 +18,7 @@ from zclip.functional import clip_grad_norm_, clip_grad_value_, get_total_norm
 from zclip.mailbox import Mailbox
 from zclip.ops import grad_stats
 from zclip.optim import ClippedOptimizer, wrap
-from zclip.targets import is_fsdp_model
+from zclip.parallel.fsdp1 import is_fsdp_model
 
 BACKEND_REASONS = _backends.load()
 """Why each backend is active or not; ``python -m zclip.info`` prints it."""

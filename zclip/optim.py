@@ -1,9 +1,7 @@
 """The drop-in wrapper: any torch optimizer, its gradients clipped before every step."""
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +12,7 @@ from zclip.clippers import CLIPPERS, Clipper, ClipResult
 from zclip.layout import FLAGS, HAS_INF, HAS_NAN
 from zclip.mailbox import Mailbox
 from zclip.momentum import FirstMomentum
+from zclip.optimizer_proxy import OptimizerProxy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -25,7 +24,7 @@ CLIP_KEY = "zclip"
 _FUSED = (Adam, SGD, Adagrad)  # AdamW is an Adam
 
 
-class ClippedOptimizer(Optimizer):
+class ClippedOptimizer(OptimizerProxy):
     """An optimizer that clips before it steps, and does not step on NaN or Inf.
 
     It is the wrapped optimizer to schedulers, GradScaler, accelerate and checkpoints: parameter
@@ -81,18 +80,14 @@ class ClippedOptimizer(Optimizer):
             raise TypeError(f"clipper is {type(clipper).__name__}; wanted a zclip.Clipper")
         if isinstance(optimizer, ClippedOptimizer):
             raise ValueError("the optimizer is already clipped; wrap the one inside, .inner")
-        self.inner = optimizer
+        super().__init__(optimizer)
         self.clipper = clipper
         self.skip_nonfinite = skip_nonfinite
         self.apply = apply
-        self.lr_scale = 1.0
         self.mailbox = Mailbox(lag)
         self._steps = 0
         self._warned = False
         self._momentum = FirstMomentum()
-        # Sets up step hooks. Optimizer.__init__ would as well, but would also make parameter
-        # groups of its own; leaving it out altogether breaks register_step_post_hook.
-        super().__setstate__({})
         self._check_apply()
         if named_parameters is not None:
             self._name_parameters(dict((id(p), name) for name, p in named_parameters))
@@ -233,33 +228,6 @@ class ClippedOptimizer(Optimizer):
             with self._scaled_lr():
                 self.inner.step()
 
-    @contextmanager
-    def _scaled_lr(self) -> Iterator[None]:
-        """Schedulers own ``lr``; healing owns ``lr_scale``. They meet only here."""
-        if self.lr_scale == 1.0:
-            yield
-            return
-        scheduled = [(group, group["lr"]) for group in self.param_groups if "lr" in group]
-        for group, lr in scheduled:
-            group["lr"] = lr * self.lr_scale
-        try:
-            yield
-        finally:
-            for group, lr in scheduled:
-                group["lr"] = lr
-
-    def _needs_closure(self) -> bool:
-        closure = inspect.signature(self.inner.step).parameters.get("closure")
-        return closure is not None and closure.default is inspect.Parameter.empty
-
-    def _name_parameters(self, names: dict[int, str]) -> None:
-        """Write the names where torch does, so that copies and checkpoints keep them."""
-        for group in self.param_groups:
-            unnamed = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-            if unnamed:
-                raise ValueError(f"named_parameters lacks parameters of the shapes {unnamed}")
-            group["param_names"] = [names[id(p)] for p in group["params"]]
-
     def _check_apply(self) -> None:
         if self.apply not in APPLY:
             raise ValueError(f"apply is {self.apply!r}; wanted one of {', '.join(APPLY)}")
@@ -315,43 +283,6 @@ class ClippedOptimizer(Optimizer):
         """Add a group to the wrapped optimizer; adaptive statistics of the others stay."""
         self.inner.add_param_group(param_group)
         self._momentum.forget()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer does."""
-        self.inner.zero_grad(set_to_none)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the wrapped optimizer."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """That of the wrapped optimizer."""
-        return self.inner.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.inner.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Those of the wrapped optimizer."""
-        return self.inner.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.inner.defaults = value
-
-    def __getattr__(self, name: str) -> Any:
-        """Anything else that is public is the wrapped optimizer's."""
-        if name.startswith("_") or "inner" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.inner, name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the hooks, as torch does."""

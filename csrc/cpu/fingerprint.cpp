@@ -14,6 +14,7 @@ namespace zclip::cpu {
 namespace {
 
 constexpr int64_t kBytesPerPart = 1 << 17;  // a multiple of a word; as much as a float64 chunk
+constexpr int64_t kPartsPerThread = 8;      // below a second thread costs more than it brings
 
 struct Part {
   const char* data;  // of the whole tensor
@@ -60,7 +61,7 @@ Tensor fingerprint(std::vector<Tensor> tensors) {
     }
   }
   std::vector<uint64_t> sums(parts.size());
-  torch::stable::parallel_for(0, static_cast<int64_t>(parts.size()), 1,
+  torch::stable::parallel_for(0, static_cast<int64_t>(parts.size()), kPartsPerThread,
                               [&](int64_t begin, int64_t end) {
                                 for (int64_t p = begin; p < end; ++p) sums[p] = hash_part(parts[p]);
                               });

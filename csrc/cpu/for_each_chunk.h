@@ -13,8 +13,9 @@
 
 namespace zclip::cpu {
 
-// Below this much work a second thread costs more than it brings.
-constexpr int64_t kWorkPerThread = 32768;
+// Below this much work, some 50 us, a second thread may cost more than it brings: waking it takes a
+// few microseconds on an idle machine, and milliseconds where another process has its core.
+constexpr int64_t kWorkPerThread = 262144;
 
 // Calls fn(chunk_index, chunk) for every chunk, from several threads. Threads get equal shares of
 // the work, not of the chunks: 10,000 tiny tensors and one huge one both spread evenly.

@@ -10,7 +10,7 @@ namespace {
 
 // What a chunk costs beyond its elements, in elements. It keeps thousands of tiny tensors from
 // weighing nothing beside one huge one when work is split among threads.
-constexpr int64_t kWorkPerChunk = 128;
+constexpr int64_t kWorkPerChunk = 64;
 
 }  // namespace
 

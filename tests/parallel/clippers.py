@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 import zclip
 from tests.parallel.layouts import (
+    SHAPES,
     CountCollectives,
     fsdp,
     gradients,
@@ -79,11 +80,9 @@ def every_clipper_does_what_one_process_does():
 def agc_looks_at_whole_rows_wherever_they_are():
     for name, make in layouts().items():
         layout = make()
-        if layout.groups:
-            with pytest.raises(ValueError, match="rows"):
-                zclip.AGC().distribute(**layout.groups).step(layout.params)
+        if "process_group" in layout.groups:  # flat parts have lost their rows
             continue
-        alone, together = zclip.AGC(clip=0.5), zclip.AGC(clip=0.5)
+        alone, together = zclip.AGC(clip=0.5), zclip.AGC(clip=0.5).distribute(**layout.groups)
         whole = [Parameter(t.clone()) for t in layout.total]
         for step, size in enumerate(SIZES[:4]):
             grads = gradients(seed=step + 50, size=size)
@@ -94,7 +93,8 @@ def agc_looks_at_whole_rows_wherever_they_are():
             extra = torch.ones(2, dtype=torch.float64)
             with CountCollectives() as counted:
                 norm = together.step(layout.params, extra=extra)
-            assert len(counted.names) == layout.collectives, name
+            meets_first = step == 0 and "pipeline_group" in layout.groups  # stages tell their rows
+            assert meets_first or len(counted.names) == layout.collectives, name
             torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
             torch.testing.assert_close(
                 together.result.verdict, alone.result.verdict, rtol=1e-5, atol=1e-6
@@ -108,6 +108,35 @@ def agc_looks_at_whole_rows_wherever_they_are():
         layout.set_grads([torch.full_like(t, float("nan")) for t in layout.total])
         together.step(layout.params)
         assert all((g == 0).all() for g in layout.local_grads())
+        assert pickle.loads(pickle.dumps(together)).clip == 0.5
+
+
+@check()
+def agc_takes_parts_of_plain_tensors_cut_along_either_dimension():
+    whole, size, rank = gradients(seed=3), dist.get_world_size(), dist.get_rank()
+    for split_dim in (0, 1):
+
+        def part(tensor, dim=split_dim):
+            return tensor.tensor_split(size, dim=min(dim, tensor.dim() - 1))[rank].clone()
+
+        alone, together = zclip.AGC(clip=0.5), zclip.AGC(clip=0.5, split_dim=split_dim)
+        together.distribute(process_group=dist.group.WORLD)
+        pieces = [Parameter(part(t)) for t in whole]
+        params = [Parameter(t.clone()) for t in whole]
+        for grads in (gradients(seed=4, size=0.3), gradients(seed=5, size=3.0)):
+            for piece, param, grad in zip(pieces, params, grads, strict=True):
+                piece.grad, param.grad = part(grad), grad.clone()
+            norm, wanted = together.step(pieces), alone.step(params)
+            torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
+            verdict = together.result.verdict
+            torch.testing.assert_close(verdict, alone.result.verdict, rtol=1e-5, atol=1e-6)
+            for piece, param in zip(pieces, params, strict=True):
+                torch.testing.assert_close(piece.grad, part(param.grad), rtol=2e-6, atol=1e-9)
+            assert same_on_all_ranks(verdict, norm)
+        if rank == size - 1:
+            pieces[-1].grad[0, 0] = float("nan")
+        together.step(pieces)
+        assert all((piece.grad == 0).all() for piece in pieces)
 
 
 @check()
@@ -126,8 +155,47 @@ def groups_have_statistics_of_their_own():
         alone.step([{"params": whole[:3]}, {"params": whole[3:]}])
         torch.testing.assert_close(clipper.result.coefs, alone.result.coefs, rtol=1e-6, atol=0)
         assert same_on_all_ranks(clipper.result.verdict)
-    with pytest.raises(ValueError, match="per_group"):
-        clipper.distribute(pipeline_group=dist.group.WORLD)
+
+
+PER_GROUP = {
+    "global_norm": lambda: zclip.GlobalNorm(1.0, per_group=True),
+    "zclip": lambda: zclip.ZClip(warmup_steps=2, per_group=True),
+    "adagc": lambda: zclip.AdaGC(warmup_steps=2, per_group=True),
+}
+
+
+@check()
+def groups_reach_over_the_stages_of_a_pipeline():
+    def grouped(params, offset):
+        matrices = [p for i, p in enumerate(params, offset) if len(SHAPES[i]) == 2]
+        vectors = [p for i, p in enumerate(params, offset) if len(SHAPES[i]) == 1]
+        return [{"params": matrices}, {"params": vectors}]  # the first stages have no vectors
+
+    for name, make in PER_GROUP.items():
+        layout = pipeline()
+        alone, together = make(), make().distribute(**layout.groups)
+        whole = [Parameter(t.clone()) for t in layout.total]
+        for step, size in enumerate((1.0, 1.1, 0.9, 1.0, 30.0, 1.0)):
+            grads = gradients(seed=step + 70, size=size)
+            layout.set_grads(grads)
+            for param, grad in zip(whole, grads, strict=True):
+                param.grad = grad.clone()
+            alone.step(grouped(whole, 0))
+            together.step(grouped(layout.params, layout.offset))
+            clipped = layout.pieces([p.grad for p in whole])
+            for got, want in zip(layout.local_grads(), clipped, strict=True):
+                torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-9, msg=name)
+            assert same_on_all_ranks(together.result.verdict, *_state(together))
+        for got, want in zip(_state(together), _state(alone), strict=True):
+            torch.testing.assert_close(got.sort().values, want.sort().values, rtol=1e-6, atol=1e-12)
+        layout.params[-1].grad.fill_(float("inf") if dist.get_rank() == 0 else 1.0)
+        together.step(grouped(layout.params, layout.offset))
+        assert all((g == 0).all() for g in layout.local_grads())
+
+    clipper = PER_GROUP["zclip"]().distribute(**layout.groups)
+    groups = grouped(layout.params, layout.offset)
+    with pytest.raises(ValueError, match="as many on each"):
+        clipper.step(groups if dist.get_rank() else [*groups, {"params": []}])
 
 
 @check()

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -48,6 +49,56 @@ def accelerate_prepares_the_wrapper():
         assert same_on_all_ranks(verdicts[0])
     for got, want in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
+
+
+@check(2, 3)
+def fsdp1_is_handed_over_as_it_is():
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    def wrapped(module, **how):
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(module, device_id=cpu, **how)
+
+    for keeps_names in (False, True):
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+            how = {"use_orig_params": keeps_names, "sharding_strategy": ShardingStrategy[strategy]}
+            torch.manual_seed(0)
+            layers = [torch.nn.Linear(FEATURES, 7), torch.nn.Linear(7, 3)]
+            alone = torch.nn.Sequential(*(copy.deepcopy(layer) for layer in layers))
+            inner = wrapped(layers[0], **how)
+            model = wrapped(torch.nn.Sequential(inner, layers[1]), **how)
+            clippers = zclip.ZClip(warmup_steps=2), zclip.ZClip(warmup_steps=2)
+            for step, size in enumerate((1.0, 1.0, 1.1, 30.0)):
+                batch = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(step))
+                for module in (model, alone):
+                    module.zero_grad()
+                    (module(batch) * size).square().mean().backward()
+                got, want = clippers[0].step(model), clippers[1].step(alone)
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+                results = [clipper.result.clipped_norm for clipper in clippers]
+                torch.testing.assert_close(*results, rtol=1e-5, atol=0)
+                clipped = model.clip_grad_norm_(float("inf"))  # FSDP1's own norm of what is left
+                torch.testing.assert_close(clipped, results[1], rtol=1e-5, atol=0)
+            assert same_on_all_ranks(clippers[0].result.verdict)
+            if dist.get_rank() == 0:
+                grad = next(p.grad for p in model.parameters() if p.grad is not None)
+                grad.view(-1)[0] = float("nan")
+            elif strategy == "NO_SHARD":
+                continue  # replicas are equal, by contract
+            clippers[0].step(model)
+            refused = clippers[0].result.blocked
+            assert refused.item() == 1
+            assert strategy == "NO_SHARD" or same_on_all_ranks(refused)
+
+
+@check(2)
+def fsdp1_beside_whole_tensors_is_refused_by_name():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    sharded = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+    model = torch.nn.Sequential(sharded, torch.nn.Linear(4, 2))
+    with pytest.raises(NotImplementedError, match=r"some are whole: .*1\.weight"):
+        zclip.ZClip().step(model)
 
 
 @check(2, 3, needs="accelerate")

@@ -10,6 +10,8 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType
 
+from tests.built_once import built_once
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 OUTPUT = ROOT / "build" / "simt"
@@ -70,14 +72,14 @@ def _compile(source: Path, flags: list[str], suffix: str) -> Path:
     target = OUTPUT / f"{source.stem}-{_digest(command)}{suffix}"
     if target.exists():
         return target
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}")  # another worker may build it too
-    result = subprocess.run(
-        [*command, "-o", str(unfinished)], capture_output=True, text=True, check=False
-    )
-    if result.returncode != 0:
-        raise RuntimeError(f"g++ could not build {source.name}:\n{result.stderr}")
-    unfinished.replace(target)
+    with built_once(target) as unfinished:
+        if unfinished is None:
+            return target
+        result = subprocess.run(
+            [*command, "-o", str(unfinished)], capture_output=True, text=True, check=False
+        )
+        if result.returncode != 0:
+            raise RuntimeError(f"g++ could not build {source.name}:\n{result.stderr}")
     return target
 
 

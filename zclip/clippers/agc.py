@@ -12,8 +12,8 @@ from zclip.checks import check_limit
 from zclip.clippers.clipper import Clipper, FusedRule, Rule
 from zclip.clippers.result import ClipResult
 from zclip.layout import ON_NONFINITE
-from zclip.parallel import Record
-from zclip.parallel.units import UnitRows
+from zclip.parallel import Record, Reduction
+from zclip.parallel.units import Split, UnitRows
 from zclip.reference.report import health_of, report
 from zclip.reference.scale import scaled
 from zclip.schemas import norm_dtype
@@ -32,17 +32,28 @@ class AGC(Clipper):
         clip: largest ratio of the norm of a gradient row to that of its weight row.
         eps: weight rows with a smaller norm count as this.
         on_nonfinite: "skip" refuses a step with NaN or Inf; "official" does not look.
+        split_dim: for ``distribute(process_group=...)`` only, which says that ranks hold parts of
+            plain tensors: along which dimension these are cut. 0 means that every rank has rows of
+            its own, anything else that every rank has a piece of each row. A tensor of one
+            dimension is one row, however it is cut.
     """
 
     is_global: ClassVar[bool] = False
 
     def __init__(
-        self, clip: float = 0.01, eps: float = 1e-3, *, on_nonfinite: str = "skip"
+        self,
+        clip: float = 0.01,
+        eps: float = 1e-3,
+        *,
+        on_nonfinite: str = "skip",
+        split_dim: int = 0,
     ) -> None:
         super().__init__(on_nonfinite=on_nonfinite)
         self.clip = check_limit("clip", clip)
         self.eps = check_limit("eps", eps)
+        self.split_dim = split_dim
         self._row_coefs: list[Tensor] = []
+        self._split: tuple[Reduction, Split] | None = None
 
     def _ops(self) -> tuple[Rule, FusedRule]:
         raise NotImplementedError("AGC reads the weights, so it has no rule on statistics alone")
@@ -64,7 +75,9 @@ class AGC(Clipper):
             return super()._decide(found, grads, loss, grad_scale, extra, record)
         if grad_scale is not None:
             raise NotImplementedError("AGC scales rows, which cannot be left to the optimizer")
-        rows = UnitRows(reduction, found.params, grads, self.clip, self.eps)
+        split = self._split[1] if self._split is not None and self._split[0] is reduction else None
+        rows = UnitRows(reduction, found.params, grads, self.clip, self.eps, self.split_dim, split)
+        self._split = (reduction, rows.split)
         own_lanes = rows.lanes()
         lanes = own_lanes if extra is None or record else torch.cat([own_lanes, extra.double()])
         reduced = reduction.reduce(
@@ -110,3 +123,6 @@ class AGC(Clipper):
             devices = ", ".join(str(device) for device in ops.by_device(grads))
             raise ValueError(f"AGC got parameters on {devices}; wanted one device per clipper")
         return ClipResult(*served[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_split": None}

@@ -87,13 +87,12 @@ class Clipper(ABC):
 
         Args:
             process_group: every rank in it holds other elements of the same plain tensors.
-            pipeline_group: every rank in it holds other tensors: one rank of each stage.
+            pipeline_group: every rank in it holds other tensors: one rank of each stage. With
+                ``per_group`` all stages have as many groups, with the same limits.
             record_group: where gradients need no message, add up losses and extra lanes over it,
                 at the price of one small all-reduce. Where they do, these travel along.
         """
-        if pipeline_group is not None and self.per_group:
-            raise ValueError("per_group=True with pipeline_group: stages have groups of their own")
-        self._peers = Peers(process_group, pipeline_group, record_group)
+        self._peers = Peers(process_group, pipeline_group, record_group, self.per_group)
         return self
 
     @abstractmethod
@@ -290,9 +289,9 @@ class Clipper(ABC):
         if record is not None:
             loss = record.loss
         states = self._state.states
-        sizes = found.sizes_of(self._present) if len(states) > 1 else [len(stats)]
+        sizes = self._peers.sizes_of(found, self._present) if len(states) > 1 else [len(stats)]
         coefs, verdicts = [], []
-        for group, rows in enumerate(self._shared_alarm(stats, sizes)):
+        for group, rows in enumerate(self._shared_alarm(self._peers.by_group(stats), sizes)):
             if not len(rows):
                 continue
             settings = self._settings(found.settings[group])
@@ -303,7 +302,7 @@ class Clipper(ABC):
         if self._state.counters is not None:
             verdict = merge_verdicts(verdicts, stats, self._state.counters)
         norm = reported_norm(stats, PROPAGATE).to(norm_dtype(grads))
-        return ClipResult(norm, stats, torch.cat(coefs), verdict), record
+        return ClipResult(norm, stats, self._peers.by_stage(torch.cat(coefs)), verdict), record
 
     def _scale(self, grads: list[Tensor], coefs: Tensor) -> None:
         """Apply what was decided to the gradients of this rank."""

@@ -27,21 +27,61 @@ class Peers:
         process_group: "ProcessGroup | None" = None,
         pipeline_group: "ProcessGroup | None" = None,
         record_group: "ProcessGroup | None" = None,
+        per_group: bool = False,
     ) -> None:
         self.reduction: Reduction | None = None
         self._groups = (process_group, pipeline_group)
         self._record_group = record_group
+        self._per_group = per_group
+        self._order: tuple[Tensor, Tensor] | None = None
         self._found: Targets | None = None
         self._whole: Targets | None = None
 
     def find(self, found: Targets) -> Targets:
         """Return the parameters of the whole model, those of other pipeline stages included."""
         if found is not self._found or self._whole is None:
-            self.reduction = find_reduction(found.params, found.names, *self._groups)
+            process_group, pipeline_group = self._groups
+            shards = process_group or found.shard_group
+            self.reduction = find_reduction(found.params, found.names, shards, pipeline_group)
             self._found = self._whole = found
             if self.reduction is not None and self._groups[1] is not None:
-                self._whole = found.among(self.reduction.names, self.reduction.own)
+                self._whole = self._laid_end_to_end(found, self.reduction)
         return self._whole
+
+    def by_group(self, stats: Tensor) -> Tensor:
+        """Return statistics of the whole in the order of groups: each is spread over stages."""
+        return stats if self._order is None else stats.index_select(0, self._order[0])
+
+    def by_stage(self, coefs: Tensor) -> Tensor:
+        """Undo :meth:`by_group`."""
+        return coefs if self._order is None else coefs.index_select(0, self._order[1])
+
+    def sizes_of(self, found: Targets, present: list[int] | None) -> list[int]:
+        """Return how many rows each group of the whole has."""
+        return found.sizes_of(present) if self._whole is found else self._whole.sizes  # type: ignore[union-attr]
+
+    def _laid_end_to_end(self, found: Targets, reduction: Reduction) -> Targets:
+        names, own = reduction.names, reduction.own
+        self._order = None
+        if not self._per_group:
+            return found.among(names, own, [len(names)], None)
+        stages = reduction.along_pipeline([found.sizes])
+        if len(set(map(len, stages))) > 1:
+            numbers = [len(sizes) for sizes in stages]
+            raise ValueError(
+                f"the stages have {numbers} parameter groups; with per_group=True wanted as many "
+                "on each, empty ones too: group i of all stages together has one statistic"
+            )
+        members: list[list[int]] = [[] for _ in found.sizes]
+        row = 0
+        for sizes in stages:
+            for group, size in enumerate(sizes):
+                members[group] += range(row, row + size)
+                row += size
+        order = [row for group in members for row in group]
+        forth = torch.tensor(order, device=reduction.device)
+        self._order = (forth, forth.argsort())
+        return found.among(names, own, [len(group) for group in members], order)
 
     @property
     def own(self) -> slice:

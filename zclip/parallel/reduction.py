@@ -64,7 +64,7 @@ class Reduction:
         names: of all rows, those of other pipeline stages included.
         own: which of the rows are ours.
         groups: over which the vector is added up, in this order.
-        explicit: whether a group was given, so that placements do not say it all.
+        is_parted: whether plain tensors are parts of larger ones, not replicas.
         counted: for each of our tensors, whether the squares that we hold are added.
     """
 
@@ -78,7 +78,7 @@ class Reduction:
         self._tensors = [weakref.ref(t) for t in tensors]
         self._own_names = list(names)
         self._wanted = (process_group, pipeline_group)
-        self.explicit = process_group is not None or pipeline_group is not None
+        self.is_parted = process_group is not None
         self._world = dist.group.WORLD
         shares: dict[Any, Share] = {}
         self._shares: list[Share | None] = []
@@ -174,6 +174,16 @@ class Reduction:
             whole[:, SUMSQ] /= copies
         return Reduced(whole, unpack(vector, loss, extra_lanes), copies)
 
+    def along_pipeline(self, ours: list[Any]) -> list[Any]:
+        """Return what every stage put in, end to end; without a pipeline, what we did.
+
+        All stages have to come here together, and wait: not in every step.
+        """
+        pipeline_group = self._wanted[1]
+        if pipeline_group is None:
+            return ours
+        return [entry for stage in _gathered(ours, pipeline_group) for entry in stage]
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Give every rank the values that the first has, in place."""
         for group in self.groups:
@@ -230,14 +240,19 @@ def _share(tensor: Any, name: str, known: dict[Any, Share]) -> Share | None:
 def _table(names: list[str], pipeline_group: "ProcessGroup | None") -> tuple[list[str], slice]:
     if pipeline_group is None:
         return names, slice(0, len(names))
-    stages: list[Any] = [None] * dist.get_world_size(pipeline_group)
-    dist.all_gather_object(stages, names, group=pipeline_group)
+    stages = _gathered(names, pipeline_group)
     me = dist.get_rank(pipeline_group)
     start = sum(map(len, stages[:me]))
     flat = [name for stage in stages for name in stage]
     if len(set(flat)) < len(flat):  # each stage numbers its own
         flat = [f"stages[{s}].{name}" for s, stage in enumerate(stages) for name in stage]
     return flat, slice(start, start + len(names))
+
+
+def _gathered(ours: Any, group: "ProcessGroup") -> list[Any]:
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, ours, group=group)
+    return everyones
 
 
 def _device_of(tensors: Sequence[Tensor], groups: "Sequence[ProcessGroup]") -> torch.device:

@@ -1,0 +1,46 @@
+"""Durable checkpoints: written so that no crash can spoil them, read so that no damage passes.
+
+Safetensors and JSON, a checksum for every byte, COMMIT last, no pickle. The page
+``docs/checkpoints.md`` tells the rest.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from heal.checkpoint.errors import (
+    CannotEncode,
+    CannotReshard,
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointRefused,
+    NoSpace,
+    SaveFailed,
+)
+
+NEEDS_TORCH: dict[str, str] = {
+    "CheckpointStore": "heal.checkpoint.store",
+    "Resumed": "heal.checkpoint.api",
+    "load": "heal.checkpoint.api",
+    "save": "heal.checkpoint.api",
+}
+
+__all__ = [
+    "CannotEncode",
+    "CannotReshard",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointRefused",
+    "CheckpointStore",
+    "NoSpace",
+    "Resumed",
+    "SaveFailed",
+    "load",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load on first use what needs torch."""
+    if name in NEEDS_TORCH:
+        return getattr(import_module(NEEDS_TORCH[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,247 @@
+"""Gives the tensors of a run names that outlive the process, and finds them again by these.
+
+:class:`heal.training_state.TrainingState` says what a run is made of; here it gets names that do
+not hang on the order of parameters, nor on wrappers around the model, nor on the number of ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, unquote
+
+import torch
+from torch import Tensor
+
+from heal.checkpoint.chunks import Chunk, all_of, chunk_of
+from heal.checkpoint.encode import encode
+from heal.training_state import Key, StateMismatch, TrainingState
+
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Names that DDP, torch.compile, activation checkpointing and FSDP put into those of parameters."""
+
+
+@dataclass(slots=True)
+class Contents:
+    """What one rank saves.
+
+    Attributes:
+        tensors: by name, as they are in the run, or copies of these.
+        chunks: of those that are part of a larger tensor.
+        values: everything else, as JSON.
+    """
+
+    tensors: dict[str, Tensor]
+    chunks: dict[str, Chunk] = field(default_factory=dict)
+    values: Any = None
+
+
+class Names:
+    """The names of a run's parameters."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        known = {id(p): plain_name(name) for name, p in state.model.named_parameters()}
+        self.parameters = state.parameters()
+        self.names = [known.get(id(p), f"unnamed.{i}") for i, p in enumerate(self.parameters)]
+        self.index = {name: i for i, name in enumerate(self.names)}
+        self._name_of = {id(p): name for p, name in zip(self.parameters, self.names, strict=True)}
+
+    def optimized(self, o: int) -> list[Tensor]:
+        """Return the parameters of an optimizer, in its own order."""
+        return [p for group in self._state.optimizers[o].param_groups for p in group["params"]]
+
+    def text(self, key: Key) -> str:
+        """Return the name of a tensor of the run."""
+        kind, *rest = key
+        if kind == "parameter":
+            rest = [self.names[int(rest[0])]]
+        elif kind == "buffer":
+            rest = [plain_name(str(rest[0]))]
+        elif kind == "state":
+            o, i, name = rest
+            rest = [o, self._name_of[id(self.optimized(int(o))[int(i)])], name]
+        return "/".join([str(kind), *(quote(str(part), safe=".") for part in rest)])
+
+    def key(self, text: str, buffers: Mapping[str, str]) -> Key | None:
+        """Return the key of a name; None if the run has no such parameter, optimizer or buffer."""
+        kind, *rest = (unquote(part) for part in text.split("/"))
+        try:
+            if kind == "parameter":
+                return (kind, self.index[rest[0]])
+            if kind == "buffer":
+                return (kind, buffers.get(rest[0], rest[0]))
+            if kind == "state":
+                o, name, what = rest
+                param = self.parameters[self.index[name]]
+                there = self.optimized(int(o))
+                return (kind, int(o), next(i for i, p in enumerate(there) if p is param), what)
+            if kind == "group":
+                return (kind, int(rest[0]), int(rest[1]), rest[2])
+        except (KeyError, ValueError, IndexError, StopIteration):
+            return None
+        return (kind, *rest) if kind in ("scaler", "extra") else None
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the wrappers around the model."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
+    """Return all that a run needs to go on elsewhere; nothing is copied, nothing waits.
+
+    Args:
+        state: the run.
+        extra: further plain values, such as the position in the data.
+
+    Raises:
+        CannotEncode: a value has no safe form on disk; names it.
+    """
+    state.notice_changes()
+    names = Names(state)
+    originals: dict[Key, Tensor] = dict(state._named_tensors())
+    local = state.tensors()
+    for i, param in enumerate(names.parameters):
+        if not state.is_trainable(param):
+            originals["parameter", i] = param
+            local["parameter", i] = getattr(param, "_local_tensor", param).detach()
+    contents = Contents({})
+    for key, tensor in local.items():
+        name = names.text(key)
+        contents.tensors[name] = tensor
+        chunk = chunk_of(originals[key])
+        if chunk is not None and chunk.shape == tuple(tensor.shape):
+            contents.chunks[name] = chunk
+    own = {"training": state.values(), "names": _names_for_others(state, names)}
+    contents.values, inside = encode({**own, **extra})
+    contents.tensors.update(inside)
+    return contents
+
+
+def _names_for_others(state: TrainingState, names: Names) -> dict[str, Any]:
+    """What a state_dict of torch has and our names do not: order, aliases, what it leaves out."""
+    known = {id(p): name for p, name in zip(names.parameters, names.names, strict=True)}
+    groups = [
+        [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in state.optimizers
+    ]
+    named = state.model.named_parameters(remove_duplicate=False)
+    aliases = {plain_name(name): known[id(p)] for name, p in named}
+    passing = [
+        plain_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in state.model.named_modules()
+        for name in sorted(module._non_persistent_buffers_set)
+    ]
+    return {
+        "groups": groups,
+        "aliases": {name: target for name, target in aliases.items() if name != target},
+        "non_persistent": passing,
+    }
+
+
+def wanted_chunk(state: TrainingState, names: Names, text: str) -> Chunk | None:
+    """Return which part of a saved tensor this rank needs; None if that is not known.
+
+    Moments that are not there yet are cut as their parameter is.
+    """
+    key = names.key(text, {})
+    if key is None or key[0] not in ("parameter", "state"):
+        return None
+    if key[0] == "parameter":
+        there = names.parameters[int(key[1])]
+    else:
+        param = names.optimized(int(key[1]))[int(key[2])]
+        there = state.optimizers[int(key[1])].state.get(param, {}).get(key[3], param)
+    return chunk_of(there) or all_of(there)
+
+
+@torch.no_grad()
+def put_back(
+    state: TrainingState, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
+) -> None:
+    """Write saved tensors and values over those of a run, in place.
+
+    Raises:
+        StateMismatch: the run is made of other parameters, groups or schedulers; nothing was
+            changed.
+    """
+    names = Names(state)
+    buffers = {plain_name(name): name for name, _ in state.model.named_buffers()}
+    keys = {t: names.key(t, buffers) for t in tensors if not t.startswith("value/")}
+    saved = {key: tensors[text] for text, key in keys.items() if key is not None}
+    frozen = _check_parameters(state, names, saved)
+    strange = next((text for text, key in keys.items() if key is None), None)
+    if strange is not None:
+        raise StateMismatch(f"the checkpoint holds {strange!r}, which this run does not have")
+    _check_values(state, values)
+    _make_sharded_state(state, names, saved)
+    for param, tensor in frozen:
+        getattr(param, "_local_tensor", param).copy_(tensor)
+    state.restore(saved, values)
+
+
+def _check_parameters(
+    state: TrainingState, names: Names, saved: dict[Key, Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Take frozen parameters out of ``saved`` and return them with what is saved of each."""
+    live = state.tensors()
+    frozen: list[tuple[Tensor, Tensor]] = []
+    for i, param in enumerate(names.parameters):
+        key: Key = ("parameter", i)
+        is_trained = key in live
+        there = live.get(key, getattr(param, "_local_tensor", param))
+        if key not in saved:
+            if is_trained or not _shares_memory(there, live):
+                raise StateMismatch(f"parameter {names.names[i]!r} is not in the checkpoint")
+            continue
+        if there.shape != saved[key].shape or there.dtype != saved[key].dtype:
+            raise StateMismatch(
+                f"parameter {names.names[i]!r} is {there.dtype} {tuple(there.shape)} and was "
+                f"{saved[key].dtype} {tuple(saved[key].shape)} when it was saved"
+            )
+        if not is_trained:
+            frozen.append((param, saved.pop(key)))
+    return frozen
+
+
+def _shares_memory(tensor: Tensor, live: Mapping[Key, Tensor]) -> bool:
+    storage = tensor.untyped_storage()._cdata
+    return any(t.untyped_storage()._cdata == storage for t in live.values())
+
+
+def _check_values(state: TrainingState, values: Mapping[str, Any]) -> None:
+    counts = {
+        "optimizers": (len(values["groups"]), len(state.optimizers)),
+        "schedulers": (len(values["schedulers"]), len(state.schedulers)),
+    }
+    for o, optimizer in enumerate(state.optimizers):
+        saved = len(values["groups"][o]) if o < len(values["groups"]) else 0
+        counts[f"parameter groups of optimizer {o}"] = (saved, len(optimizer.param_groups))
+    for what, (there, here) in counts.items():
+        if there != here:
+            raise StateMismatch(f"the checkpoint has {there} {what}, this run {here}")
+
+
+def _make_sharded_state(state: TrainingState, names: Names, saved: Mapping[Key, Tensor]) -> None:
+    """Make the moments of sharded parameters: as plain tensors the optimizer would refuse them."""
+    for key, tensor in saved.items():
+        if key[0] != "state":
+            continue
+        optimizer = state.optimizers[int(key[1])]
+        param: Any = names.optimized(int(key[1]))[int(key[2])]
+        local = getattr(param, "_local_tensor", None)
+        if local is None or key[3] in optimizer.state.get(param, {}):
+            continue
+        made: Any = torch.empty_like(tensor, device=state._device_of(key))
+        if tensor.shape == local.shape and tensor.dim():
+            from torch.distributed.tensor import DTensor
+
+            made = DTensor.from_local(
+                made,
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+        optimizer.state[param][key[3]] = made

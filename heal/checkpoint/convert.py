@@ -1,0 +1,205 @@
+"""To and from what others use: ``torch.save`` and torch.distributed.checkpoint (DCP).
+
+Export is safe. Import is for files that you trust: both formats are pickle, and loading a pickle
+runs whatever its author put into it. So every import asks for ``trusted=True``. Nothing else in
+this package imports this file.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from heal.checkpoint.api import save
+from heal.checkpoint.contents import plain_name
+from heal.checkpoint.errors import CheckpointError
+from heal.checkpoint.files import TEMPORARY, flush_folder
+from heal.checkpoint.state_dicts import state_dicts
+
+MODEL_KEYS = ("model", "model_state_dict", "state_dict")
+OPTIMIZER_KEYS = ("optimizers", "optimizer", "optimizer_state_dict", "optim")
+SCHEDULER_KEYS = ("schedulers", "scheduler", "lr_scheduler", "scheduler_state_dict")
+"""Names under which checkpoints of others have these, in the order in which they are looked for."""
+
+
+class NotTrusted(CheckpointError):
+    """A file that can run code was to be loaded without ``trusted=True``."""
+
+
+def export_torch(
+    directory: str | os.PathLike[str], target: str | os.PathLike[str], step: int | None = None
+) -> None:
+    """Write a checkpoint as one file that ``torch.load`` reads; see :func:`state_dicts`."""
+    path = Path(target)
+    aside = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    try:
+        with open(aside, "wb") as file:
+            torch.save(state_dicts(directory, step), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    flush_folder(path.absolute().parent)
+
+
+def export_dcp(
+    directory: str | os.PathLike[str], target: str | os.PathLike[str], step: int | None = None
+) -> None:
+    """Write a checkpoint as a folder that ``torch.distributed.checkpoint.load`` reads.
+
+    Moments are under the names of their parameters, as that format has them.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+    dicts = state_dicts(directory, step)
+    for optimizer, known in zip(dicts["optimizers"], dicts["parameter_names"], strict=True):
+        optimizer["state"] = {known[i]: state for i, state in optimizer["state"].items()}
+        for group in optimizer["param_groups"]:
+            group["params"] = [known[i] for i in group["params"]]
+    tree = {
+        "model": dicts["model"],
+        "optimizers": {str(o): optimizer for o, optimizer in enumerate(dicts["optimizers"])},
+        "schedulers": {str(s): state for s, state in enumerate(dicts["schedulers"])},
+        "step": dicts["step"],
+    }
+    save_dcp(tree, checkpoint_id=target, no_dist=True)
+
+
+def import_torch(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    step: int,
+    model: Module,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    scheduler: Any = None,
+    *,
+    trusted: bool = False,
+) -> Path:
+    """Load a file of ``torch.save`` into a run, and save that as a checkpoint of ours.
+
+    Args:
+        source: a file with the state dicts under the usual names, or that of a model alone.
+        directory: of the checkpoints.
+        step: the step that comes next.
+        model: as it was when the file was made.
+        optimizer: one, several or none.
+        scheduler: one, several or None.
+        trusted: that you trust whoever made the file with your machine.
+
+    Raises:
+        NotTrusted: ``trusted`` is not True.
+        CheckpointError: the file has no state dict for what was given.
+    """
+    _ask_for_trust(source, trusted)
+    try:
+        tree = torch.load(source, map_location="cpu", weights_only=True)
+    except Exception:  # it holds more than tensors: what runs now may be anything
+        tree = torch.load(source, map_location="cpu", weights_only=False)
+    return _take_over(tree, source, directory, step, model, optimizer, scheduler)
+
+
+def import_dcp(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    step: int,
+    model: Module,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    scheduler: Any = None,
+    *,
+    trusted: bool = False,
+) -> Path:
+    """Load a folder of torch.distributed.checkpoint into a run; see :func:`import_torch`."""
+    _ask_for_trust(source, trusted)
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    tree: dict[str, Any] = {}
+    _load_state_dict(
+        tree,
+        storage_reader=FileSystemReader(source),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return _take_over(tree, source, directory, step, model, optimizer, scheduler)
+
+
+def _ask_for_trust(source: object, trusted: bool) -> None:
+    if trusted is not True:
+        raise NotTrusted(
+            f"{source} is a pickle, and loading it runs what its author put into it; give "
+            "trusted=True if you would run a program of theirs"
+        )
+
+
+def _take_over(
+    tree: Any,
+    source: object,
+    directory: str | os.PathLike[str],
+    step: int,
+    model: Module,
+    optimizer: Any,
+    scheduler: Any,
+) -> Path:
+    if not isinstance(tree, Mapping):
+        raise CheckpointError(f"{source} holds a {type(tree).__name__}; wanted state dicts")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    schedulers = [] if scheduler is None else scheduler
+    schedulers = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
+    found = _first(tree, MODEL_KEYS)
+    weights = tree if found is None and _is_weights(tree) else found
+    if weights is None:
+        raise CheckpointError(f"{source} has none of {', '.join(MODEL_KEYS)}; has {list(tree)}")
+    theirs = _listed(_first(tree, OPTIMIZER_KEYS)), _listed(_first(tree, SCHEDULER_KEYS))
+    for what, wanted, there in (
+        ("optimizers", optimizers, theirs[0]),
+        ("schedulers", schedulers, theirs[1]),
+    ):
+        if len(wanted) > len(there):
+            raise CheckpointError(f"{source} has {len(there)} {what}; {len(wanted)} were given")
+    own = {plain_name(name): str(name) for name in model.state_dict()}
+    plain = {own.get(plain_name(name), str(name)): tensor for name, tensor in weights.items()}
+    model.load_state_dict(plain)
+    for o, state in zip(optimizers, theirs[0], strict=False):
+        o.load_state_dict(_by_number(state, o, model))
+    for s, state in zip(schedulers, theirs[1], strict=False):
+        s.load_state_dict(dict(state))
+    return save(directory, step, model, optimizers, schedulers)
+
+
+def _by_number(state: Any, optimizer: Optimizer, model: Module) -> dict[str, Any]:
+    """Moments under the names of parameters, put under their numbers in the optimizer."""
+    if all(isinstance(key, int) for key in state["state"]):
+        return dict(state)
+    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    number = {name: i for i, name in enumerate(order)}
+    groups = [
+        {**group, "params": [number[plain_name(n)] for n in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    moments = {number[plain_name(name)]: entry for name, entry in state["state"].items()}
+    return {"state": moments, "param_groups": groups}
+
+
+def _first(tree: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    return next((tree[key] for key in keys if key in tree), None)
+
+
+def _is_weights(tree: Mapping[str, Any]) -> bool:
+    return bool(tree) and all(isinstance(value, Tensor) for value in tree.values())
+
+
+def _listed(found: Any) -> list[Any]:
+    if found is None:
+        return []
+    if isinstance(found, Mapping):
+        numbered = sorted(found, key=str) if all(str(k).isdecimal() for k in found) else None
+        return [found[key] for key in numbered] if numbered else [found]
+    return list(found)

@@ -1,0 +1,193 @@
+"""A rank's tensors in one safetensors file: written without a copy, read with every byte checked.
+
+The header follows from the manifest to the byte, so it is compared, not parsed; the rest of the
+file is the tensors, each with its checksum. No byte of a shard is beyond suspicion. Any reader of
+safetensors can open one; none is needed here.
+"""
+
+import ctypes
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from heal.checkpoint.encode import torch_dtype
+from heal.checkpoint.errors import CannotEncode, CheckpointCorrupt
+from heal.checkpoint.files import open_file, read_into, write_file
+from heal.checkpoint.manifest import ITEM_BYTES, Entry, shard_name
+from heal.snapshots import fingerprints
+
+ALIGNMENT = 8  # of the header, as the format asks for
+LENGTH_BYTES = 8  # of the header's length, little-endian, at the beginning
+
+
+def dtype_name(tensor: Tensor, name: str) -> str:
+    """Return the name under which a tensor's dtype is saved.
+
+    Raises:
+        CannotEncode: there is none.
+    """
+    found = str(tensor.dtype).removeprefix("torch.")
+    if found not in ITEM_BYTES or tensor.layout is not torch.strided:
+        raise CannotEncode(
+            f"{name} is a {tensor.layout} tensor of {tensor.dtype}; wanted a dense one of numbers"
+        )
+    return found
+
+
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the checksum of each tensor: int64, on the device; nothing waits."""
+    return fingerprints(tensors)
+
+
+def checksum_text(number: int) -> str:
+    """Return a checksum as the manifest has it."""
+    return f"{number & (2**64 - 1):016x}"
+
+
+def placed(entries: Mapping[str, Entry], rank: int) -> dict[str, Entry]:
+    """Return the entries with the offsets at which ``rank`` writes those that it holds."""
+    made: dict[str, Entry] = {}
+    offset = 0
+    for name, e in entries.items():
+        if e.held_by != rank:
+            made[name] = e
+            continue
+        made[name] = Entry(e.held_by, e.dtype, e.shape, e.whole, e.start, e.checksum, offset)
+        offset += e.num_bytes
+    return made
+
+
+def header(entries: Mapping[str, Entry], rank: int) -> bytes:
+    """Return the beginning of a rank's shard: the length of the JSON, and the JSON, padded."""
+    table = {
+        name: {
+            "dtype": ITEM_BYTES[e.dtype][0],
+            "shape": _shape_on_disk(e),
+            "data_offsets": [e.offset, e.offset + e.num_bytes],
+        }
+        for name, e in entries.items()
+        if e.held_by == rank
+    }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _shape_on_disk(entry: Entry) -> list[int]:
+    code, item_bytes = ITEM_BYTES[entry.dtype]
+    return [*entry.shape, item_bytes] if code == "U8" and item_bytes > 1 else list(entry.shape)
+
+
+def write_shard(
+    folder: Path, rank: int, entries: Mapping[str, Entry], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write the tensors that a rank holds; they must be on the host and stay as they are.
+
+    Raises:
+        OSError: the disk is full or broken.
+    """
+    held = [tensors[name].contiguous() for name, e in entries.items() if e.held_by == rank]
+    write_file(
+        folder / shard_name(rank),
+        (header(entries, rank), *(memory_of(t) for t in held if t.numel())),
+    )
+
+
+class ShardReader:
+    """Reads the shard of one rank. The size and the header are checked when it is opened.
+
+    Args:
+        folder: of the checkpoint.
+        rank: whose shard.
+        entries: that rank's, from its manifest.
+
+    Raises:
+        CheckpointCorrupt: the file is missing, too short, too long, or its header differs.
+    """
+
+    def __init__(self, folder: Path, rank: int, entries: Mapping[str, Entry]) -> None:
+        self._path = folder / shard_name(rank)
+        self._entries = {name: e for name, e in entries.items() if e.held_by == rank}
+        self._header = header(entries, rank)
+        self._file = open_file(self._path)
+        try:
+            self._check_layout()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "ShardReader":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors in memory of their own, each of them checked.
+
+        Raises:
+            CheckpointCorrupt: names the first tensor whose bytes have changed.
+        """
+        found: dict[str, Tensor] = {}
+        for name in names:
+            entry = self._entries.get(name)
+            if entry is None:
+                raise CheckpointCorrupt(f"{self._path} does not hold tensor {name!r}")
+            found[name] = self._read_one(entry)
+        sums = checksums([t for t in found.values() if t.numel()]).tolist()
+        listed = iter(sums)
+        for name, tensor in found.items():
+            now = checksum_text(next(listed)) if tensor.numel() else checksum_text(0)
+            if now != self._entries[name].checksum:
+                raise CheckpointCorrupt(
+                    f"{self._path}: tensor {name!r} is not what was saved: its checksum is "
+                    f"{now}, that of the manifest {self._entries[name].checksum}"
+                )
+        return found
+
+    def check(self) -> None:
+        """Read every tensor, one at a time, and compare it with its checksum.
+
+        Raises:
+            CheckpointCorrupt: names the first that has changed.
+        """
+        for name in self._entries:
+            self.read([name])
+
+    def _check_layout(self) -> None:
+        offset = 0
+        for name, entry in self._entries.items():
+            if entry.offset != offset:
+                raise CheckpointCorrupt(
+                    f"{self._path}: tensor {name!r} is at byte {entry.offset}; wanted {offset}"
+                )
+            offset += entry.num_bytes
+        wanted = len(self._header) + offset
+        size = os.fstat(self._file).st_size
+        if size != wanted:
+            raise CheckpointCorrupt(f"{self._path} has {size} bytes; wanted {wanted}")
+        there = bytearray(len(self._header))
+        read_into(self._file, memoryview(there), 0, self._path)
+        if there != self._header:
+            raise CheckpointCorrupt(f"{self._path}: the header is not that of its manifest")
+
+    def _read_one(self, entry: Entry) -> Tensor:
+        memory = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        if entry.num_bytes:
+            at = len(self._header) + entry.offset
+            read_into(self._file, memory_of(memory), at, self._path)
+        return memory.view(torch_dtype(entry.dtype)).view(entry.shape)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the host, shared; it must outlive them."""
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")

@@ -1,0 +1,269 @@
+"""A folder of checkpoints: saves into it, keeps the useful ones, finds the newest that is whole."""
+
+import os
+import queue
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heal.checkpoint.contents import Contents, Names, collect, put_back, wanted_chunk
+from heal.checkpoint.errors import CannotEncode, CheckpointError, SaveFailed
+from heal.checkpoint.files import make_folder
+from heal.checkpoint.folders import StepFolder, abandon, committed
+from heal.checkpoint.latest import newest_common
+from heal.checkpoint.plan import SavePlan, agree
+from heal.checkpoint.ranks import Ranks
+from heal.checkpoint.reading import CheckpointReader, Restored, Want
+from heal.checkpoint.retention import retain
+from heal.checkpoint.staging import Copies, Measured, Staging
+from heal.checkpoint.writer import Job, Writer
+from heal.training_state import TrainingState
+
+__all__ = ["CheckpointStore", "SaveReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """How a save ended; ``error`` is None if it is on the disk, whole."""
+
+    step: int
+    path: Path
+    error: Exception | None
+
+
+class CheckpointStore:
+    """Checkpoints of one run, in one folder that all ranks see.
+
+    A save is all or nothing: while it is written, whenever it is killed and however full the disk
+    is, the checkpoints of before stay whole. With several ranks every rank calls every method, in
+    the same order; :meth:`steps`, :meth:`verify`, :meth:`news` and :meth:`wait` are each rank's
+    own.
+
+    Args:
+        directory: made if it is not there.
+        keep: finished checkpoints to keep; at least 1. The newest whose bytes were verified is
+            never removed.
+        asynchronous: write in a thread; :meth:`save` then returns when copies are made, errors
+            are told by :meth:`news`, and a save is left out while the one before is written.
+        ranks: who saves together; the default process group if None.
+        read_back: read every shard again before it counts as saved.
+        wait_seconds: how long a rank may take longer than another.
+
+    Attributes:
+        notes: what was passed over or could not be removed.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        asynchronous: bool = False,
+        ranks: Ranks | None = None,
+        read_back: bool = True,
+        wait_seconds: float = 600.0,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; wanted at least 1")
+        self.directory = Path(directory)
+        self.keep = keep
+        self.ranks = Ranks() if ranks is None else ranks
+        self.notes: list[str] = []
+        self._asynchronous = asynchronous
+        self._read_back = read_back
+        self._wait_seconds = wait_seconds
+        self._staging = Staging()
+        self._writer = Writer()
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()  # by the writer's thread
+        make_folder(self.directory)
+
+    def save(
+        self,
+        step: int,
+        make: Callable[[], Contents],
+        *,
+        allow_nonfinite: bool = False,
+        asynchronous: bool | None = None,
+    ) -> Path:
+        """Save what ``make`` returns.
+
+        Args:
+            step: the step that comes next.
+            make: returns the contents; what it raises keeps all ranks from saving.
+            allow_nonfinite: save parameters with NaN or Inf in them too.
+            asynchronous: this time other than the store usually does.
+
+        Returns:
+            The folder; it is complete only when :meth:`wait` has returned.
+
+        Raises:
+            SaveFailed: nothing was saved, and all ranks know; or, if not asynchronous, writing
+                failed.
+        """
+        in_thread = self._asynchronous if asynchronous is None else asynchronous
+        if not in_thread:
+            self._writer.wait()
+        job = self._prepared(step, make, allow_nonfinite, in_thread)
+        if in_thread:
+            self._writer.submit(job)
+        else:
+            try:
+                job.run()
+                job.await_commit()
+            except OSError as error:
+                raise SaveFailed(f"step {step} was not saved: {error}") from error
+        return job.plan.folder.path
+
+    def save_state(
+        self, step: int, state: TrainingState, extra: Mapping[str, Any], **options: Any
+    ) -> Path:
+        """Save a run; see :meth:`save` for the options."""
+        return self.save(step, lambda: collect(state, extra), **options)
+
+    def load(self, want: Want = lambda name: None, *, most: int | None = None) -> Restored | None:
+        """Return the newest checkpoint that every rank can read; None if there is none.
+
+        Args:
+            want: which part of each tensor this rank needs.
+            most: the latest step that will do.
+        """
+        self._writer.wait()
+        rank, size = self.ranks.rank, self.ranks.size
+
+        def read(folder: StepFolder) -> Restored:
+            return CheckpointReader(folder.path).read(rank, size, want)
+
+        found = newest_common(self.directory, self.ranks, read, self._note, most)
+        return None if found is None else found[1]
+
+    def load_state(self, state: TrainingState, *, most: int | None = None) -> Restored | None:
+        """Return a run to its newest checkpoint that every rank can read; None if there is none.
+
+        Raises:
+            StateMismatch: the checkpoint is of another run; nothing was changed.
+        """
+        names = Names(state)
+        restored = self.load(lambda name: wanted_chunk(state, names, name), most=most)
+        if restored is not None:
+            put_back(state, restored.tensors, restored.values["training"])
+        return restored
+
+    def steps(self) -> list[int]:
+        """Return the steps of finished checkpoints, newest first; their bytes are not read."""
+        return [folder.step for folder in reversed(committed(self.directory))]
+
+    def verify(self, step: int) -> None:
+        """Read every byte of a checkpoint, of all ranks.
+
+        Raises:
+            CheckpointCorrupt: names what has changed.
+            CheckpointError: there is no checkpoint of this step.
+        """
+        for folder in reversed(committed(self.directory)):
+            if folder.step == step:
+                CheckpointReader(folder.path).check()
+                return
+        raise CheckpointError(f"{self.directory} has no finished checkpoint of step {step}")
+
+    def abandon_after(self, step: int) -> None:
+        """Put checkpoints of later steps aside: a rollback took these steps back."""
+        self._writer.wait()
+        if self.ranks.rank == 0:
+            for folder in committed(self.directory):
+                if folder.step > step:
+                    abandon(folder)
+
+    def news(self) -> list[SaveReport]:
+        """Return how saves ended since last asked; never waits."""
+        found = []
+        while True:
+            try:
+                job, error = self._writer.finished.get_nowait()
+            except queue.Empty:
+                break
+            found.append(SaveReport(job.plan.step, job.plan.folder.path, error))
+        while not self._said.empty():
+            self._note(self._said.get_nowait())
+        return found
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is being written."""
+        return self._writer.is_busy
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until everything is on the disk; False if it is not after so many seconds."""
+        return self._writer.wait(seconds)
+
+    def close(self) -> None:
+        """Finish what was begun."""
+        self._writer.close()
+
+    def _prepared(
+        self, step: int, make: Callable[[], Contents], allow_nonfinite: bool, in_thread: bool
+    ) -> Job:
+        """Agree with all ranks and copy what this one writes."""
+        contents, trouble = _made(make)
+        if in_thread and self._writer.is_busy:
+            trouble = trouble or "the save before is still being written"
+        measured = Measured(contents)
+        alone = self.ranks.size == 1
+        try:
+            # Alone, the device need not be waited for: the writer reads the checksums later.
+            outlines = alone and in_thread
+            entries = (measured.outlines if outlines else measured.entries)(self.ranks.rank)
+            if not outlines and not allow_nonfinite:
+                trouble = trouble or _nonfinite(measured.num_bad())
+        except CannotEncode as error:
+            entries, trouble = {}, trouble or str(error)
+        plan = agree(self.directory, self.ranks, step, entries, trouble)
+        held = [name for name, entry in plan.entries.items() if entry.held_by == plan.rank]
+        needs_copy = in_thread or any(contents.tensors[n].device.type != "cpu" for n in held)
+        copies = Copies({name: contents.tensors[name] for name in held})
+        if needs_copy:
+            copies = self._staging.copy(contents.tensors, held)
+        return Job(
+            plan,
+            copies.wait,
+            _later(measured, plan, allow_nonfinite) if outlines else None,
+            contents.values,
+            self._read_back,
+            self._wait_seconds,
+            self._committed,
+        )
+
+    def _committed(self, folder: StepFolder) -> None:
+        if self._read_back:
+            retain(self.directory, self.keep, folder, self._said.put)
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _made(make: Callable[[], Contents]) -> tuple[Contents, str]:
+    """A rank that cannot even collect must still tell the others, or these would wait for ever."""
+    try:
+        return make(), ""
+    except Exception as error:
+        return Contents({}), f"{type(error).__name__}: {error}"
+
+
+def _later(
+    measured: Measured, plan: SavePlan, allow_nonfinite: bool
+) -> Callable[[], dict[str, str]]:
+    def checksums() -> dict[str, str]:
+        trouble = "" if allow_nonfinite else _nonfinite(measured.num_bad())
+        if trouble:
+            raise SaveFailed(f"step {plan.step} was not saved: {trouble}")
+        return {name: entry.checksum for name, entry in measured.entries(plan.rank).items()}
+
+    return checksums
+
+
+def _nonfinite(count: int) -> str:
+    return f"parameters and optimizer state hold {count} NaN or Inf" if count else ""

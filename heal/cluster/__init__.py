@@ -1,0 +1,54 @@
+"""Staying alive on a cluster: signals, restarts, health, and ranks that drift apart.
+
+Every part works by itself, in a loop with or without :class:`heal.Healer`; ``docs/cluster.md`` has
+recipes.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from heal.cluster.slurm import SLURMInfo, get_slurm_info, log_job_info, resolve_resume_path
+
+NEEDS_TORCH: dict[str, str] = {
+    "Attempt": "heal.cluster.launch",
+    "GpuHealth": "heal.cluster.gpu_health",
+    "GroupHealth": "heal.cluster.group_health",
+    "HangReport": "heal.cluster.watchdog",
+    "HangWatchdog": "heal.cluster.watchdog",
+    "Mismatch": "heal.cluster.fingerprints",
+    "ReplicaCheck": "heal.cluster.fingerprints",
+    "ShutdownHandler": "heal.cluster.shutdown",
+    "Straggler": "heal.cluster.stragglers",
+    "StragglerWatch": "heal.cluster.stragglers",
+    "check_gpu_health": "heal.cluster.gpu_health",
+    "check_nccl_health": "heal.cluster.group_health",
+    "init_process_group": "heal.cluster.launch",
+}
+"""Names that need torch, and their modules: loaded on first use."""
+
+__all__ = [
+    "Attempt",
+    "GpuHealth",
+    "GroupHealth",
+    "HangReport",
+    "HangWatchdog",
+    "Mismatch",
+    "ReplicaCheck",
+    "SLURMInfo",
+    "ShutdownHandler",
+    "Straggler",
+    "StragglerWatch",
+    "check_gpu_health",
+    "check_nccl_health",
+    "get_slurm_info",
+    "init_process_group",
+    "log_job_info",
+    "resolve_resume_path",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load on first use what needs torch."""
+    if name in NEEDS_TORCH:
+        return getattr(import_module(NEEDS_TORCH[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

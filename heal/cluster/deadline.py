@@ -1,0 +1,118 @@
+"""The thread that ends a process which was told to stop and does not."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from heal.cluster.stacks import dump_stacks
+from heal.exit_codes import ExitCode
+
+SIGNAL_BASE = 128  # a shell's code for "ended by signal n" is this plus n
+SAME_SECONDS = 1.0
+"""Schedulers tell a job, torchrun tells its workers, and both tell the same: within this time
+another signal is taken for an echo of the first."""
+
+STOP = 0  # no signal has this number: the byte that sends the thread home
+
+
+class Deadline:
+    """Hears of signals even while the main thread cannot, and keeps the time since the first.
+
+    Args:
+        seconds: from the first signal, or from ``arm``, to the end of the process; 0: no end.
+        run_dir: where the stacks of a process that did not stop go; standard error if None.
+        leave: ends the process; ``os._exit``, since a clean exit is what did not happen.
+
+    Raises:
+        ValueError: the time is negative or not a number.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        run_dir: str | os.PathLike[str] | None = None,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"shutdown_timeout_sec is {seconds!r}; wanted 0 (never) or more")
+        self._seconds = seconds
+        self._run_dir = run_dir
+        self._leave = leave
+        self._armed = False
+        self._lock = threading.Lock()
+        self._pipe: tuple[int, int] | None = None
+        self._earlier_wakeup = -1
+
+    def listen(self, numbers: Collection[int]) -> None:
+        """Have the C level of Python tell of signals; in the main thread only."""
+        if self._pipe is not None:
+            return
+        self._pipe = os.pipe()
+        reader, writer = self._pipe
+        os.set_blocking(writer, False)
+        self._earlier_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(
+            target=self._hear,
+            args=(reader, self._earlier_wakeup, frozenset(numbers)),
+            name="heal-shutdown",
+            daemon=True,
+        ).start()
+
+    def stop_listening(self) -> None:
+        """Give the wake-up descriptor back to whoever had it."""
+        if self._pipe is None:
+            return
+        _, writer = self._pipe
+        current = signal.set_wakeup_fd(self._earlier_wakeup)
+        if current != writer:
+            signal.set_wakeup_fd(current)  # somebody came after us, and stays
+        os.write(writer, bytes([STOP]))
+        os.close(writer)
+        self._pipe = None
+
+    def arm(self) -> None:
+        """Start the clock, once."""
+        with self._lock:
+            if self._armed or not self._seconds:
+                return
+            self._armed = True
+        threading.Thread(target=self._expire, name="heal-deadline", daemon=True).start()
+
+    def _hear(self, reader: int, earlier: int, numbers: frozenset[int]) -> None:
+        first = 0.0
+        while True:
+            for number in os.read(reader, 64) or bytes([STOP]):
+                if number == STOP:
+                    os.close(reader)
+                    return
+                _pass_on(earlier, number)
+                if number not in numbers:
+                    continue
+                if not first:
+                    first = time.monotonic()
+                    self.arm()
+                elif time.monotonic() - first > SAME_SECONDS:
+                    self._leave(SIGNAL_BASE + number)
+
+    def _expire(self) -> None:
+        time.sleep(self._seconds)
+        print(
+            f"heal: told to stop {self._seconds:g} s ago and still here; exiting with code "
+            f"{int(ExitCode.SHUTDOWN_TIMEOUT)}",
+            file=sys.stderr,
+            flush=True,
+        )
+        dump_stacks(self._run_dir, "shutdown")
+        self._leave(int(ExitCode.SHUTDOWN_TIMEOUT))
+
+
+def _pass_on(descriptor: int, number: int) -> None:
+    """Tell whoever listened before us, such as an event loop."""
+    if descriptor != -1:
+        try:
+            os.write(descriptor, bytes([number]))
+        except OSError:
+            return  # full or closed: the loop has enough to wake up for, or is gone

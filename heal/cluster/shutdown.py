@@ -1,0 +1,161 @@
+"""Stopping because a signal said so: every rank after the same step, with a code of its own.
+
+A handler runs between two bytecodes of the main thread, so that one which is stuck in a collective
+never gets to run it. Deadline and second signal therefore belong to a thread that hears of signals
+from the C level, through a pipe.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from heal.cluster.agreement import Agreement
+from heal.cluster.deadline import Deadline
+from heal.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+SHUTDOWN_TIMEOUT_SEC = 600.0
+
+
+class ShutdownHandler:
+    """Turns a signal to any rank into one agreed stop of all.
+
+    The handler sets a flag and nothing else. ``should_stop`` tells all ranks of it, in the same
+    call on each: with a healer the flag also rides in the record of the next step, and ``step``
+    raises on every rank after the same step. A second signal (a second after the first or later;
+    what comes sooner is an echo) ends the process at once, even where the main thread hangs.
+
+    Args:
+        healer: whose ``request_stop`` is called on a signal; None in a loop without one.
+        group: the ranks that stop together; all of them if None.
+        shutdown_timeout_sec: seconds from the signal (or from the news of it) after which the
+            process dumps its stacks and exits with ``SHUTDOWN_TIMEOUT``; 0: never.
+        signals: names of the signals to catch; those that the system lacks are left out.
+        run_dir: where the stacks go; standard error if None.
+
+    Raises:
+        ValueError: the timeout is negative, or a name is no signal.
+
+    Example:
+        >>> with ShutdownHandler() as shutdown:
+        ...     for step, batch in enumerate(loader):
+        ...         train(batch)
+        ...         if shutdown.should_stop():
+        ...             save(step)
+        ...             shutdown.exit()
+    """
+
+    def __init__(
+        self,
+        healer: Any = None,
+        *,
+        group: "ProcessGroup | None" = None,
+        shutdown_timeout_sec: float = SHUTDOWN_TIMEOUT_SEC,
+        signals: Iterable[str] = SIGNALS,
+        run_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._healer = healer
+        self._numbers = _numbers(signals)
+        self._deadline = Deadline(shutdown_timeout_sec, run_dir)
+        self._agreement = Agreement(group)
+        self._asked = 0
+        self._agreed = False
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def signal(self) -> int:
+        """The first signal that this rank was sent, 0 if none; other ranks may know more."""
+        return self._asked
+
+    def request_stop(self) -> None:
+        """Stop as a signal would have it; for schedulers that ask by other means."""
+        self._note(signal.SIGTERM)
+        self._deadline.arm()
+
+    def should_stop(self, wait: bool = False) -> bool:
+        """Return whether to stop, the same answer on every rank: all have to call it alike.
+
+        It starts a tiny all-reduce on a group of its own and answers by the one of the call before,
+        which has long arrived. Poll it in every loop that may last: training, evaluation, warm-up.
+
+        Args:
+            wait: answer by the news of this very call, which waits for the slowest rank.
+        """
+        if not self._agreed:
+            self._agreed = self._agreement.any(bool(self._asked), wait)
+            if self._agreed:
+                self._deadline.arm()
+        return self._agreed
+
+    def exit(self, code: int = ExitCode.PREEMPTED) -> NoReturn:
+        """Leave with a code that says "run me again"; the deadline stays set until the very end."""
+        raise SystemExit(int(code))
+
+    def install(self) -> None:
+        """Catch the signals; ``with`` does it for you.
+
+        Raises:
+            RuntimeError: not in the main thread, the only one that may.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                f"ShutdownHandler was entered in thread {threading.current_thread().name!r}; "
+                "Python lets only the main thread catch signals: enter it there"
+            )
+        for number in self._numbers:
+            if number not in self._previous:
+                self._previous[number] = signal.signal(number, self._on_signal)
+        self._deadline.listen(self._numbers)
+
+    def restore(self) -> None:
+        """Give the signals back to whoever had them; a deadline that runs goes on running."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        self._previous.clear()
+        self._deadline.stop_listening()
+        self._agreement.close()
+
+    def __enter__(self) -> "ShutdownHandler":
+        self.install()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.restore()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Take note, and let the handler from before have its turn: no lock, no file, no message.
+
+        Python's own answer to Ctrl-C is left out: it would raise in the middle of a step.
+        """
+        self._note(number)
+        previous: Callable[[int, FrameType | None], Any] | Any = self._previous.get(number)
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
+
+    def _note(self, number: int) -> None:
+        self._asked = self._asked or number
+        if self._healer is not None:
+            self._healer.request_stop()
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    known = []
+    for name in names:
+        number = getattr(signal, name, None)
+        if isinstance(number, signal.Signals):
+            known.append(int(number))
+        elif name not in SIGNALS:  # Windows lacks some of ours; any other name is a slip
+            raise ValueError(f"signals has {name!r}; wanted names such as {', '.join(SIGNALS)}")
+    return known

@@ -1,0 +1,148 @@
+"""What SLURM says about the job, and where to go on after a requeue. Needs no torch."""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from heal.cluster.hostlist import expand_hostlist
+
+LOG = logging.getLogger("heal.cluster")
+FIRST_PORT, PORTS = 20_000, 20_000
+"""Ports for jobs that name none: below those that the system hands out by itself on Linux."""
+
+STEP_FOLDER = re.compile(r"step-(\d+)")
+COMMIT = "COMMIT"
+"""The file that a checkpoint gets last: a folder without it is half a checkpoint."""
+
+Resolver = Callable[[Path], "Path | None"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SLURMInfo:
+    """One task of a job.
+
+    Attributes:
+        job_id: of the job, or of this element of an array.
+        job_name: as given to sbatch.
+        partition: where it runs.
+        nodes: the names of all nodes, first to last.
+        rank: of this task among all; -1 in the batch script, which is none.
+        world_size: how many tasks there are.
+        local_rank: of this task on its node.
+        restart_count: how often the job was requeued.
+        array_task_id: index in an array of jobs; None outside of one.
+        end_time: seconds since 1970 at which the time limit ends the job; None if not told.
+    """
+
+    job_id: str
+    job_name: str = ""
+    partition: str = ""
+    nodes: tuple[str, ...] = ()
+    rank: int = -1
+    world_size: int = 1
+    local_rank: int = 0
+    restart_count: int = 0
+    array_task_id: int | None = None
+    end_time: float | None = None
+
+    def as_torchrun(self) -> dict[str, str]:
+        """Return what torchrun would set; the port follows from the job, so that jobs differ."""
+        if self.rank < 0 or not self.nodes:
+            return {}
+        digits = re.sub(r"\D", "", self.job_id) or "0"
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.nodes[0],
+            "MASTER_PORT": str(FIRST_PORT + int(digits) % PORTS),
+        }
+
+
+def get_slurm_info(environment: Mapping[str, str] | None = None) -> SLURMInfo | None:
+    """Return what SLURM says in the environment; None outside of a job."""
+    env = os.environ if environment is None else environment
+    job_id = env.get("SLURM_JOB_ID", "")
+    if not job_id:
+        return None
+    return SLURMInfo(
+        job_id=job_id,
+        job_name=env.get("SLURM_JOB_NAME", ""),
+        partition=env.get("SLURM_JOB_PARTITION", ""),
+        nodes=expand_hostlist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")),
+        rank=_whole(env, "SLURM_PROCID", -1),
+        world_size=_whole(env, "SLURM_STEP_NUM_TASKS", _whole(env, "SLURM_NTASKS", 1)),
+        local_rank=_whole(env, "SLURM_LOCALID", 0),
+        restart_count=_whole(env, "SLURM_RESTART_COUNT", 0),
+        array_task_id=_whole(env, "SLURM_ARRAY_TASK_ID", -1)
+        if "SLURM_ARRAY_TASK_ID" in env
+        else None,
+        end_time=float(_whole(env, "SLURM_JOB_END_TIME", 0)) or None,
+    )
+
+
+def log_job_info(
+    info: SLURMInfo | None = None, log: Callable[[str], object] | None = None
+) -> SLURMInfo | None:
+    """Write one line about the job, from its first task only; nothing outside of a job.
+
+    Args:
+        info: what to tell of; the environment's if None.
+        log: takes the line; the logger ``heal.cluster`` at INFO if None.
+    """
+    info = info if info is not None else get_slurm_info()
+    if info is not None and info.rank <= 0:
+        again = f", requeued {info.restart_count} times" if info.restart_count else ""
+        (log or LOG.info)(
+            f"SLURM job {info.job_id} ({info.job_name or 'no name'}) on "
+            f"{len(info.nodes)} nodes of {info.partition or 'no partition'}, "
+            f"{info.world_size} tasks{again}"
+        )
+    return info
+
+
+def resolve_resume_path(
+    checkpoint_dir: str | os.PathLike[str],
+    resume: str | os.PathLike[str] | None = "auto",
+    *,
+    resolver: Resolver | None = None,
+) -> Path | None:
+    """Return the checkpoint to go on from; None to start anew.
+
+    Args:
+        checkpoint_dir: where checkpoints are written, a folder ``step-000123`` each.
+        resume: a checkpoint, ``"auto"`` for the newest one that is complete, or None to start anew.
+        resolver: finds the newest; that of :mod:`heal.checkpoint` if None, where it is there.
+
+    Raises:
+        FileNotFoundError: ``resume`` names a folder that is missing or has no COMMIT.
+    """
+    if resume is None:
+        return None
+    if str(resume) != "auto":
+        path = Path(resume)
+        if not (path / COMMIT).is_file():
+            state = "has no COMMIT: its save was cut short" if path.is_dir() else "is not there"
+            raise FileNotFoundError(
+                f"{path} {state}; wanted a complete checkpoint, or resume='auto' for the newest"
+            )
+        return path
+    return (resolver or newest_committed)(Path(checkpoint_dir))
+
+
+def newest_committed(checkpoint_dir: Path) -> Path | None:
+    """Return the complete checkpoint of the highest step, None if there is none."""
+    found = [
+        (int(match.group(1)), path)
+        for path in checkpoint_dir.glob("step-*")
+        if (match := STEP_FOLDER.fullmatch(path.name)) and (path / COMMIT).is_file()
+    ]
+    return max(found, default=(0, None))[1]
+
+
+def _whole(environment: Mapping[str, str], name: str, otherwise: int) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else otherwise

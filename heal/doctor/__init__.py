@@ -1,0 +1,1 @@
+"""Checks of checkpoints, settings and clusters, for ``heal doctor``: each returns findings."""

@@ -1,0 +1,165 @@
+"""Scores features without any dependency: a small network of plain floats, read from JSON."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+from heal.forecast.features import NAMES
+
+FORMAT = 1
+"""Of the file: a reader refuses another one instead of guessing."""
+
+SHIPPED = Path(__file__).with_name("model.json")
+LARGEST_LOGIT = 30.0
+
+
+class ModelError(ValueError):
+    """A model file is not one that this version can use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Standardise, then layers of weights with tanh between them, then a calibrated sigmoid.
+
+    ``limits`` has, by share of healthy stretches of ``stretch_steps`` steps that may raise a false
+    alarm, the evidence from which one is raised; ``drift`` is what evidence loses every step.
+    """
+
+    names: tuple[str, ...]
+    indices: tuple[int, ...]
+    means: tuple[float, ...]
+    scales: tuple[float, ...]  # reciprocal standard deviations
+    layers: tuple[tuple[tuple[tuple[float, ...], ...], tuple[float, ...]], ...]
+    slope: float  # of the calibration, on the logit
+    offset: float
+    drift: float
+    ceiling: float
+    limits: dict[float, float]
+    stretch_steps: int
+    card: dict[str, Any]
+
+    def logit(self, features: Sequence[float]) -> float:
+        """Return the log-odds of failure soon, not calibrated."""
+        values = [
+            (features[i] - mean) * scale
+            for i, mean, scale in zip(self.indices, self.means, self.scales, strict=True)
+        ]
+        last = len(self.layers) - 1
+        for depth, (weights, biases) in enumerate(self.layers):
+            values = [sum(map(mul, row, values), bias) for row, bias in zip(weights, biases)]  # noqa: B905
+            if depth < last:
+                values = [math.tanh(value) for value in values]
+        return min(max(values[0], -LARGEST_LOGIT), LARGEST_LOGIT)
+
+    def probability(self, logit: float) -> float:
+        """Return the calibrated chance that the loss doubles within the horizon of the card."""
+        return 1.0 / (1.0 + math.exp(-(self.slope * logit + self.offset)))
+
+    def limit(self, share: float) -> float:
+        """Return the evidence for an alarm if this share of healthy stretches may have a false one.
+
+        Raises:
+            ModelError: the model was not calibrated for that share.
+        """
+        for known, limit in self.limits.items():
+            if math.isclose(known, share, rel_tol=1e-6):
+                return limit
+        told = ", ".join(f"{known:g}" for known in self.limits)
+        raise ModelError(f"no limit for a false-alarm share of {share:g}; the model has {told}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of a model file."""
+        return {
+            "format": FORMAT,
+            "names": list(self.names),
+            "means": list(self.means),
+            "scales": list(self.scales),
+            "layers": [
+                {"weights": [list(r) for r in w], "biases": list(b)} for w, b in self.layers
+            ],
+            "slope": self.slope,
+            "offset": self.offset,
+            "drift": self.drift,
+            "ceiling": self.ceiling,
+            "limits": {f"{share:g}": limit for share, limit in self.limits.items()},
+            "stretch_steps": self.stretch_steps,
+            "card": self.card,
+        }
+
+
+def from_json(content: Mapping[str, Any]) -> Model:
+    """Return the model that :meth:`Model.to_json` described.
+
+    Raises:
+        ModelError: another format, an unknown feature, or shapes that do not fit each other.
+    """
+    if content.get("format") != FORMAT:
+        raise ModelError(f"model format is {content.get('format')!r}; wanted {FORMAT}")
+    try:
+        names = tuple(str(name) for name in content["names"])
+        unknown = [name for name in names if name not in NAMES]
+        if unknown:
+            raise ModelError(f"feature {unknown[0]!r} is unknown; wanted of {', '.join(NAMES)}")
+        layers = tuple(
+            (tuple(_numbers(row) for row in layer["weights"]), _numbers(layer["biases"]))
+            for layer in content["layers"]
+        )
+        made = Model(
+            names=names,
+            indices=tuple(NAMES.index(name) for name in names),
+            means=_numbers(content["means"]),
+            scales=_numbers(content["scales"]),
+            layers=layers,
+            slope=_numbers([content["slope"]])[0],
+            offset=_numbers([content["offset"]])[0],
+            drift=_numbers([content["drift"]])[0],
+            ceiling=_numbers([content["ceiling"]])[0],
+            limits={float(share): float(limit) for share, limit in content["limits"].items()},
+            stretch_steps=int(content["stretch_steps"]),
+            card=dict(content["card"]),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"not a model of heal: {error!r}") from error
+    width = len(names)
+    for depth, (weights, biases) in enumerate(layers):
+        rows = len(weights)
+        if len(biases) != rows or any(len(row) != width for row in weights):
+            raise ModelError(f"layer {depth}: wanted rows of {width} weights and as many biases")
+        width = rows
+    if width != 1 or len(made.means) != len(names) or len(made.scales) != len(names):
+        raise ModelError("wanted one mean and one scale per feature, and one number at the end")
+    return made
+
+
+def read(path: str | Path = SHIPPED) -> Model:
+    """Read a model file; the shipped one by default.
+
+    Raises:
+        ModelError: it is not a model.
+        OSError: it cannot be read.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: wanted a JSON object")
+    return from_json(content)
+
+
+@cache
+def shipped() -> Model:
+    """Return the model that comes with the package, read once."""
+    return read(SHIPPED)
+
+
+def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
+    numbers = tuple(float(value) for value in values)
+    if not all(math.isfinite(number) for number in numbers):
+        raise ModelError("a weight is NaN or Inf")
+    return numbers

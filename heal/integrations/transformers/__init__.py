@@ -1,0 +1,16 @@
+"""Hugging Face trainers that heal: ``transformers.Trainer`` and every trainer of TRL.
+
+Needs transformers; ``import heal`` does not, and loads this when one of the names is asked for.
+"""
+
+try:
+    import transformers  # noqa: F401
+except ImportError:
+    raise ImportError(
+        "SelfHealingTrainer needs transformers: pip install 'zclip-heal[hf]'"
+    ) from None
+
+from heal.integrations.transformers.callback import SelfHealingCallback
+from heal.integrations.transformers.trainer import SelfHealingTrainer
+
+__all__ = ["SelfHealingCallback", "SelfHealingTrainer"]

@@ -1,0 +1,286 @@
+"""One training run of a trainer under healing: built when it begins, taken apart when it ends."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from heal.actions import CannotHeal, Plan, ScaleLr
+from heal.causes import Cause, Family, Finding
+from heal.config import HealingConfig
+from heal.detectors.preference import ACCURACY, MARGIN
+from heal.diagnose import Diagnosis, diagnose_exception
+from heal.exit_codes import ExitCode
+from heal.integrations.transformers.attempts import TrainerAttempts
+from heal.integrations.transformers.batches import TrainerBatches
+from heal.integrations.transformers.guard import TrainerGuard, clip_limit
+from heal.integrations.transformers.patches import Patches
+from heal.integrations.transformers.position import TrainerPosition
+from heal.log_watch import LogWatch
+from heal.loop import Healer
+from heal.rng import RngState
+from heal.snapshots import Snapshot
+from heal.treatment import Hook
+
+
+class Session:
+    """Binds a healer to a trainer whose model, optimizer and scheduler are ready.
+
+    Args:
+        trainer: about to take its first step.
+        config: how patient to be.
+        run_dir: where the journal goes.
+        retries: whether what a step raises is healed too; else it is only watched and refused.
+        sleep: waits between retries of what the network refused.
+        patches: where changes to the trainer are noted, to be undone by the owner.
+        plateau_lr_factor: what the LR is multiplied by at a plateau at chance; None: alert only.
+
+    Attributes:
+        healer: does the healing.
+        position: where the trainer is.
+        stopped: why the run was told to stop, if it was; it was saved first.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        config: HealingConfig,
+        run_dir: str | Path | None,
+        retries: bool,
+        sleep: Callable[[float], None],
+        patches: Patches,
+        plateau_lr_factor: float | None = None,
+    ) -> None:
+        self.trainer = trainer
+        self.healer = self._make_healer(trainer, config, run_dir, sleep)
+        self.log_watch = LogWatch(config)
+        self.position = TrainerPosition(trainer, replays=config.data == "replay")
+        self._failure: Exception | None = None
+        self._fresh_snapshot: Snapshot | None = None
+        self._posted = False
+        self._retries = retries
+        self.stopped: CannotHeal | None = None
+        self._patches = patches
+        accelerator = trainer.accelerator
+        self._guard = TrainerGuard(
+            self.healer._guarded,
+            config.zclip_enabled,
+            accelerator.clip_grad_norm_,
+            lambda: None,
+        )
+        self._keep_position()
+        if plateau_lr_factor is not None:
+            self.healer.on_instability(_raise_lr_at_chance(plateau_lr_factor, config))
+        patches.set(accelerator, "clip_grad_norm_", self._guard.clip_grad_norm_)
+        patches.set(trainer.optimizer, "step", _known_to_schedulers(self._step))
+        self._attempts: TrainerAttempts | None = None
+        if retries:
+            self.healer.exits.catch_signals()
+            self._take_over_batches()
+        else:
+            self._listen_to_losses(trainer.training_step)
+
+    def begin_step(self) -> None:
+        """Before the first micro-batch of a step."""
+        self.finish_snapshot()
+        self.healer._contained(self.healer._before_step)
+
+    def finish_snapshot(self) -> None:
+        """Bring a snapshot of this very step up to date.
+
+        It was taken when the step before had ended, but not yet its log, evaluation and save. These
+        are not repeated after a rollback; what they changed is noted here.
+        """
+        snapshot = self._fresh_snapshot
+        if snapshot is not None:
+            self._fresh_snapshot = None
+            snapshot.values["rng"] = RngState.now()
+            saved = snapshot.values["healing"]
+            saved["trainer"], saved["log"] = self.position.save(), self.log_watch.state()
+
+    def end_step(self, control: Any) -> None:
+        """After the optimizer, the scheduler and the trainer's count have stepped.
+
+        Raises:
+            CannotHeal: the run must stop; the postmortem is written.
+        """
+        if self._attempts is not None:
+            self._attempts.end_step()
+        self.position.correct_epoch()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._heal_optimizer(failure)
+        else:
+            healer = self.healer
+            judged = healer._guarded.watches_loss
+            try:
+                with healer.exits.halting():
+                    healer._contained(lambda: healer._after_step(self._posted, judged))
+            except CannotHeal as halt:
+                if not self._retries or not is_preemption(halt):
+                    raise
+                self._stop(halt, control)
+            kept = healer._run.ring._kept
+            if kept and kept[-1].step == healer._run.step:
+                self._fresh_snapshot = kept[-1]
+        self.position.settle(control)
+
+    def observe_log(self, logs: Mapping[str, Any]) -> None:
+        """Hear of a line of the trainer's log: what it tells of preferences and rewards."""
+        healer = self.healer
+        if ACCURACY in logs or MARGIN in logs:
+            # The loss alone would name a plateau at chance; here there is better evidence.
+            vars(healer._listener.watch.detectors["plateau"])["chance"] = 0.0
+        with healer.exits.halting():
+            healer._contained(lambda: self._treat(self.log_watch.observe(healer._run.step, logs)))
+
+    def _treat(self, findings: Sequence[Finding]) -> None:
+        self.healer._treatment.treat(findings)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write the postmortem."""
+        self.healer.close(error)
+
+    def _make_healer(
+        self,
+        trainer: Any,
+        config: HealingConfig,
+        run_dir: str | Path | None,
+        sleep: Callable[[float], None],
+    ) -> Healer:
+        limit = clip_limit(trainer.args.max_grad_norm, config.max_grad_norm)
+        healer = Healer(
+            trainer.model,
+            inner_optimizer(trainer),
+            trainer.lr_scheduler,
+            replace(config, max_grad_norm=limit),
+            run_dir=run_dir,
+            sleep=sleep,
+        )
+        healer._run.step = trainer.state.global_step
+        return healer
+
+    def _keep_position(self) -> None:
+        """Have snapshots hold the trainer's own counters beside the healer's."""
+        run = self.healer._run
+        healing_state, on_restore = run.healing_state, run.on_restore
+
+        def save() -> dict[str, Any]:
+            own = {"trainer": self.position.save(), "log": self.log_watch.state()}
+            return {**healing_state(), **own}
+
+        def restore(saved: dict[str, Any]) -> None:
+            on_restore(saved)
+            self.position.put_back(saved["trainer"])
+            self.log_watch.load_state(saved["log"])
+
+        run.healing_state, run.on_restore = save, restore
+
+    def _take_over_batches(self) -> None:
+        trainer = self.trainer
+        loader = trainer.callback_handler.train_dataloader
+        per_epoch = (
+            max(1, -(-len(loader) // trainer.args.gradient_accumulation_steps))
+            if (hasattr(loader, "__len__") and not trainer.args.ignore_data_skip)
+            else 0
+        )
+        skipped = trainer.state.global_step % per_epoch if per_epoch else 0
+        batches = TrainerBatches(
+            trainer,
+            self.healer._stream,
+            self._waits,
+            self.finish_snapshot,
+            skipped * trainer.args.gradient_accumulation_steps,
+        )
+        self._attempts = TrainerAttempts(
+            trainer, self.healer, self._guard, batches, trainer.training_step
+        )
+        self._patches.set(trainer, "get_batch_samples", batches.get_batch_samples)
+        self._patches.set(trainer, "training_step", self._attempts.training_step)
+
+    def _listen_to_losses(self, training_step: Callable[..., Any]) -> None:
+        def listening(*args: Any, **kwargs: Any) -> Any:
+            loss = training_step(*args, **kwargs)
+            self._guard.add_loss(loss)
+            return loss
+
+        self._patches.set(self.trainer, "training_step", listening)
+
+    def _step(self, closure: Any = None) -> None:
+        """Take the place of ``optimizer.step``. What it raises is treated once the step is over.
+
+        By then the trainer has stepped its scheduler and its counters, so that all can be returned
+        together.
+        """
+        optimizer = self.trainer.optimizer
+        optimizer._opt_called = True  # schedulers ask whether the optimizer has stepped
+        if not optimizer.gradient_state.sync_gradients:
+            return
+        try:
+            self._posted = self._guard.step(self.healer._run.step)
+        except Exception as error:
+            if self._attempts is None:
+                raise
+            self._failure = error
+
+    def _stop(self, halt: CannotHeal, control: Any) -> None:
+        """Told to stop from outside: have the trainer save and return, then say so."""
+        self.stopped = halt
+        control.should_save = control.should_training_stop = True
+
+    def _heal_optimizer(self, error: Exception) -> None:
+        assert self._attempts is not None
+        self._guard.forget()
+        self._attempts.treat(error, "step")
+        if not self.position.was_set_back:
+            self.healer._run.advance()
+
+    def _waits(self, error: Exception) -> bool:
+        """Wait if that may cure an error of the loader; True if it was waited."""
+        diagnosis = diagnose_exception(error, step=self.healer._run.step, phase="data")
+        if diagnosis.family is not Family.WAIT:
+            return False
+        assert self._attempts is not None
+        self._attempts.treat(error, "data")
+        return True
+
+
+def _raise_lr_at_chance(factor: float, config: HealingConfig) -> Hook:
+    def hook(diagnosis: Diagnosis, plan: Plan) -> Plan | None:
+        if diagnosis.cause is Cause.PLATEAU and diagnosis.evidence.get("at_chance"):
+            return (ScaleLr(factor, config.lr_floor, config.lr_ramp_steps),)
+        return None
+
+    return hook
+
+
+def _known_to_schedulers(step: Callable[..., None]) -> Callable[..., None]:
+    """Mark a step as one that notes that it was called, or schedulers warn that it does not."""
+
+    def noted(closure: Any = None) -> None:
+        step(closure)
+
+    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return noted
+
+
+def inner_optimizer(trainer: Any) -> Optimizer:
+    """Return the torch optimizer within what accelerate made of it.
+
+    Raises:
+        TypeError: it is not one that can be guarded.
+    """
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"the trainer's optimizer is {type(optimizer).__name__}; wanted a torch Optimizer, "
+            "whose steps can be refused. DeepSpeed steps by itself and cannot be healed"
+        )
+    return optimizer
+
+
+def is_preemption(error: BaseException | None) -> bool:
+    """Tell whether a run was stopped from outside and would go on if started again."""
+    return isinstance(error, CannotHeal) and error.exit_code == int(ExitCode.PREEMPTED)

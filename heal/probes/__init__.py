@@ -1,0 +1,32 @@
+"""Looks at a run more closely than every step could afford: on demand, or every so many steps.
+
+A probe leaves training bit by bit as it was: gradients, buffers, generators and modes. It waits for
+the device, so it is for now and then. What each is good for, and what it costs: docs/probes.md.
+"""
+
+from heal.probes.ewc import Anchor, AnchoredRecovery
+from heal.probes.fisher import fisher_diagonal, importance
+from heal.probes.lyapunov import LyapunovMeter
+from heal.probes.noise_scale import NoiseScale, noise_scale
+from heal.probes.optimizer_state import OptimizerHealth, optimizer_health
+from heal.probes.sharpness import Sharpness, sharpness
+from heal.probes.spectrum import Oscillation, oscillation
+from heal.probes.undisturbed import every, undisturbed
+
+__all__ = [
+    "Anchor",
+    "AnchoredRecovery",
+    "LyapunovMeter",
+    "NoiseScale",
+    "OptimizerHealth",
+    "Oscillation",
+    "Sharpness",
+    "every",
+    "fisher_diagonal",
+    "importance",
+    "noise_scale",
+    "optimizer_health",
+    "oscillation",
+    "sharpness",
+    "undisturbed",
+]

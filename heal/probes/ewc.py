@@ -1,0 +1,99 @@
+"""Elastic weight consolidation: holds weights near those of a snapshot, the important ones most.
+
+Off unless asked for; whether it helps is in docs/forecast.md.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from heal.actions import Rollback
+from heal.micro_batch import TrainStep
+from heal.probes.fisher import fisher_diagonal
+
+if TYPE_CHECKING:
+    from heal.loop import Healer
+
+
+class Anchor:
+    """Adds ``strength / 2 * sum(F * (w - w0) ** 2)`` to what is minimised (arXiv:1612.00796).
+
+    The loss that is reported stays the loss of the data: only its gradient is changed.
+
+    Args:
+        model: what is trained.
+        fisher: importance of each weight, by name, as of :func:`fisher_diagonal`.
+        strength: the factor; 0 changes nothing.
+
+    Example:
+        >>> anchor = Anchor(model, fisher_diagonal(model, train_step, batch), strength=10.0)
+        >>> loss = anchor(train_step(batch))
+    """
+
+    def __init__(self, model: Module, fisher: dict[str, Tensor], strength: float) -> None:
+        named = dict(model.named_parameters())
+        unknown = sorted(set(fisher) - set(named))
+        if unknown:
+            raise ValueError(f"the model has no parameter {unknown[0]!r}, which the Fisher names")
+        self.strength = strength
+        self._held = [(named[n], f, named[n].detach().clone()) for n, f in fisher.items()]
+
+    def penalty(self) -> Tensor:
+        """Return what is added to the loss: 0-dim, on the device of the weights."""
+        parts = [(f * (p - start).square()).sum() for p, f, start in self._held]
+        return 0.5 * self.strength * torch.stack([part.to(parts[0]) for part in parts]).sum()
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        """Return a loss of the same value with the gradient of the anchored one."""
+        penalty = self.penalty().to(loss)
+        return loss + penalty - penalty.detach()
+
+
+class AnchoredRecovery:
+    """Anchors a run for some steps after each rollback, to the weights that it returned to.
+
+    Args:
+        healer: whose rollbacks are followed.
+        strength: of the anchor.
+        steps: how long it holds.
+
+    Example:
+        >>> recovery = AnchoredRecovery(healer, strength=10.0, steps=100)
+        >>> healer.run(recovery.wrap(train_step), loader, steps=10_000)
+    """
+
+    def __init__(self, healer: "Healer", strength: float = 10.0, steps: int = 100) -> None:
+        self.healer = healer
+        self.strength = strength
+        self.steps = steps
+        self._anchor: Anchor | None = None
+        self._left = 0
+        self._known = len(healer.recoveries)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the next step is anchored."""
+        return self._left > 0
+
+    def wrap(self, train_step: TrainStep) -> TrainStep:
+        """Return ``train_step`` with the anchor in place where it is due."""
+
+        def anchored(batch: Any) -> Tensor:
+            if self._was_rolled_back():
+                fisher = fisher_diagonal(self.healer.model, train_step, batch)
+                self._anchor = Anchor(self.healer.model, fisher, self.strength)
+                self._left = self.steps
+            loss = train_step(batch)
+            if self._anchor is None or self._left <= 0:
+                return loss
+            self._left -= 1
+            return self._anchor(loss)
+
+        return anchored
+
+    def _was_rolled_back(self) -> bool:
+        new = self.healer.recoveries[self._known :]
+        self._known = len(self.healer.recoveries)
+        return any(Rollback.__name__ in entry["actions"] for entry in new)

@@ -1,0 +1,152 @@
+"""Saving beside the training: what is saved is the moment of the call, and nothing waits."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from heal import checkpoint
+from heal.checkpoint import CheckpointStore, SaveFailed, writer
+from heal.checkpoint.api import _state
+from heal.checkpoint.contents import Contents, collect
+from heal.rng import RngState
+from tests.checkpoint.scenes import assert_same, run
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """A disk that writes when it is told to."""
+    allowed = threading.Event()
+    real = writer.write_shard
+
+    def write_shard(*args):
+        allowed.wait(30)
+        real(*args)
+
+    monkeypatch.setattr(writer, "write_shard", write_shard)
+    yield allowed
+    allowed.set()
+
+
+def saver(there, store):
+    state = _state(there.model, there.optimizer, there.scheduler, None)
+    return lambda step: store.save(
+        step, lambda: collect(state, {"rng": RngState.now(), "extra": None})
+    )
+
+
+def test_what_is_saved_is_the_moment_of_the_call(tmp_path, slow_disk):
+    there = run().train(2)
+    store = CheckpointStore(tmp_path, asynchronous=True)
+    bits = there.bits()
+    saver(there, store)(2)
+    there.train(5)  # while nothing is written yet
+    assert store.is_busy
+    slow_disk.set()
+    store.close()
+    again = run(seed=1)
+    assert again.load(tmp_path).step == 2
+    assert_same(again.bits(), bits)
+
+
+def test_a_save_is_left_out_while_the_one_before_is_written(tmp_path, slow_disk):
+    there = run().train(1)
+    store = CheckpointStore(tmp_path, asynchronous=True)
+    save = saver(there, store)
+    save(1)
+    with pytest.raises(SaveFailed, match="the save before is still being written"):
+        save(2)
+    slow_disk.set()
+    store.wait()
+    save(3)
+    store.close()
+    assert store.steps() == [3, 1]
+
+
+def test_a_hundred_saves_while_training_are_all_whole(tmp_path):
+    there = run()
+    store = CheckpointStore(tmp_path, asynchronous=True, keep=3)
+    save, moments, left_out = saver(there, store), {}, 0
+    for step in range(1, 101):
+        there.train(1)
+        try:
+            save(step)
+            moments[step] = there.bits()
+        except SaveFailed:
+            left_out += 1
+            time.sleep(0.001)
+    store.close()
+    assert all(report.error is None for report in store.news())
+    assert len(moments) + left_out == 100
+    assert len(store.steps()) == min(3, len(moments))
+    for step in store.steps():
+        store.verify(step)
+        again = run(seed=1)
+        assert again.load(tmp_path, most=step).step == step
+        assert_same(again.bits(), moments[step])
+
+
+def test_memory_for_copies_is_allocated_once(tmp_path):
+    there = run().train(1)
+    store = CheckpointStore(tmp_path, asynchronous=True)
+    save = saver(there, store)
+    save(1)
+    store.wait()
+    first = {name: t.data_ptr() for name, t in store._staging._memory.items()}
+    save(2)
+    store.wait()
+    again = {name: t.data_ptr() for name, t in store._staging._memory.items()}
+    named = [name for name in first if not name.startswith("value/")]
+    assert {name: first[name] for name in named} == {name: again[name] for name in named}
+
+
+def test_weights_with_nan_are_noticed_by_the_thread_too(tmp_path):
+    there = run().train(1)
+    with torch.no_grad():
+        there.model[0].weight[0, 0] = float("inf")
+    store = CheckpointStore(tmp_path, asynchronous=True)
+    saver(there, store)(1)
+    store.wait()
+    (report,) = store.news()
+    assert "1 NaN or Inf" in str(report.error)
+    assert store.steps() == []
+
+
+def test_what_making_the_contents_raises_is_told_and_nothing_is_written(tmp_path):
+    def make() -> Contents:
+        raise KeyError("moments")
+
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(SaveFailed, match="step 1 was not saved: KeyError: 'moments'"):
+        store.save(1, make)
+
+
+def test_a_save_that_is_not_asynchronous_waits_for_the_one_that_is(tmp_path, slow_disk):
+    there = run().train(1)
+    store = CheckpointStore(tmp_path, asynchronous=True)
+    save = saver(there, store)
+    save(1)
+    threading.Timer(0.05, slow_disk.set).start()
+    state = _state(there.model, there.optimizer, there.scheduler, None)
+    store.save_state(2, state, {}, asynchronous=False)
+    assert store.steps() == [2, 1]
+
+
+def test_bytes_that_change_on_the_way_to_the_disk_are_noticed_before_the_commit(
+    tmp_path, monkeypatch
+):
+    real = writer.write_shard
+
+    def bad_cable(folder, rank, entries, tensors):
+        real(folder, rank, entries, tensors)
+        path = folder / "rank-00000.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+
+    run().train(1).save(tmp_path, 1)
+    monkeypatch.setattr(writer, "write_shard", bad_cable)
+    with pytest.raises(checkpoint.CheckpointCorrupt, match="is not what was saved"):
+        run().train(2).save(tmp_path, 2)
+    assert CheckpointStore(tmp_path).steps() == [1]

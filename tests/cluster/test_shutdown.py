@@ -1,0 +1,190 @@
+"""A signal to one rank stops all of them after the same step, and nothing hangs."""
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from heal.cluster import ShutdownHandler
+from heal.exit_codes import ExitCode
+from tests.cluster import trainer
+from tests.cluster.jobs import Job
+
+FOR_EVER = 10_000_000  # steps
+
+
+@pytest.fixture
+def sigusr1():
+    """Whatever a test does to this signal is undone."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def stop_one_rank(folder, seed):
+    """Signal a random rank of two or three at a random step; return when the last one left."""
+    chance = random.Random(seed)
+    size = chance.choice([2, 3])
+    number = chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+    with Job(folder, size, trainer.main, FOR_EVER, 0.005) as job:
+        after = chance.randrange(1, 30)
+        job.wait_for(lambda: min(job.steps()) >= after)
+        time.sleep(chance.random() * 0.02)
+        job.send(chance.randrange(size), number)
+        codes = job.wait()
+        stopped = [(job.folder / f"stopped{rank}").read_text() for rank in range(size)]
+        assert codes == [ExitCode.PREEMPTED] * size, job.logs()
+    assert len(set(stopped)) == 1, "the ranks stopped after different steps or with other weights"
+    step = int(stopped[0].split()[0])
+    assert (folder / f"step-{step + 1:06d}" / "COMMIT").exists()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, seed):
+    stop_one_rank(tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 200))
+def test_a_signal_to_one_rank_stops_all_after_the_same_step_a_hundred_times(tmp_path, seed):
+    stop_one_rank(tmp_path, seed)
+
+
+def test_a_signal_sets_a_flag_and_nothing_else(sigusr1):
+    with ShutdownHandler(signals=["SIGUSR1"]) as shutdown:
+        assert not shutdown.should_stop()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert shutdown.signal == signal.SIGUSR1
+        assert shutdown.should_stop()
+
+
+def test_the_handler_from_before_is_called_too_and_comes_back(sigusr1):
+    heard = []
+
+    def before(number, frame):
+        heard.append(number)
+
+    signal.signal(signal.SIGUSR1, before)
+    with ShutdownHandler(signals=["SIGUSR1"]) as shutdown:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+        assert shutdown.should_stop()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_handler_that_came_later_is_left_in_place(sigusr1):
+    def later(number, frame):
+        pass
+
+    with ShutdownHandler(signals=["SIGUSR1"]):
+        signal.signal(signal.SIGUSR1, later)
+    assert signal.getsignal(signal.SIGUSR1) is later
+
+
+def test_the_healer_is_told(sigusr1):
+    class Healer:
+        asked = 0
+
+        def request_stop(self):
+            self.asked += 1
+
+    healer = Healer()
+    with ShutdownHandler(healer, signals=["SIGUSR1"]):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert healer.asked == 1
+
+
+def test_an_event_loop_that_listened_before_still_hears(sigusr1):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        with ShutdownHandler(signals=["SIGUSR1"]):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert os.read(reader, 1) == bytes([signal.SIGUSR1])
+    finally:
+        assert signal.set_wakeup_fd(before) == writer
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shutdown_timeout_sec": -1}, "shutdown_timeout_sec is -1; wanted 0"),
+        ({"shutdown_timeout_sec": float("nan")}, "shutdown_timeout_sec is nan"),
+        ({"signals": ["SIGNONSENSE"]}, "signals has 'SIGNONSENSE'"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ShutdownHandler(**arguments)
+
+
+def lock_up(folder, seconds):
+    """Never come back from C, whatever the signal, as in a collective that hangs."""
+    with ShutdownHandler(shutdown_timeout_sec=seconds, run_dir=folder):
+        Path(folder, "ready").touch()
+        mutex = ctypes.create_string_buffer(64)  # zeros: a mutex that nobody holds yet
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+
+@pytest.fixture
+def stuck(tmp_path):
+    """Starts a rank whose main thread is stuck, and returns its job."""
+    with contextlib.ExitStack() as jobs:
+
+        def start(seconds):
+            job = jobs.enter_context(Job(tmp_path, 1, lock_up, seconds))
+            job.wait_for(lambda: (tmp_path / "ready").exists())
+            return job
+
+        yield start
+
+
+def test_a_rank_that_does_not_stop_in_time_says_where_it_is_and_exits(stuck, tmp_path):
+    job = stuck(0.5)
+    job.send(0, signal.SIGTERM)
+    assert job.wait() == [ExitCode.SHUTDOWN_TIMEOUT]
+    assert "told to stop 0.5 s ago" in job.logs()
+    assert "lock_up" in (tmp_path / "shutdown.rank0.txt").read_text()
+
+
+def test_a_second_signal_ends_even_a_rank_that_is_stuck(stuck):
+    job = stuck(0)
+    job.send(0, signal.SIGTERM)
+    time.sleep(1.5)  # what comes within a second is an echo
+    assert job.is_alive(0), "no deadline was set, and one signal is not two"
+    job.send(0, signal.SIGUSR1)
+    assert job.wait() == [128 + signal.SIGUSR1]
+
+
+def test_an_echo_of_the_first_signal_does_not_end_the_save(stuck):
+    job = stuck(0)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+        job.send(0, number)
+    time.sleep(1.5)
+    assert job.is_alive(0)
+
+
+def test_only_the_main_thread_may_catch_signals():
+    caught = []
+
+    def enter():
+        try:
+            ShutdownHandler().install()
+        except RuntimeError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=enter, name="loader")
+    thread.start()
+    thread.join()
+    assert "'loader'" in caught[0]
+    assert "main thread" in caught[0]
