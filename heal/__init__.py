@@ -14,8 +14,8 @@ NEEDS_TORCH: dict[str, str] = {
     "SelfHealingLightningCallback": "heal.integrations.lightning",
     "SelfHealingTrainer": "heal.integrations.transformers",
 }
-"""Public names that need torch, some transformers or Lightning too, and their modules: loaded on first use, so
-that the pure half and the command line answer at once."""
+"""Public names that need torch, some transformers or Lightning too, and their modules: loaded on
+first use, so that the pure half and the command line answer at once."""
 
 __all__ = [
     "Healer",
