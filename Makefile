@@ -31,6 +31,7 @@ BENCH ?=
 RESULTS ?= benchmarks/results
 bench: $(VENV)/built
 	$(BIN)/zclip-bench $(BENCH) --save $(RESULTS)
+	$(BIN)/python -m benchmarks.update_readme $(RESULTS)
 	$(BIN)/python benchmarks/bench_step.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/spikes_gpt.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/bench_heal.py
