@@ -41,7 +41,7 @@ bench: $(VENV)/built
 docs: $(VENV)/tools
 	$(BIN)/python docs/update_config.py
 	$(BIN)/python docs/update_healing.py
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check
