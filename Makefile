@@ -42,6 +42,7 @@ BENCH ?=
 RESULTS ?= benchmarks/results
 bench: $(VENV)/built
 	$(BIN)/zclip-bench $(BENCH) --save $(RESULTS)
+	$(BIN)/python -m benchmarks.update_readme $(RESULTS)
 	$(BIN)/python benchmarks/bench_step.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/spikes_gpt.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/bench_heal.py
@@ -51,7 +52,7 @@ bench: $(VENV)/built
 docs: $(VENV)/tools
 	$(BIN)/python docs/update_config.py
 	$(BIN)/python docs/update_healing.py
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check
