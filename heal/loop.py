@@ -308,7 +308,7 @@ class Healer(Readout):
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
         self._notes.contain(self._listener.hear_the_rest)
-        if self.last_step >= 0:
+        if len(self._listener.series):
             self.journal.metrics(self.last_step, self.numbers())
 
     def _note(self, text: str) -> None:

@@ -32,6 +32,9 @@ class Series:
     def __init__(self) -> None:
         self._records: deque[Record] = deque(maxlen=MAX_RECORDS)
 
+    def __len__(self) -> int:
+        return len(self._records)
+
     def note(self, record: Record) -> None:
         """Keep a record."""
         self._records.append(record)

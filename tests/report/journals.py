@@ -141,6 +141,7 @@ def long_metrics(path: Path, steps: int, spike: int) -> None:
     """Metrics of a very long run with one spike of one step, quickly written."""
     line = json.dumps(metrics(9, [1.0] * 10))
     before, after = line.split('"series": ')
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         for last in range(9, steps, 10):
             chosen = range(last - 9, last + 1)

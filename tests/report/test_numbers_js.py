@@ -47,8 +47,11 @@ def evaluate(expression):
         ),
         (
             "[0.5, 90, 600, 8000, 2e5].map(N.duration)",
-            ["0.5 s", "90 s", "10 min 0 s", "2.2 h", "2.3 days"],
+            ["0.5 s", "90 s", "10 min", "2.2 h", "2.3 days"],
         ),
+        ("N.timeTicks(0, 1000, 5)", [0, 300, 600, 900]),
+        ("N.timeTicks(100, 101, 2)", [100, 100.5, 101]),
+        ("N.timeTicks(0, 4e5, 4)", [0, 172800, 345600]),
         ("N.extent([null, NaN, Infinity], false)", [0, 1]),
         ("N.extent([-1, 0], true)", [0.1, 1]),
         ("N.extent([5, 5], false)", [4.5, 5.5]),

@@ -65,7 +65,8 @@
     const box = html("input", { type: "checkbox", checked: "", value: kind }, label);
     const shape = svg("svg", { viewBox: "-7 -7 14 14", "aria-hidden": "true" }, label);
     glyph(kind, 0, 0, shape);
-    label.append(`${data.kinds[kind]} ${data.events.filter((e) => e.kind === kind).length}`);
+    const same = data.events.filter((e) => e.kind === kind).map((e) => `${e.step} ${e.incident} ${e.text}`);
+    label.append(`${data.kinds[kind]} ${new Set(same).size}`); // what all ranks tell counts once
     box.addEventListener("change", () => {
       if (box.checked) state.kinds.add(kind); else state.kinds.delete(kind);
       filterTable();
