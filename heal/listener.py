@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from heal.causes import Finding
+from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.detect import Watch
 from heal.guarded_step import NO_LOSS_SCALE, GuardedStep
@@ -37,6 +38,7 @@ class Listener:
         series: every record since the last line of metrics.
         sources: asked before every step for flags of the host; quick functions that do not wait.
         wants_snapshot: whether a record asked for one; alike on every rank.
+        cluster: looks after other ranks and the hardware; None where nobody is to.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Listener:
         self.series = Series()
         self.sources: list[Callable[[], Flag]] = []
         self.wants_snapshot = False
+        self.cluster: ClusterWatch | None = None
         # A deque, because signal handlers and threads append to it while a step reads it.
         self._reported: deque[Flag] = deque()
         self._rates = rates
@@ -128,6 +131,8 @@ class Listener:
             self._treatment.treat(findings)
             if self._rolled_back:
                 return
+        if self.cluster is not None:
+            self._treatment.treat(self.cluster.look(self._run.step))
 
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
@@ -178,3 +183,5 @@ class Listener:
         self._host.clear()
         self._health.clear()
         self.watch.load_state(saved)
+        if self.cluster is not None:
+            self.cluster.clear()

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from heal.actions import CannotHeal
 from heal.attempts import Attempts
 from heal.bookkeeping import Bookkeeping
+from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.data import BatchStream
 from heal.dry_run import DryRunReport, dry_run
@@ -135,6 +136,9 @@ class Healer(Readout):
         names = {id(p): name for name, p in model.named_parameters()}
         rates = LearningRates(wrapped, self._schedulers, note)
         listener = Listener(run, guarded, treatment, config, names, rates, clock)
+        listener.cluster = ClusterWatch(
+            model, config, self.journal, listener.report, note, process_group
+        )
         self._guarded, self._state, self._micro, self._stream = guarded, state, micro, stream
         self._run, self._treatment, self._listener = run, treatment, listener
         self._attempts = Attempts(run, guarded, micro, treatment, stream, self.journal, self)
@@ -244,10 +248,14 @@ class Healer(Readout):
 
     def close(self, error: BaseException | None = None) -> None:
         """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you."""
+        if self._listener.cluster is not None:
+            self._listener.cluster.stop()
         self.exits.close(error)
 
     def __enter__(self) -> "Healer":
         self.exits.catch_signals()
+        if self._listener.cluster is not None:
+            self._listener.cluster.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
