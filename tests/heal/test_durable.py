@@ -209,6 +209,7 @@ def test_without_an_intact_snapshot_the_run_returns_to_its_checkpoint(tmp_path):
     setup = regression(data="replay", checkpoint_interval=20, **SYNC)
     healer = setup.healer(checkpoint_dir=tmp_path)
     healer.exits.dismiss()
+    healer.on_instability(lambda diagnosis, plan: plan[:1])  # the rollback, and nothing else
     broken = []
 
     def damage(step):
