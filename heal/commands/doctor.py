@@ -1,6 +1,7 @@
 """Say what is wrong with checkpoints, settings or the cluster, and what to do about it.
 
 heal doctor checkpoints/
+heal doctor checkpoints/ --config heal.toml --cluster
 
 Every byte of every checkpoint is read; --quick looks at the manifests only. Exit code: 0 if all is
 well, 1 if there are warnings, 2 if there are errors.
@@ -18,6 +19,8 @@ SIGNS = {"ok": "ok   ", "warn": "WARN ", "error": "ERROR"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("checkpoints", nargs="?", type=Path, help="folder of checkpoints")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings, as heal.toml")
+    parser.add_argument("--cluster", action="store_true", help="launcher, network, GPU and clock")
     parser.add_argument("--quick", action="store_true", help="do not read the tensors")
 
 
@@ -25,7 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the findings; return the exit code of the gravest."""
     found = check_all(arguments)
     if found is None:
-        print("heal doctor: nothing to look at; give a folder of checkpoints", file=sys.stderr)
+        wanted = "give a folder of checkpoints, --config or --cluster"
+        print(f"heal doctor: nothing to look at; {wanted}", file=sys.stderr)
         return 2
     for finding in found:
         print(f"{SIGNS[finding.level]} {finding.what}")
@@ -38,10 +42,18 @@ def run(arguments: argparse.Namespace) -> int:
 def check_all(arguments: argparse.Namespace) -> list[Finding] | None:
     """Return the findings of every check that was asked for; None if none was."""
     found: list[Finding] = []
-    asked = False
+    if arguments.checkpoints is None and arguments.config is None and not arguments.cluster:
+        return None
     if arguments.checkpoints is not None:
         from heal.doctor.checkpoint import check_checkpoints
 
-        asked = True
         found += check_checkpoints(arguments.checkpoints, quick=arguments.quick)
-    return found if asked else None
+    if arguments.config is not None:
+        from heal.doctor.config import check_config
+
+        found += check_config(arguments.config)
+    if arguments.cluster:
+        from heal.doctor.cluster import check_cluster
+
+        found += check_cluster(shared_dir=arguments.checkpoints)
+    return found
