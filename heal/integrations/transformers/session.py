@@ -9,6 +9,7 @@ from heal.actions import CannotHeal
 from heal.causes import Family, Finding
 from heal.config import HealingConfig
 from heal.detectors.preference import ACCURACY, MARGIN
+from heal.detectors.rewards import REWARD
 from heal.diagnose import diagnose_exception
 from heal.integrations.transformers.attempts import TrainerAttempts
 from heal.integrations.transformers.batches import TrainerBatches
@@ -150,9 +151,14 @@ class Session:
     def observe_log(self, logs: Mapping[str, Any]) -> None:
         """Hear of a line of the trainer's log: what it tells of preferences and rewards."""
         healer = self.healer
+        detectors = healer._listener.watch.detectors
         if ACCURACY in logs or MARGIN in logs:
             # The loss alone would name a plateau at chance; here there is better evidence.
-            vars(healer._listener.watch.detectors["plateau"])["chance"] = 0.0
+            vars(detectors["plateau"])["chance"] = 0.0
+        if REWARD in logs:
+            # A policy loss is zero on average, exactly zero without advantages, and leaps with
+            # every group that has some. Rewards, divergence and gradients tell more.
+            detectors.pop("loss_spike", None)
         with healer.exits.halting():
             healer._notes.contain(
                 lambda: self._treat(self.log_watch.observe(healer._run.step, logs))
