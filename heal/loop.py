@@ -21,6 +21,7 @@ from heal.bookkeeping import Bookkeeping
 from heal.config import HealingConfig
 from heal.data import BatchStream
 from heal.dry_run import DryRunReport, dry_run
+from heal.environment import describe_machine, describe_training
 from heal.exits import Exits
 from heal.guarded_step import GuardedStep
 from heal.integrations.trackers import attach
@@ -102,6 +103,8 @@ class Healer(Readout):
         attach(self.journal, trackers, self.config.to_dict(), self._note)
         self._build(model, optimizer, scaler, process_group, sleep, clock)
         self.exits = Exits(self, self.journal, clock)
+        trained = describe_training(model, self._guarded.optimizers, self.config)
+        self.journal.event("started", self._run.step, **describe_machine(), **trained)
 
     def _build(
         self,
@@ -279,6 +282,7 @@ class Healer(Readout):
             CannotHeal: healing is at its end; ``exit_code`` says why.
         """
         self._micro.weigh = weigh
+        self.journal.event("goal", self._run.step, steps=steps, accumulate=accumulate)
         with self, Progress(self, steps, progress) as bar:
             self._treatment.tell = bar.tell
             loop = WholeLoop(
@@ -304,6 +308,8 @@ class Healer(Readout):
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
         self._notes.contain(self._listener.hear_the_rest)
+        if self.last_step >= 0:
+            self.journal.metrics(self.last_step, self.numbers())
 
     def _note(self, text: str) -> None:
         self._notes.add(text)

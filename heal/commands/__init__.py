@@ -10,5 +10,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("heal.commands.doctor", "say what is wrong with checkpoints, and what to do"),
     "drill": ("heal.commands.drill", "break a training run of your own and see how it heals"),
     "init": ("heal.commands.init", "print a commented heal.toml"),
+    "report": ("heal.commands.report", "show what happened in a run: a page, a text or JSON"),
+    "watch": ("heal.commands.watch", "follow a run in the terminal while it trains"),
 }
 """Name of the command, its module, one line of help. Add yours in alphabetical order."""
