@@ -91,6 +91,22 @@ def test_syncs_are_those_that_the_sources_show(case, name, syncs):
     assert counted(case, name).syncs == syncs
 
 
+@pytest.mark.parametrize(
+    ("read", "syncs"),
+    [
+        (lambda t: t.sum().item(), 1),
+        (lambda t: bool((t > 0).any()), 1),
+        (lambda t: torch.equal(t, t + 1), 1),
+        (lambda t: t.nonzero(), 1),
+        (lambda t: t[t > 0], 1),
+        (lambda t: torch.where(t > 0, t, 0.0).sum().sqrt(), 0),
+    ],
+    ids=["item", "bool", "equal", "nonzero", "mask", "none"],
+)
+def test_every_way_of_reading_a_value_is_counted(read, syncs):
+    assert cost.cost_of(lambda: read(torch.ones(4)), CPU).syncs == syncs
+
+
 def test_our_operators_do_not_multiply_with_the_tensors_and_a_loop_does():
     case = Case("clip_grad_norm_", "x")
     assert counted(case, "zclip", 5).launches == counted(case, "zclip", 50).launches

@@ -87,7 +87,14 @@ def one_case(plan: Plan, case: Case, document: results.Document) -> None:
     try:
         document.results.append(
             run_case(
-                case, found, plan.device, plan.rounds, plan.seconds, plan.backends, plan.rivals
+                case,
+                found,
+                plan.device,
+                plan.rounds,
+                plan.seconds,
+                plan.backends,
+                plan.rivals,
+                document.left_out,
             )
         )
     except TooLarge as problem:
