@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from heal.causes import Finding
@@ -154,10 +155,9 @@ class Listener:
             host |= ranks.facts(row[NUM_VERDICT + 1 :])
         if row[NUM_VERDICT] != NO_LOSS_SCALE:
             host["loss_scale"] = row[NUM_VERDICT]
-        record = Record.decode(step, row[:NUM_VERDICT], **host)
+        record = Record.decode(step, row, **host)
         if record.blocked or record.has(Flag.SPIKE):
-            host["worst_name"] = self._guarded.name_of(record.worst)
-            record = Record.decode(step, row[:NUM_VERDICT], **host)
+            record = replace(record, worst_name=self._guarded.name_of(record.worst))
         self.latest = record
         self.series.note(record)
         if record.has(Flag.SNAPSHOT_WANTED):

@@ -15,21 +15,11 @@ from typing import Any
 
 from benchmarks.failures.families import FAMILIES
 from benchmarks.failures.page import Key, page
-from benchmarks.failures.protections import PROTECTIONS
+from benchmarks.failures.protections import PROTECTIONS, run_one
 from benchmarks.failures.rows import ROWS
 
 PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
 SEEDS = 5
-
-
-def run_one(key: Key) -> tuple[Key, dict[str, Any]]:
-    """Do one run."""
-    import torch
-
-    torch.set_num_threads(1)
-    row, family, seed, protection = key
-    found = next(r for r in ROWS if r.name == row)
-    return key, PROTECTIONS[protection](found, family, seed)._asdict()
 
 
 def read(path: Path) -> dict[Key, dict[str, Any]]:
@@ -49,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--no-runs", action="store_true", help="write the page of what is there")
     parser.add_argument("--results", type=Path, default=Path("failures.jsonl"))
     arguments = parser.parse_args()
     keys = [
@@ -59,7 +50,7 @@ def main() -> None:
         for protection in PROTECTIONS
     ]
     results = read(arguments.results)
-    missing = [key for key in keys if key not in results]
+    missing = [] if arguments.no_runs else [key for key in keys if key not in results]
     method = multiprocessing.get_context("spawn")
     with method.Pool(arguments.processes) as pool, arguments.results.open("a") as file:
         for done, (key, ended) in enumerate(pool.imap_unordered(run_one, missing, chunksize=8)):
@@ -68,6 +59,8 @@ def main() -> None:
             file.flush()
             if done % 50 == 0:
                 print(f"{done} of {len(missing)}", flush=True)
+    complete = [s for s in range(arguments.seeds) if all(k in results for k in keys if k[2] == s)]
+    keys = [key for key in keys if key[2] in complete]
     load = f"made on {os.cpu_count()} cores with a load of {os.getloadavg()[0]:.0f}"
     text = page({key: results[key] for key in keys}, load)
     if arguments.seeds >= SEEDS:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.failures.families import STEPS, Training, make
-from benchmarks.failures.rows import Row, creeping
+from benchmarks.failures.rows import ROWS, Row, creeping
 from heal import Healer, HealingConfig
 from heal.actions import CannotHeal, Refuse, Rollback, changes_training
 from heal.causes import Severity
@@ -86,7 +86,11 @@ def bare(row: Row, family: str, seed: int, max_norm: float | None = None) -> End
     try:
         for batch, loss_of in _batches(row, training, seed):
             training.optimizer.zero_grad()
-            loss_of(batch).backward()
+            loss = loss_of(batch)
+            if not math.isfinite(float(loss.detach())) and math.isnan(training.evaluate()):
+                died = "NaN"  # in the weights: no step to come can change that
+                break
+            loss.backward()
             if max_norm is not None:
                 torch.nn.utils.clip_grad_norm_(training.model.parameters(), max_norm)
             training.optimizer.step()
@@ -184,3 +188,11 @@ PROTECTIONS: dict[str, Callable[[Row, str, int], Ended]] = {
     "clipping": clipped,
     "loss monitor": monitored,
 }
+
+
+def run_one(key: tuple[str, str, int, str]) -> tuple[tuple[str, str, int, str], dict[str, Any]]:
+    """Do one run; the key names row, family, seed and protection."""
+    torch.set_num_threads(1)
+    row, family, seed, protection = key
+    found = next(r for r in ROWS if r.name == row)
+    return key, PROTECTIONS[protection](found, family, seed)._asdict()
