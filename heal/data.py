@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from heal.actions import CannotHeal
 from heal.epoch_start import EpochStart, advance_sampler, return_to, start_of
 from heal.rng import RngState
 from heal.sample_indices import sample_indices
@@ -162,7 +163,7 @@ class BatchStream:
             ordinal = self.ordinal
             try:
                 batch = next(self._iterator)
-            except StopIteration:
+            except (StopIteration, CannotHeal):
                 raise
             except Exception as error:
                 failed_at = (self._epoch, self._index)

@@ -22,6 +22,7 @@ from heal.config import HealingConfig
 from heal.data import BatchStream
 from heal.dry_run import DryRunReport, dry_run
 from heal.durable import Durable
+from heal.environment import describe_machine, describe_training
 from heal.exit_codes import ExitCode
 from heal.exits import Exits
 from heal.guarded_step import GuardedStep
@@ -110,6 +111,8 @@ class Healer(Readout):
         if checkpoint_dir is not None:
             self._save_to(checkpoint_dir, process_group)
         self.exits = Exits(self, self.journal, clock)
+        trained = describe_training(model, self._guarded.optimizers, self.config)
+        self.journal.event("started", self._run.step, **describe_machine(), **trained)
 
     def _save_to(self, directory: str | Path, group: Any) -> None:
         durable = Durable(
@@ -362,6 +365,7 @@ class Healer(Readout):
             CannotHeal: healing is at its end; ``exit_code`` says why.
         """
         self._micro.weigh = weigh
+        self.journal.event("goal", self._run.step, steps=steps, accumulate=accumulate)
         with self, Progress(self, steps, progress) as bar:
             self._treatment.tell = bar.tell
             loop = WholeLoop(
@@ -391,6 +395,8 @@ class Healer(Readout):
         if self._books.durable is not None:
             self._notes.contain(self._books.durable.finish)
         self._notes.contain(self._listener.hear_the_rest)
+        if self.last_step >= 0:
+            self.journal.metrics(self.last_step, self.numbers())
 
     def _note(self, text: str) -> None:
         self._notes.add(text)

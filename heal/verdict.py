@@ -74,7 +74,9 @@ class Record:
     ``worst`` is the index of the tensor to blame, -1 if none; ``step`` is the number that the
     healing loop gave the step, not the device's own count. ``lr`` is the rate that was used, and
     ``scheduled_lr`` the one that the schedule wanted, where that is known. ``loss_scale`` is that
-    of a gradient scaler, None without one. NaN stands for what nobody told.
+    of a gradient scaler, None without one; ``lr_scale`` the factor of healing on the rate.
+    ``seconds`` is the mean over ranks, ``own_seconds`` what this one took.
+    NaN stands for what nobody told.
     """
 
     step: int
@@ -97,6 +99,8 @@ class Record:
     seconds: float = math.nan
     micro_batches: int = 1
     loss_scale: float | None = None
+    lr_scale: float = 1.0
+    own_seconds: float = math.nan
 
     @classmethod
     def decode(cls, step: int, row: Sequence[float], **host: Any) -> "Record":
