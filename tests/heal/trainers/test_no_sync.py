@@ -11,7 +11,7 @@ from tests.heal.trainers.runs import Healed, bare
 from zclip.mailbox import Mailbox
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
-STEPS = 24
+STEPS = 12
 
 
 class Reads(TorchDispatchMode):
