@@ -34,6 +34,11 @@ def evaluate(expression):
         ("N.logTicks(0.5, 2e6, 4)", [1, 1e2, 1e4, 1e6]),
         ("N.logTicks(1.9, 32, 5)", [2, 3, 5, 10, 20, 30]),
         ("N.logTicks(1.9, 32, 3)", [2, 5, 10, 20]),
+        (
+            "N.countOnce([[5, 'a', 0], [5, 'a', 0], [5, 'a', 1], [6, 'a', 1]]"
+            ".map(([step, text, rank]) => ({ step, text, rank })))",
+            3,
+        ),
         ("N.nearest([1, 5, 9], 6.9)", 1),
         ("N.nearest([1, 5, 9], 7.1)", 2),
         ("N.nearest([], 3)", -1),

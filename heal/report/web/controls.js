@@ -65,8 +65,7 @@
     const box = html("input", { type: "checkbox", checked: "", value: kind }, label);
     const shape = svg("svg", { viewBox: "-7 -7 14 14", "aria-hidden": "true" }, label);
     glyph(kind, 0, 0, shape);
-    const same = data.events.filter((e) => e.kind === kind).map((e) => `${e.step} ${e.incident} ${e.text}`);
-    label.append(`${data.kinds[kind]} ${new Set(same).size}`); // what all ranks tell counts once
+    label.append(`${data.kinds[kind]} ${Numbers.countOnce(data.events.filter((e) => e.kind === kind))}`);
     box.addEventListener("change", () => {
       if (box.checked) state.kinds.add(kind); else state.kinds.delete(kind);
       filterTable();

@@ -116,6 +116,16 @@ const Numbers = (() => {
     return `${Number((seconds / 86400).toFixed(1))} days`;
   }
 
+  // How many events there were, where what several ranks tell alike is one.
+  function countOnce(events) {
+    const told = new Map();
+    for (const event of events) {
+      const ranks = told.get(`${event.step} ${event.text}`) ?? new Map();
+      told.set(`${event.step} ${event.text}`, ranks.set(event.rank, (ranks.get(event.rank) ?? 0) + 1));
+    }
+    return [...told.values()].reduce((sum, ranks) => sum + Math.max(...ranks.values()), 0);
+  }
+
   // The place in a rising list that is nearest to x; -1 if it is empty.
   function nearest(xs, x) {
     let low = 0, high = xs.length - 1;
@@ -134,6 +144,6 @@ const Numbers = (() => {
     return [start, start + width];
   }
 
-  return { decode, isNumber, undone, thin, extent, linearTicks, timeTicks, logTicks, format, duration, nearest, zoomed };
+  return { decode, isNumber, undone, thin, extent, linearTicks, timeTicks, logTicks, format, duration, countOnce, nearest, zoomed };
 })();
 if (typeof module !== "undefined") module.exports = Numbers;
