@@ -48,7 +48,7 @@ def run_case(
     _check_memory(case, shapes, dtype, device)
     gradients = Gradients(shapes, dtype, device)
     work = case.work(gradients, backends, rivals)
-    meter = LoadMeter()
+    meter = LoadMeter(torch.get_num_threads())
     errors = _checked(case, work, left_out)
     costs = {name: cost_of(run, device) for name, run in work.contenders.items()}
     clock = cuda_clock if device.type == "cuda" else cpu_clock
