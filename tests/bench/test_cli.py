@@ -198,6 +198,14 @@ def test_a_case_that_does_not_fit_is_left_out_and_said_so(monkeypatch, capsys):
     assert "clip_grad_norm_ tiny f32" in printed
 
 
+def test_a_run_in_which_nothing_fits_ends_with_2(monkeypatch, capsys):
+    monkeypatch.setattr("zclip.bench.run._free_bytes", lambda device: 1000)
+    assert run(*TINY) == 2
+    printed = capsys.readouterr()
+    assert "left out, it takes" in printed.out
+    assert "nothing was measured" in printed.err
+
+
 def test_a_rival_that_raises_is_left_out_and_said_so(monkeypatch, capsys):
     def broken(*words, **more):
         raise RuntimeError("no kernel for this\nand a long story")

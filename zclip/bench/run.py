@@ -45,10 +45,10 @@ def run_case(
         TooLarge: it does not fit into memory; says how much it would take.
     """
     dtype = DTYPES[case.dtype]
-    _check_memory(case, shapes, dtype, device)
+    _check_memory(case, shapes, dtype, device, backends)
     gradients = Gradients(shapes, dtype, device)
     work = case.work(gradients, backends, rivals)
-    meter = LoadMeter()
+    meter = LoadMeter(torch.get_num_threads())
     errors = _checked(case, work, left_out)
     costs = {name: cost_of(run, device) for name, run in work.contenders.items()}
     clock = cuda_clock if device.type == "cuda" else cpu_clock
@@ -162,7 +162,11 @@ def _host_seconds(
 
 
 def _check_memory(
-    case: Case, shapes: list[Shape], dtype: torch.dtype, device: torch.device
+    case: Case,
+    shapes: list[Shape],
+    dtype: torch.dtype,
+    device: torch.device,
+    backends: list[str],
 ) -> None:
     gc.collect()
     count = elements(shapes)
@@ -170,7 +174,7 @@ def _check_memory(
     if case.op == "step":
         needed += 2 * count * dtype.itemsize  # the moments of AdamW
     largest = max((elements([shape]) for shape in shapes), default=0)
-    needed += 3 * 8 * largest  # comparing with float64, a tensor at a time
+    needed += 8 * largest * (3 if "reference" in backends else 1)  # temporaries of contenders
     free = _free_bytes(device)
     if free is not None and needed > 0.9 * free:
         raise TooLarge(
