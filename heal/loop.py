@@ -22,7 +22,6 @@ from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.data import BatchStream
 from heal.dry_run import DryRunReport, dry_run
-from heal.durable import Durable
 from heal.environment import describe_machine, describe_training
 from heal.exit_codes import ExitCode
 from heal.exits import Exits
@@ -36,7 +35,7 @@ from heal.notes import Notes
 from heal.progress import Progress
 from heal.ranks import HostFacts
 from heal.readout import Readout
-from heal.recompute import Recomputation, recompute
+from heal.resuming import Resuming
 from heal.run import TorchRun
 from heal.training_state import TrainingState
 from heal.treatment import Hook, Treatment
@@ -44,7 +43,7 @@ from heal.verdict import Flag
 from heal.whole_loop import WholeLoop
 
 
-class Healer(Readout):
+class Healer(Readout, Resuming):
     """Watches a training run, and heals it.
 
     A healthy run is bit by bit what it would be without (clipping apart, see ``zclip_enabled``),
@@ -114,21 +113,6 @@ class Healer(Readout):
         self.exits = Exits(self, self.journal, clock)
         trained = describe_training(model, self._guarded.optimizers, self.config)
         self.journal.event("started", self._run.step, **describe_machine(), **trained)
-
-    def _save_to(self, directory: str | Path, group: Any) -> None:
-        durable = Durable(
-            directory,
-            self.config,
-            self._state,
-            self._run,
-            self._stream,
-            self._listener.watch,
-            self._treatment,
-            self.journal,
-            self._notes,
-            group,
-        )
-        self._books.durable = self._run.durable = durable
 
     def _build(
         self,
@@ -270,64 +254,6 @@ class Healer(Readout):
     def request_snapshot(self) -> None:
         """Take a snapshot at the end of a coming step, on all ranks at the same one."""
         self.report(Flag.SNAPSHOT_WANTED)
-
-    def resume(self) -> int:
-        """Go on from the newest checkpoint that is whole on every rank; return the next step.
-
-        Call it once, before the first step, on every rank; 0 if there is nothing to resume.
-        Weights, optimizer, schedules, generators, position in the data and what healing remembers
-        are as they were: the run goes on bit by bit as if it had never stopped. A damaged
-        checkpoint is passed over and noted.
-
-        Raises:
-            ValueError: no ``checkpoint_dir`` was given.
-            StateMismatch: the checkpoint is of another model or optimizer; nothing was changed.
-        """
-        step = self._checkpoints().resume()
-        if step:
-            self._books.first_snapshot()
-        return step
-
-    def save_checkpoint(self) -> None:
-        """Save now, and return when it is on the disk; every rank has to call this.
-
-        Raises:
-            ValueError: no ``checkpoint_dir`` was given.
-            SaveFailed: nothing was saved; what was saved before is untouched.
-        """
-        self._checkpoints().save()
-
-    def _checkpoints(self) -> Durable:
-        if self._books.durable is None:
-            raise ValueError("there is no checkpoint_dir; give one to the Healer")
-        return self._books.durable
-
-    def recompute(
-        self,
-        train_step: TrainStep,
-        batches: Sequence[Any],
-        losses: Sequence[Tensor] | None = None,
-        *,
-        accumulate: int = 1,
-    ) -> Recomputation:
-        """Compute the last steps again, and tell a passing fault from data and model.
-
-        There must be a snapshot of the first of them: see :meth:`request_snapshot`. The run itself
-        computes, and every byte is put back. Every rank has to call this. The verdict is in the
-        journal too.
-
-        Args:
-            train_step: takes a batch and returns its mean loss, as it did.
-            batches: of the last steps, in order.
-            losses: of these steps, if they were kept: they tell which rank it was.
-            accumulate: batches per step.
-
-        Raises:
-            CannotRecompute: there is no such snapshot, or healing changed the learning rate.
-        """
-        steps = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
-        parts = self._state, self._guarded, self._micro, self._run, self._schedulers
-        return recompute(*parts, self.journal, train_step, steps, losses)
 
     def close(self, error: BaseException | None = None) -> None:
         """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you."""

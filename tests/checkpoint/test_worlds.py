@@ -15,6 +15,7 @@ CHECKS = {
     "replicas": 2,
     "failures": 2,
     "thread": 2,
+    "healer": 2,
 }
 
 

@@ -1,5 +1,6 @@
 """What one rank does in ``test_worlds.py``: rank, size, folder and names of checks on the line."""
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from heal import checkpoint
+from heal import Healer, HealingConfig, checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, writer
 from heal.checkpoint.api import _state
 from heal.checkpoint.ranks import Ranks
@@ -194,6 +196,45 @@ def check_thread(rank, size, directory):
     assert [r.error for r in store.news()] == [None]
     assert load(directory, model, optimizer, Ranks())[0] == 1
     assert_equal(whole(model, optimizer), truth)
+
+
+def check_healer(rank, size, directory):
+    """Ranks that were killed go on bit by bit, also from the checkpoint before a damaged one."""
+    data = TensorDataset(torch.randn(64, 5, generator=torch.Generator().manual_seed(7)))
+
+    def healed(folder, seed):
+        torch.manual_seed(seed)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.3)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        config = HealingConfig(checkpoint_interval=3, checkpoint_async=False)
+        healer = Healer(model, optimizer, config=config, checkpoint_dir=folder, rank=rank)
+        healer.exits.dismiss()
+        torch.manual_seed(seed + rank)
+        sampler = DistributedSampler(data, size, rank, seed=1)
+        loader = DataLoader(data, batch_size=4, sampler=sampler)
+        return healer, lambda b: model(b[0]).square().mean(), loader, model
+
+    def finish(folder, seed, steps):
+        healer, train_step, loader, model = healed(folder, seed)
+        first = healer.resume()
+        healer.run(train_step, loader, steps, progress=False)
+        bits = [p.detach().clone() for p in model.parameters()]
+        return first, [*bits, torch.get_rng_state()], healer.notes
+
+    _, truth, _ = finish(directory / "whole", 0, 14)
+    assert finish(directory / "cut", 0, 7)[0] == 0
+    dist.barrier()
+    if rank == 0:  # the end of a run is saved; take that away, as a crash would
+        shutil.rmtree(directory / "cut" / "step-000007")
+        shard = directory / "cut" / "step-000006" / "rank-00001.safetensors"
+        data_bytes = bytearray(shard.read_bytes())
+        data_bytes[-1] ^= 128
+        shard.write_bytes(data_bytes)
+    dist.barrier()
+    first, bits, notes = finish(directory / "cut", 9, 14)
+    assert first == 3, "step 6 is damaged on one rank"
+    assert any("step-000006" in note for note in notes), notes
+    assert_equal(bits, truth)
 
 
 def main() -> None:
