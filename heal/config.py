@@ -284,6 +284,20 @@ class HealingConfig:
         group="exceptions",
     )
 
+    # Checkpoints on disk, where the healer was given a checkpoint_dir.
+    checkpoint_interval: int = setting(
+        1000, "Steps between checkpoints; 0: only at the end.", group="checkpoints", least=0
+    )
+    checkpoint_keep: int = setting(
+        3,
+        "Checkpoints to keep; the newest that was verified is never removed.",
+        group="checkpoints",
+        least=1,
+    )
+    checkpoint_async: bool = setting(
+        True, "Write in a thread, beside the training.", group="checkpoints"
+    )
+
     def __post_init__(self) -> None:
         for name, (kind, _, about) in settings_of(type(self)).items():
             object.__setattr__(self, name, checked(name, getattr(self, name), kind, about))

@@ -117,7 +117,7 @@ class Journal:
         told["severity"] = diagnosis.severity.name
         self.event("recovery" if actions else "alert", diagnosis.step, **told)
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Write numbers to plot."""
         self._append(METRICS, {"time": now(), "step": step, **values})
 

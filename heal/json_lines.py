@@ -40,6 +40,8 @@ def number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return math.nan
+    except OverflowError:  # an integer that no float can hold
+        return math.inf
 
 
 def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from heal.causes import Finding
@@ -14,6 +15,7 @@ from heal.health import HealthCheck
 from heal.learning_rate import LearningRates
 from heal.ranks import HostFacts
 from heal.run import TorchRun
+from heal.series import Series
 from heal.treatment import Treatment, is_suspect
 from heal.verdict import NO_FLAG, Flag, Record
 from zclip.layout import NUM_VERDICT
@@ -34,6 +36,7 @@ class Listener:
     Attributes:
         watch: the detectors.
         latest: the newest record, None before the first.
+        series: every record since the last line of metrics.
         sources: asked before every step for flags of the host; quick functions that do not wait.
         wants_snapshot: whether a record asked for one; alike on every rank.
         cluster: looks after other ranks and the hardware; None where nobody is to.
@@ -51,6 +54,7 @@ class Listener:
     ) -> None:
         self.watch = Watch(config)
         self.latest: Record | None = None
+        self.series = Series()
         self.sources: list[Callable[[], Flag]] = []
         self.wants_snapshot = False
         self.cluster: ClusterWatch | None = None
@@ -83,7 +87,11 @@ class Listener:
 
     def note_step(self, facts: HostFacts, has_loss: bool) -> None:
         """Keep what the host knows of the step just posted until its record arrives."""
-        fields: dict[str, Any] = {"micro_batches": facts.micro_batches}
+        fields: dict[str, Any] = {
+            "micro_batches": facts.micro_batches,
+            "lr_scale": self._run.lr_scale,
+            "own_seconds": facts.seconds,
+        }
         if not self._guarded.ranks.has_others:
             fields |= {
                 "seconds": facts.seconds,
@@ -147,11 +155,11 @@ class Listener:
             host |= ranks.facts(row[NUM_VERDICT + 1 :])
         if row[NUM_VERDICT] != NO_LOSS_SCALE:
             host["loss_scale"] = row[NUM_VERDICT]
-        record = Record.decode(step, row[:NUM_VERDICT], **host)
-        if record.blocked:
-            host["worst_name"] = self._guarded.name_of(record.worst)
-            record = Record.decode(step, row[:NUM_VERDICT], **host)
+        record = Record.decode(step, row, **host)
+        if record.blocked or record.has(Flag.SPIKE):
+            record = replace(record, worst_name=self._guarded.name_of(record.worst))
         self.latest = record
+        self.series.note(record)
         if record.has(Flag.SNAPSHOT_WANTED):
             self.wants_snapshot = True
         return record

@@ -45,11 +45,12 @@ class Readout:
             }
         return metrics
 
-    def numbers(self) -> dict[str, float]:
-        """Return what a plot of the run needs, from the newest record."""
+    def numbers(self) -> dict[str, Any]:
+        """Return what a plot needs: the newest record, and the series since the last call."""
         latest = self.latest
         seen = {} if latest is None else {"seen_at": latest.step, "loss": latest.loss}
-        return {**seen, "lr_scale": self._run.lr_scale, **self.metrics()}
+        series = self._listener.series.take()
+        return {**seen, "lr_scale": self._run.lr_scale, **self.metrics(), **series}
 
     @property
     def last_step(self) -> int:
