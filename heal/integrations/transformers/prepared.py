@@ -15,7 +15,8 @@ from heal.treatment import Hook
 
 def batches_passed_over(trainer: Any) -> int:
     """Return how many batches of its first epoch a trainer leaves out because it was resumed."""
-    args, loader = trainer.args, getattr(trainer.callback_handler, "train_dataloader", None)
+    args = trainer.args
+    loader: Any = getattr(trainer.callback_handler, "train_dataloader", None)
     if args.ignore_data_skip or not trainer.state.global_step:
         return 0
     try:

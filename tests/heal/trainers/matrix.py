@@ -100,12 +100,12 @@ FAILURES: dict[str, Failure] = {
     ),
     "out of memory": Failure(lambda t: failures.oom_above(t, _rows(t), AT), ("oom",)),
     "loss spike": Failure(
-        lambda t: failures.scaled_loss(t, 200.0, AT),
+        lambda t: failures.scaled_loss(t, 200.0, AT, 3),
         ("loss_spike", "gradient_spike", "gradient_explosion"),
     ),
     "divergence": Failure(
         lambda t: t.add_callback(Bend(-1.0, 1000)),
-        ("divergence", "loss_spike"),
+        ("divergence", "loss_spike", "reward_collapse"),
         settings={"max_steps": 2 * STEPS},
     ),
     "explosion": Failure(
