@@ -42,16 +42,18 @@ BENCH ?=
 RESULTS ?= benchmarks/results
 bench: $(VENV)/built
 	$(BIN)/zclip-bench $(BENCH) --save $(RESULTS)
+	$(BIN)/python -m benchmarks.update_readme $(RESULTS)
 	$(BIN)/python benchmarks/bench_step.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/spikes_gpt.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/bench_heal.py
+	$(BIN)/python benchmarks/bench_checkpoint.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python -m pytest -q benchmarks $(BENCH) --benchmark-quiet
 
 # The documentation, into site/. A warning is an error.
 docs: $(VENV)/tools
 	$(BIN)/python docs/update_config.py
 	$(BIN)/python docs/update_healing.py
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check

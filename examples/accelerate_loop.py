@@ -25,7 +25,7 @@ model, loader = accelerator.prepare(model, loader)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)  # of the prepared model
 config = HealingConfig(snapshot_interval=20, check_interval=20, quarantine_steps=5)  # a short run
-healer = Healer(accelerator.unwrap_model(model), optimizer, config=config)
+healer = Healer(model, optimizer, config=config)
 
 drawn = 0
 for _ in range(8):

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from heal import HealingConfig
-from heal.integrations.lightning import SelfHealingLightningCallback
+from heal import HealingConfig, SelfHealingLightningCallback
 
 
 class Regression(pl.LightningModule):

@@ -3,9 +3,11 @@
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from heal.causes import Finding
+from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.detect import Watch
 from heal.guarded_step import NO_LOSS_SCALE, GuardedStep
@@ -37,6 +39,7 @@ class Listener:
         series: every record since the last line of metrics.
         sources: asked before every step for flags of the host; quick functions that do not wait.
         wants_snapshot: whether a record asked for one; alike on every rank.
+        cluster: looks after other ranks and the hardware; None where nobody is to.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Listener:
         self.series = Series()
         self.sources: list[Callable[[], Flag]] = []
         self.wants_snapshot = False
+        self.cluster: ClusterWatch | None = None
         # A deque, because signal handlers and threads append to it while a step reads it.
         self._reported: deque[Flag] = deque()
         self._rates = rates
@@ -128,6 +132,8 @@ class Listener:
             self._treatment.treat(findings)
             if self._rolled_back:
                 return
+        if self.cluster is not None:
+            self._treatment.treat(self.cluster.look(self._run.step))
 
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
@@ -149,10 +155,9 @@ class Listener:
             host |= ranks.facts(row[NUM_VERDICT + 1 :])
         if row[NUM_VERDICT] != NO_LOSS_SCALE:
             host["loss_scale"] = row[NUM_VERDICT]
-        record = Record.decode(step, row[:NUM_VERDICT], **host)
+        record = Record.decode(step, row, **host)
         if record.blocked or record.has(Flag.SPIKE):
-            host["worst_name"] = self._guarded.name_of(record.worst)
-            record = Record.decode(step, row[:NUM_VERDICT], **host)
+            record = replace(record, worst_name=self._guarded.name_of(record.worst))
         self.latest = record
         self.series.note(record)
         if record.has(Flag.SNAPSHOT_WANTED):
@@ -178,3 +183,5 @@ class Listener:
         self._host.clear()
         self._health.clear()
         self.watch.load_state(saved)
+        if self.cluster is not None:
+            self.cluster.clear()

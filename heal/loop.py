@@ -18,10 +18,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from heal.actions import CannotHeal
 from heal.attempts import Attempts
 from heal.bookkeeping import Bookkeeping
+from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.data import BatchStream
 from heal.dry_run import DryRunReport, dry_run
+from heal.durable import Durable
 from heal.environment import describe_machine, describe_training
+from heal.exit_codes import ExitCode
 from heal.exits import Exits
 from heal.guarded_step import GuardedStep
 from heal.integrations.trackers import attach
@@ -33,6 +36,7 @@ from heal.notes import Notes
 from heal.progress import Progress
 from heal.ranks import HostFacts
 from heal.readout import Readout
+from heal.recompute import Recomputation, recompute
 from heal.run import TorchRun
 from heal.training_state import TrainingState
 from heal.treatment import Hook, Treatment
@@ -55,6 +59,8 @@ class Healer(Readout):
         config: how patient to be, and how hard to push back.
         scaler: a GradScaler; ``step`` then steps and updates it.
         run_dir: where the journal goes; without it only the postmortem of a failure is written.
+        checkpoint_dir: where checkpoints go, seen by all ranks; without it none are saved. See
+            :meth:`resume` and ``checkpoint_interval``.
         rank: of this process; the environment's ``RANK`` if None.
         process_group: the ranks that act alike, where ``torch.distributed`` is in use; all if None.
         trackers: names such as "trackio,tensorboard", or objects; see
@@ -86,6 +92,7 @@ class Healer(Readout):
         *,
         scaler: Any = None,
         run_dir: str | Path | None = None,
+        checkpoint_dir: str | Path | None = None,
         rank: int | None = None,
         process_group: Any = None,
         trackers: Any = None,
@@ -102,9 +109,26 @@ class Healer(Readout):
         self._schedulers = _listed(scheduler)
         attach(self.journal, trackers, self.config.to_dict(), self._note)
         self._build(model, optimizer, scaler, process_group, sleep, clock)
+        if checkpoint_dir is not None:
+            self._save_to(checkpoint_dir, process_group)
         self.exits = Exits(self, self.journal, clock)
         trained = describe_training(model, self._guarded.optimizers, self.config)
         self.journal.event("started", self._run.step, **describe_machine(), **trained)
+
+    def _save_to(self, directory: str | Path, group: Any) -> None:
+        durable = Durable(
+            directory,
+            self.config,
+            self._state,
+            self._run,
+            self._stream,
+            self._listener.watch,
+            self._treatment,
+            self.journal,
+            self._notes,
+            group,
+        )
+        self._books.durable = self._run.durable = durable
 
     def _build(
         self,
@@ -135,6 +159,9 @@ class Healer(Readout):
         names = {id(p): name for name, p in model.named_parameters()}
         rates = LearningRates(wrapped, self._schedulers, note)
         listener = Listener(run, guarded, treatment, config, names, rates, clock)
+        listener.cluster = ClusterWatch(
+            model, config, self.journal, listener.report, note, process_group
+        )
         self._guarded, self._state, self._micro, self._stream = guarded, state, micro, stream
         self._run, self._treatment, self._listener = run, treatment, listener
         self._attempts = Attempts(run, guarded, micro, treatment, stream, self.journal, self)
@@ -195,6 +222,8 @@ class Healer(Readout):
                 self._books.after_step(facts, posted, loss is not None)
             except CannotHeal as halt:
                 self._attempts.raise_own_error(halt)
+                if halt.exit_code == ExitCode.PREEMPTED and self._books.durable is not None:
+                    self._books.durable.save_last()
                 raise
             except Exception as error:
                 self._note(f"healing failed and was left out: {error!r}")
@@ -242,12 +271,74 @@ class Healer(Readout):
         """Take a snapshot at the end of a coming step, on all ranks at the same one."""
         self.report(Flag.SNAPSHOT_WANTED)
 
+    def resume(self) -> int:
+        """Go on from the newest checkpoint that is whole on every rank; return the next step.
+
+        Call it once, before the first step, on every rank; 0 if there is nothing to resume.
+        Weights, optimizer, schedules, generators, position in the data and what healing remembers
+        are as they were: the run goes on bit by bit as if it had never stopped. A damaged
+        checkpoint is passed over and noted.
+
+        Raises:
+            ValueError: no ``checkpoint_dir`` was given.
+            StateMismatch: the checkpoint is of another model or optimizer; nothing was changed.
+        """
+        step = self._checkpoints().resume()
+        if step:
+            self._books.first_snapshot()
+        return step
+
+    def save_checkpoint(self) -> None:
+        """Save now, and return when it is on the disk; every rank has to call this.
+
+        Raises:
+            ValueError: no ``checkpoint_dir`` was given.
+            SaveFailed: nothing was saved; what was saved before is untouched.
+        """
+        self._checkpoints().save()
+
+    def _checkpoints(self) -> Durable:
+        if self._books.durable is None:
+            raise ValueError("there is no checkpoint_dir; give one to the Healer")
+        return self._books.durable
+
+    def recompute(
+        self,
+        train_step: TrainStep,
+        batches: Sequence[Any],
+        losses: Sequence[Tensor] | None = None,
+        *,
+        accumulate: int = 1,
+    ) -> Recomputation:
+        """Compute the last steps again, and tell a passing fault from data and model.
+
+        There must be a snapshot of the first of them: see :meth:`request_snapshot`. The run itself
+        computes, and every byte is put back. Every rank has to call this. The verdict is in the
+        journal too.
+
+        Args:
+            train_step: takes a batch and returns its mean loss, as it did.
+            batches: of the last steps, in order.
+            losses: of these steps, if they were kept: they tell which rank it was.
+            accumulate: batches per step.
+
+        Raises:
+            CannotRecompute: there is no such snapshot, or healing changed the learning rate.
+        """
+        steps = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
+        parts = self._state, self._guarded, self._micro, self._run, self._schedulers
+        return recompute(*parts, self.journal, train_step, steps, losses)
+
     def close(self, error: BaseException | None = None) -> None:
         """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you."""
+        if self._listener.cluster is not None:
+            self._listener.cluster.stop()
         self.exits.close(error)
 
     def __enter__(self) -> "Healer":
         self.exits.catch_signals()
+        if self._listener.cluster is not None:
+            self._listener.cluster.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -298,6 +389,8 @@ class Healer(Readout):
             )
             if not loop.train():
                 self._note("the loader has no batches; stopped before all steps were done")
+            elif self._books.durable is not None:
+                self._books.durable.save_last()
 
     def dry_run(
         self, train_step: TrainStep, loader: Any, steps: int = 2, *, accumulate: int = 1
@@ -307,6 +400,8 @@ class Healer(Readout):
 
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
+        if self._books.durable is not None:
+            self._notes.contain(self._books.durable.finish)
         self._notes.contain(self._listener.hear_the_rest)
         if len(self._listener.series):
             self.journal.metrics(self.last_step, self.numbers())

@@ -10,6 +10,8 @@ from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.robust import Window
 
+REWARD = "reward"
+
 
 class RewardCollapse:
     """Tells once that groups of answers get one and the same reward, or that rewards fell.
@@ -30,9 +32,9 @@ class RewardCollapse:
         self.told = False
 
     def observe(self, step: int, logs: Mapping[str, Any]) -> Finding | None:
-        if "reward" not in logs:
+        if REWARD not in logs:
             return None
-        self.reward.push(float(logs["reward"]))
+        self.reward.push(float(logs[REWARD]))
         for window, key in ((self.zero, "frac_reward_zero_std"), (self.std, "reward_std")):
             if key in logs:
                 window.push(float(logs[key]))

@@ -112,8 +112,9 @@ def test_other_ranks_are_silent():
 @pytest.mark.parametrize("fails", ["start", "log", "alert", "close"])
 def test_a_tracker_that_raises_is_told_of_once_and_the_others_go_on(fails):
     broken, whole = Recorder(fails=(fails,)), Recorder()
-    healer = poisoned(trackers=[broken, whole])
+    healer = poisoned(trackers=[whole, broken])
     assert healer.last_step == 59
+    assert whole.calls[-1] == ("close",)  # not told of the other once it is closed
     assert sum("Recorder" in note for note in healer.notes) == 1
     assert len(whole.of("log")) == 7
     assert len(broken.of(fails)) <= PATIENCE

@@ -78,13 +78,14 @@ class HealedSteps:
         is_done, loss = self._backward(closure)
         if not is_done:
             return None
-        if self._scaler is not None:
-            if loss is None and self._is_automatic:
-                self.uncounted += 1  # training_step returned None: Lightning would not step
-                return None
-            if not getattr(optimizer, "_step_supports_amp_scaling", False):
-                self._scaler.unscale_(self._watched)
+        is_skipped = self._scaler is not None and self._is_automatic and loss is None
+        handles_unscaling = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if self._scaler is not None and not handles_unscaling and not is_skipped:
+            self._scaler.unscale_(self._watched)
         self._precision._after_closure(self._module, optimizer)
+        if is_skipped:  # training_step returned None: under a scaler Lightning does not step
+            self.uncounted += 1
+            return None
         self._step(self._mean(loss))
         return loss
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +82,9 @@ class SelfHealingCallback(TrainerCallback):
             self._sleep,
             self._patches,
             self._plateau_lr_factor,
+            self.trackers,
         )
         healer = self.session.healer
-        if self.trackers:
-            attach = import_module("heal.integrations.trackers").attach
-            attach(healer.journal, self.trackers, self.config.to_dict(), healer._note)
         trouble = load_healing(healer, self.resumed_from) if self.resumed_from else ""
         if trouble:
             healer._note(trouble)
@@ -115,7 +112,7 @@ class SelfHealingCallback(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self.session is not None and args.should_save and folder.is_dir():
             healer = self.session.healer
-            healer._contained(lambda: save_healing(healer, folder))
+            healer._notes.contain(lambda: save_healing(healer, folder))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.detach()

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from heal.config import HealingConfig
 from heal.dry_run import DryRunReport
+from heal.integrations.trackers import make_trackers
 from heal.integrations.transformers.callback import (
     RetryingCallback,
     SelfHealingCallback,
@@ -46,6 +46,7 @@ class SelfHealingTrainer:
     Raises:
         TypeError: the trainer is none.
         ConfigError: a setting is unknown or wrong.
+        ValueError: a tracker is not known, or the factor makes no sense.
 
     Example:
         >>> trainer = SFTTrainer(model, args=args, train_dataset=dataset)
@@ -68,9 +69,7 @@ class SelfHealingTrainer:
         )
         self.trainer = trainer
         self.config = self._callback.config
-        self._trackers = None
-        if trackers is not None:
-            self._trackers = import_module("heal.integrations.trackers").make_trackers(trackers)
+        self._callback.trackers = make_trackers(trackers) or None
 
     @property
     def healer(self) -> Healer | None:
@@ -109,7 +108,6 @@ class SelfHealingTrainer:
         if resume_from_checkpoint:
             kwargs["resume_from_checkpoint"] = resume_from_checkpoint
         callback.session = None
-        callback.trackers = self._trackers
         callback.resumed_from = _checkpoint(trainer, resume_from_checkpoint)
         numbers = TrackedNumbers(lambda: {} if self.healer is None else self.healer.metrics())
         error: BaseException | None = None
