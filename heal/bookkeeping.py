@@ -76,7 +76,7 @@ class Bookkeeping:
         if self._listener.wants_snapshot:
             self._listener.wants_snapshot = False
             self._wants_snapshot = True
-        if self._run.step % METRICS_INTERVAL == 0 and self._journal.run_dir is not None:
+        if self._run.step % METRICS_INTERVAL == 0 and self._journal.is_heard:
             self._journal.metrics(self._readout.last_step, self._readout.numbers())
 
     def _capture(self) -> None:

@@ -330,7 +330,7 @@ class Healer(Readout, Resuming):
             self._notes.contain(self._books.durable.finish)
         self._notes.contain(self._listener.hear_the_rest)
         if len(self._listener.series):
-            self.journal.metrics(self.last_step, self.numbers())
+            self.journal.metrics(self.last_step, self._listener.series.take())
 
     def _note(self, text: str) -> None:
         self._notes.add(text)

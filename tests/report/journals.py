@@ -70,8 +70,6 @@ def metrics(
         "zclip/raw_grad_norm": 0.5,
         "zclip/threshold": 1.0,
         "healing/nan_count": 0.0,
-        "norm_mean": 0.5,
-        "norm_std": 0.1,
         "series": {
             "step": steps,
             "loss": losses,
@@ -80,6 +78,9 @@ def metrics(
             "lr_scale": 1.0,
             "micro_batches": 1,
             "seconds": [0.1] * len(losses),
+            "threshold": 1.0,
+            "mean": 0.5,
+            "std": 0.1,
             **series,
         },
     }
