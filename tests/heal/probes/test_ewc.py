@@ -18,9 +18,7 @@ def test_the_anchored_minimum_is_where_both_pulls_balance():
         anchor(model()).backward()
         optimizer.step()
     pull = torch.diag(3.0 * fisher)
-    expected = torch.linalg.solve(
-        model.hessian + pull, model.hessian @ model.centre + pull @ start
-    )
+    expected = torch.linalg.solve(model.hessian + pull, model.hessian @ model.centre + pull @ start)
     torch.testing.assert_close(model.w.detach(), expected, rtol=1e-6, atol=1e-8)
 
 
