@@ -216,6 +216,19 @@ class HealingConfig:
     throughput_patience: int = setting(
         20, "Slow steps in a row that make the alert.", group="checks", least=1
     )
+    forecast: bool = setting(
+        False,
+        "Forecast slow failures; a warning takes a snapshot, tightens the clip and checks more "
+        "often.",
+        group="checks",
+    )
+    forecast_false_alarms: float = setting(
+        0.05,
+        "Share of healthy stretches of 500 steps that may have a false warning.",
+        group="checks",
+        least=0.01,
+        most=0.5,
+    )
     nccl_health_check_interval: int = setting(
         100, "Steps between pings of the process group; 0: never.", group="checks", least=0
     )

@@ -20,6 +20,8 @@ from heal.treatment import Treatment, is_suspect
 from heal.verdict import NO_FLAG, Flag, Record
 from zclip.layout import NUM_VERDICT
 
+CLOSE_WATCH = 10  # times as often as usual, weights are checked after a warning
+
 
 class Listener:
     """Turns rows of the mailbox into records, records into findings, and passes these on.
@@ -112,6 +114,8 @@ class Listener:
     def check_health(self) -> None:
         """Have weights and optimizer state measured, if it is time."""
         interval = self._config.check_interval
+        if self._run.step < self._run.close_watch_until:
+            interval = math.ceil(interval / CLOSE_WATCH)
         if interval and self._run.step % interval == 0 and not self._guarded.has_stages:
             self._health.post(self._run.step)
 
@@ -123,6 +127,7 @@ class Listener:
             findings = self.watch.observe(record)
             self._judge_snapshots(record, findings)
             self._treatment.treat(findings)
+            self._treatment.note_moves(self.watch.take_moves(record.step, findings))
             if self._rolled_back:
                 return  # the rest of the mail is of steps that did not happen
         for health in self._health.read(self._run.step):

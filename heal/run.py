@@ -94,6 +94,7 @@ class TorchRun:
         self._limits: dict[int, tuple[Any, str, Any]] = {}  # clipper, attribute, first value
         self._relax_in = 0
         self._norms: deque[float] = deque(maxlen=RECENT_NORMS)
+        self.close_watch_until = 0
         self._frozen: Tensor | None = None
         self._signature = state.signature()
 
@@ -290,6 +291,14 @@ class TorchRun:
     def sleep(self, seconds: float) -> None:
         """Wait."""
         self._sleep(seconds)
+
+    def take_snapshot(self) -> bool:
+        """Take a snapshot now; it is quarantined like any other."""
+        return self.ring.newest_step() == self.step or self.capture()
+
+    def watch_closely(self, steps: int) -> None:
+        """Have weights and optimizer state checked more often up to a step."""
+        self.close_watch_until = self.step + steps
 
     @torch.no_grad()
     def perturb_weights(self, std: float, seed: int) -> None:

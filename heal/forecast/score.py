@@ -27,7 +27,8 @@ class Model:
     """Standardise, then layers of weights with tanh between them, then a calibrated sigmoid.
 
     ``limits`` has, by share of healthy stretches of ``stretch_steps`` steps that may raise a false
-    alarm, the evidence from which one is raised; ``drift`` is what evidence loses every step.
+    alarm, the evidence from which one is raised. Evidence is the mean log-odds of about ``memory``
+    steps.
     """
 
     names: tuple[str, ...]
@@ -37,8 +38,7 @@ class Model:
     layers: tuple[tuple[tuple[tuple[float, ...], ...], tuple[float, ...]], ...]
     slope: float  # of the calibration, on the logit
     offset: float
-    drift: float
-    ceiling: float
+    memory: float
     limits: dict[float, float]
     stretch_steps: int
     card: dict[str, Any]
@@ -63,14 +63,16 @@ class Model:
     def limit(self, share: float) -> float:
         """Return the evidence for an alarm if this share of healthy stretches may have a false one.
 
+        Of the shares that the model was calibrated for, the largest that is not above it is taken.
+
         Raises:
-            ModelError: the model was not calibrated for that share.
+            ModelError: all of them are above it.
         """
-        for known, limit in self.limits.items():
-            if math.isclose(known, share, rel_tol=1e-6):
-                return limit
-        told = ", ".join(f"{known:g}" for known in self.limits)
-        raise ModelError(f"no limit for a false-alarm share of {share:g}; the model has {told}")
+        usable = [known for known in self.limits if known <= share * (1.0 + 1e-9)]
+        if not usable:
+            told = ", ".join(f"{known:g}" for known in self.limits) or "none"
+            raise ModelError(f"no limit for a false-alarm share of {share:g}; the model has {told}")
+        return self.limits[max(usable)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of a model file."""
@@ -84,8 +86,7 @@ class Model:
             ],
             "slope": self.slope,
             "offset": self.offset,
-            "drift": self.drift,
-            "ceiling": self.ceiling,
+            "memory": self.memory,
             "limits": {f"{share:g}": limit for share, limit in self.limits.items()},
             "stretch_steps": self.stretch_steps,
             "card": self.card,
@@ -117,8 +118,7 @@ def from_json(content: Mapping[str, Any]) -> Model:
             layers=layers,
             slope=_numbers([content["slope"]])[0],
             offset=_numbers([content["offset"]])[0],
-            drift=_numbers([content["drift"]])[0],
-            ceiling=_numbers([content["ceiling"]])[0],
+            memory=_numbers([content["memory"]])[0],
             limits={float(share): float(limit) for share, limit in content["limits"].items()},
             stretch_steps=int(content["stretch_steps"]),
             card=dict(content["card"]),
