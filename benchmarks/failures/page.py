@@ -64,7 +64,8 @@ def page(results: Results, load: str) -> str:
 
 
 def _head(results: Results, load: str) -> Iterable[str]:
-    seeds = len({seed for _, _, seed, _ in results})
+    seeds = len({seed for row, _, seed, _ in results if row != "undisturbed"})
+    calm = len({seed for _, _, seed, _ in results})
     settings = ", ".join(f"`{name}={value}`" for name, value in SETTINGS.items())
     yield "# Failures, injected"
     yield ""
@@ -72,13 +73,13 @@ def _head(results: Results, load: str) -> Iterable[str]:
     yield ""
     yield (
         f"Every failure below strikes small real trainings ({', '.join(FAMILIES)}; digits of "
-        f"scikit-learn and the help text of Python; {STEPS} steps of AdamW; {seeds} seeds) at "
+        f"scikit-learn and the help text of Python; {STEPS} steps of AdamW; {seeds} seed(s)) at "
         f"step {AT}, under healing, under nothing, under `clip_grad_norm_` to 1, and under a "
         "monitor that sees the loss only, returns to a copy made every 20 steps and halves the "
         "learning rate. A run is within noise if it reaches the last step with a held-out loss of "
         "at most that of its own undisturbed run, same seed and same protection, plus "
-        f"{NOISE:g} standard deviations over seeds (at least {LEAST_NOISE:.0%}). Settings that "
-        f"differ from the defaults, for runs this short: {settings}."
+        f"{NOISE:g} standard deviations over {calm} seeds (at least {LEAST_NOISE:.0%}). Settings "
+        f"that differ from the defaults, for runs this short: {settings}."
     )
     yield ""
     yield f"`python -m benchmarks.failures` makes this page; {load}."

@@ -31,7 +31,7 @@ ROWS = (
     Row("loss x 100, five in a row", (Fault("loss_spike", at=AT, times=5),)),
     Row("LR x 1000 for a step", (Fault("lr_spike", at=AT),)),
     Row("LR x 100 for a step", (Fault("lr_spike", at=AT, size=100.0),)),
-    Row("LR creeps up, 10 % a step", (), creep=1.1, creep_steps=40),
+    Row("LR creeps up, 20 % a step", (), creep=1.2, creep_steps=40),
     Row("NaN in a weight", (Fault("corrupt_weight", at=AT),)),
     Row("a weight becomes 1e4", (Fault("corrupt_weight", at=AT, size=1e4),)),
     Row("all weights x 4", (Fault("weight_drift", at=AT),)),
