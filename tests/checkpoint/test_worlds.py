@@ -16,6 +16,7 @@ CHECKS = {
     "failures": 2,
     "thread": 2,
     "healer": 2,
+    "recompute": 2,
 }
 
 

@@ -19,6 +19,7 @@ from heal.checkpoint import CheckpointStore, SaveFailed, writer
 from heal.checkpoint.api import _state
 from heal.checkpoint.ranks import Ranks
 from heal.checkpoint.seeds import restore_rng
+from heal.recompute import Origin
 from heal.rng import RngState
 
 torch.set_num_threads(1)
@@ -235,6 +236,37 @@ def check_healer(rank, size, directory):
     assert first == 3, "step 6 is damaged on one rank"
     assert any("step-000006" in note for note in notes), notes
     assert_equal(bits, truth)
+
+
+def check_recompute(rank, size, directory):
+    """Steps computed again name the rank that failed, on all ranks."""
+
+    def recomputed(fault):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        config = HealingConfig(snapshot_interval=5, zclip_enabled=False, check_interval=0)
+        healer = Healer(model, optimizer, config=config, rank=rank)
+        healer.exits.dismiss()
+        torch.manual_seed(rank)
+        data = [torch.randn(8, 4) for _ in range(7)]
+        losses = []
+        for step, x in enumerate(data):
+            optimizer.zero_grad()
+            is_wrong = fault == "activation" and rank == 1 and step == 6
+            loss = (model(x) * (1.001 if is_wrong else 1.0)).square().mean()
+            loss.backward()
+            healer.step(loss)
+            losses.append(loss.detach())
+            if fault == "weight" and rank == 1 and step == 5:
+                with torch.no_grad():
+                    model.module.weight[0, :1].view(torch.int32).bitwise_xor_(1 << 18)
+        found = healer.recompute(lambda x: (model(x) * 1.0).square().mean(), data[5:], losses[5:])
+        return found.origin, found.ranks
+
+    assert recomputed("none") == (Origin.REPRODUCIBLE, ())
+    assert recomputed("weight") == (Origin.TRANSIENT, (1,))
+    assert recomputed("activation") == (Origin.TRANSIENT, (1,))
 
 
 def main() -> None:

@@ -2,18 +2,12 @@
 
 import json
 import random
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 
 from heal.recompute import CannotRecompute, Origin
 from tests.heal.runs import assert_same, fingerprint, regression
-
-ROOT = Path(__file__).parents[2]
 
 
 def trained(steps=13, *, hit=None, draw=False, train_step=None, **options):
@@ -137,56 +131,3 @@ def test_training_goes_on_as_if_nothing_had_been_asked():
         loss.backward()
         healer.step(loss)
     assert_same(fingerprint(asked), expected)
-
-
-SCRIPT = """
-import sys, torch
-import torch.distributed as dist
-from heal import Healer, HealingConfig
-torch.set_num_threads(1)
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-def run(fault):
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    config = HealingConfig(snapshot_interval=5, zclip_enabled=False, check_interval=0)
-    healer = Healer(model, optimizer, config=config, rank=rank)
-    healer.exits.dismiss()
-    torch.manual_seed(rank)
-    data = [torch.randn(8, 4) for _ in range(7)]
-    losses = []
-    for step, x in enumerate(data):
-        optimizer.zero_grad()
-        y = model(x)
-        if fault == "activation" and rank == 1 and step == 6:
-            y = y * 1.001
-        loss = y.square().mean()
-        loss.backward()
-        healer.step(loss)
-        losses.append(loss.detach())
-        if fault == "weight" and rank == 1 and step == 5:
-            with torch.no_grad():
-                model.module.weight[0, :1].view(torch.int32).bitwise_xor_(1 << 18)
-    return healer.recompute(lambda x: model(x).square().mean(), data[5:], losses[5:])
-for fault in ("none", "weight", "activation"):
-    found = run(fault)
-    print(fault, found.origin.value, found.ranks)
-dist.destroy_process_group()
-"""
-
-
-def test_the_rank_that_failed_is_named_on_all_ranks(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SCRIPT), str(rank), str(tmp_path / "store")],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=120) for process in ranks]
-    wanted = "none reproducible ()\nweight transient (1,)\nactivation transient (1,)\n"
-    assert [out for out, _ in said] == [wanted, wanted], said[0][1] + said[1][1]
