@@ -22,13 +22,14 @@ class RewardCollapse:
     LINES = 20
     ZERO_SHARE = 0.9  # of the groups without any difference, in the median line
     NO_SPREAD = 1e-6
-    SPREADS = 5.0  # by which rewards must fall below the best median
+    SPREADS = 4.0  # by which rewards must fall below the best median
 
     def __init__(self, config: HealingConfig) -> None:
         self.zero = Window(self.LINES)
         self.std = Window(self.LINES)
         self.reward = Window(self.LINES)
         self.best: float | None = None
+        self.noise = 0.0  # the largest spread of rewards while they were well
         self.told = False
 
     def observe(self, step: int, logs: Mapping[str, Any]) -> Finding | None:
@@ -69,25 +70,24 @@ class RewardCollapse:
             return "no spread"
         if len(self.std) == self.LINES and self.std.median < self.NO_SPREAD:
             return "no spread"
-        if before is not None and median < before - self.SPREADS * self._noise():
+        if before is not None and median < before - self.SPREADS * self.noise:
             return "fell"
+        if not self.told:
+            self.noise = max(self.noise, self.reward.spread, self.NO_SPREAD)
         return ""
 
-    def _noise(self) -> float:
-        return max(self.reward.spread, self.std.median if len(self.std) else 0.0)
-
     def _is_well(self) -> bool:
-        fell = self.best is not None and self.reward.median < self.best - self._noise()
+        fell = self.best is not None and self.reward.median < self.best - self.noise
         return not fell and not self.zero.median >= self.ZERO_SHARE / 2
 
     def state(self) -> dict[str, Any]:
         windows = {name: getattr(self, name).values() for name in ("zero", "std", "reward")}
-        return {**windows, "best": self.best, "told": self.told}
+        return {**windows, "best": self.best, "noise": self.noise, "told": self.told}
 
     def load_state(self, state: dict[str, Any]) -> None:
         for name in ("zero", "std", "reward"):
             setattr(self, name, Window(self.LINES, state[name]))
-        self.best, self.told = state["best"], state["told"]
+        self.best, self.noise, self.told = state["best"], state["noise"], state["told"]
 
 
 class KlBlowUp:

@@ -12,7 +12,8 @@ def files_in(folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["Trainer", "GRPO", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SFT", "DPO"))]
+    "name",
+    ["Trainer", *(pytest.param(n, marks=pytest.mark.slow) for n in ("GRPO", "SFT", "DPO"))],
 )
 def test_training_after_a_dry_run_is_as_if_there_had_been_none(name, tmp_path):
     make = tiny.TRAINERS[name]

@@ -13,7 +13,7 @@ NEEDS = {
     "polynomial": {"lr_end": 1e-5},
 }
 METRIC = ("reduce_lr_on_plateau", "greedy")  # stepped with evaluations only
-QUICK_ONES = ("linear", "cosine_with_restarts", "warmup_stable_decay")
+QUICK_ONES = ("linear", "cosine_with_restarts")
 KINDS = [kind.value for kind in SchedulerType if kind.value not in METRIC]
 
 
@@ -56,7 +56,9 @@ def test_a_cut_reaches_the_live_optimizer_and_the_schedule_goes_on(kind, tmp_pat
         assert rate == pytest.approx(0.25 * planned)
 
 
-@pytest.mark.parametrize("kind", METRIC)
+@pytest.mark.parametrize(
+    "kind", ["reduce_lr_on_plateau", pytest.param("greedy", marks=pytest.mark.slow)]
+)
 def test_so_it_does_under_a_scheduler_that_waits_for_a_metric(kind, tmp_path):
     trainer, used = rates(
         lambda: tiny.plain(

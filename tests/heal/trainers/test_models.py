@@ -33,7 +33,13 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=() if name == "lora" else pytest.mark.slow)
+        for name, make in MODELS.items()
+    ],
+)
 def test_models_of_every_kind_are_left_alone_and_rolled_back(make, tmp_path):
     alone = bare(tiny.plain(tmp_path / "alone", make()))
     assert_same(fingerprint(alone), fingerprint(Healed(tiny.plain(tmp_path / "a", make())).trainer))

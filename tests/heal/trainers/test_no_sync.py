@@ -58,7 +58,7 @@ def reads(monkeypatch, train):
     return counted.count
 
 
-@pytest.mark.parametrize("zclip_enabled", [True, False])
+@pytest.mark.parametrize("zclip_enabled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_healthy_step_asks_the_device_nothing_that_the_bare_trainer_does_not(
     zclip_enabled, tmp_path, monkeypatch
 ):

@@ -34,11 +34,13 @@ def test_dpo_on_coin_tosses_stays_at_chance_and_is_told_of(tmp_path):
     assert healed.healer.lr_scale == 1.0
 
 
+@pytest.mark.slow
 def test_dpo_that_learns_is_not(tmp_path):
     healed = Healed(tiny.dpo(tmp_path, **SETTINGS), plateau_steps=80)
     assert healed.told == []
 
 
+@pytest.mark.slow
 def test_the_learning_rate_is_raised_at_a_plateau_on_request(tmp_path):
     settings = {**SETTINGS, "learning_rate": 1e-4}
     trainer = tiny.dpo(tmp_path, data=coin_tosses(), **settings)
