@@ -134,8 +134,17 @@ def updated(name: str, text: str) -> str:
         _, closed, after = rest.partition(end)
         if not found or not closed:
             raise SystemExit(f"{name} has no place for the table of {table}")
-        text = f"{before}{start}{make()}\n{end}{after}"
+        text = f"{before}{start}{_made(make)}\n{end}{after}"
     return text
+
+
+def _made(make: Callable[[], str]) -> str:
+    """Return a table, or say what it waits for: no number is shown that was not measured."""
+    try:
+        return make()
+    except (FileNotFoundError, KeyError) as missing:
+        what = Path(missing.filename).name if isinstance(missing, OSError) else missing.args[0]
+        return f"Not measured yet: {what} is missing."
 
 
 def _percent(share: float | None) -> str:

@@ -40,27 +40,44 @@ def cross_validate(
     Raises:
         ValueError: ``by`` is neither.
     """
-    random = np.random.default_rng(seed)
+    part, told_by = parts(dataset, by, folds, seed)
+    told = []
+    for number in np.unique(part):
+        told += one_fold(dataset, kind, part == number, told_by, share, seed)
+    return sorted(told, key=lambda fold: fold.held_out)
+
+
+def parts(
+    dataset: Dataset, by: str, folds: int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+    """Return the number of the fold of each run, and the name under which it is told."""
     if by == "architecture":
         names = np.unique(dataset.architecture)
         number = np.arange(len(names)) % (folds or len(names))
-        part = number[np.searchsorted(names, dataset.architecture)]
-        told_by = dataset.architecture
-    elif by == "run":
-        part = random.integers(0, folds or 5, len(dataset))
-        told_by = np.array([f"fold {n}" for n in part])
-    else:
-        raise ValueError(f"by is {by!r}; wanted 'architecture' or 'run'")
+        return number[np.searchsorted(names, dataset.architecture)], dataset.architecture
+    if by == "run":
+        part = np.random.default_rng(seed).integers(0, folds or 5, len(dataset))
+        return part, np.array([f"fold {n}" for n in part])
+    raise ValueError(f"by is {by!r}; wanted 'architecture' or 'run'")
+
+
+def one_fold(
+    dataset: Dataset,
+    kind: str,
+    held_out: NDArray[np.bool_],
+    told_by: NDArray[np.str_],
+    share: float,
+    seed: int,
+) -> list[Fold]:
+    """Train and set the limit on the other runs, then judge those that are held out."""
+    chosen = np.random.default_rng(seed).random(len(dataset)) < TRAINED_SHARE
+    model = fit(dataset.part(~held_out & chosen), kind, seed)
+    level = conformal.limit(highest(model, dataset.part(~held_out & ~chosen)), share)
     told = []
-    for fold in np.unique(part):
-        trained = (part != fold) & (random.random(len(dataset)) < TRAINED_SHARE)
-        model = fit(dataset.part(trained), kind, seed)
-        level = conformal.limit(highest(model, dataset.part((part != fold) & ~trained)), share)
-        for name in np.unique(told_by[part == fold]):
-            held_out = dataset.part((part == fold) & (told_by == name))
-            scores = evidence(model, held_out.features)
-            told.append(Fold(str(name), judge(held_out, scores, level)))
-    return sorted(told, key=lambda fold: fold.held_out)
+    for name in np.unique(told_by[held_out]):
+        runs = dataset.part(held_out & (told_by == name))
+        told.append(Fold(str(name), judge(runs, evidence(model, runs.features), level)))
+    return told
 
 
 def together(folds: list[Fold]) -> Judgement:

@@ -4,6 +4,7 @@ Needs scikit-learn (``pip install zclip-heal[forecast]``). What comes out is a J
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,15 +62,13 @@ def calibrate(model: Model, dataset: Dataset, card: dict[str, Any] | None = None
     limits = {share: conformal.limit(highest, share) for share in shares}
     scores, soon = steps_within(model, dataset)
     platt = LogisticRegression(C=1e6).fit(scores[:, None], soon)
-    return Model(
-        **{
-            **{name: getattr(model, name) for name in model.__dataclass_fields__},
-            "limits": limits,
-            "slope": float(platt.coef_[0, 0]),
-            "offset": float(platt.intercept_[0]),
-            "stretch_steps": int(dataset.features.shape[1]),
-            "card": {**model.card, **(card or {}), "calibration_runs": len(highest)},
-        }
+    return replace(
+        model,
+        limits=limits,
+        slope=float(platt.coef_[0, 0]),
+        offset=float(platt.intercept_[0]),
+        stretch_steps=int(dataset.features.shape[1]),
+        card={**model.card, **(card or {}), "calibration_runs": len(highest)},
     )
 
 
