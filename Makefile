@@ -10,15 +10,24 @@ TRITON := triton==3.7.1
 WORKERS ?= 2
 CXX_SOURCES := $(shell find csrc -type f)
 
-.PHONY: demo test test-triton-newest soak bench lint format info clean
+.PHONY: demo test browser test-triton-newest soak bench docs lint format info clean
 
 demo: $(VENV)/built
 	$(BIN)/zclip-bench --quick
 	$(BIN)/heal demo --run-dir build/heal-demo
 
 # Workers share the cores, so that each computes with one thread; tests of threads set their own number.
-test: lint $(VENV)/built
+test: lint $(VENV)/built browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+
+# The browser that reports are tested in. Without one, and without the means to install it, those tests
+# are skipped and say so.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || test -n "$$HEAL_TEST_BROWSER" || \
+	{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  { apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 || \
+	    { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } >/dev/null 2>&1; }; } || \
+	echo "no browser: tests of the report in Chromium will be skipped"
 
 # The tests that concern Triton once more, with the newest release instead of the one torch pins.
 test-triton-newest: $(VENV)/built
@@ -28,12 +37,23 @@ test-triton-newest: $(VENV)/built
 soak: $(VENV)/built test-triton-newest
 	$(BIN)/python -m pytest -q -m slow
 
+# Writes tables and plots. To try whether all of it works: make bench BENCH=--quick RESULTS=build/bench
+BENCH ?=
+RESULTS ?= benchmarks/results
 bench: $(VENV)/built
-	$(BIN)/zclip-bench --save benchmarks/results
-	$(BIN)/python benchmarks/bench_step.py --save benchmarks/results
-	$(BIN)/python benchmarks/spikes_gpt.py --save benchmarks/results
+	$(BIN)/zclip-bench $(BENCH) --save $(RESULTS)
+	$(BIN)/python -m benchmarks.update_readme $(RESULTS)
+	$(BIN)/python benchmarks/bench_step.py $(BENCH) --save $(RESULTS)
+	$(BIN)/python benchmarks/spikes_gpt.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/bench_heal.py
-	$(BIN)/python -m pytest -q benchmarks --benchmark-group-by=group --benchmark-columns=median,iqr,rounds
+	$(BIN)/python benchmarks/bench_checkpoint.py $(BENCH) --save $(RESULTS)
+	$(BIN)/python -m pytest -q benchmarks $(BENCH) --benchmark-quiet
+
+# The documentation, into site/. A warning is an error.
+docs: $(VENV)/tools
+	$(BIN)/python docs/update_config.py
+	$(BIN)/python docs/update_healing.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check
@@ -50,7 +70,7 @@ info: $(VENV)/built
 	$(BIN)/python -m zclip.info
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info zclip/_C*.so
+	rm -rf $(VENV) build dist site *.egg-info zclip/_C*.so
 
 $(VENV)/torch: Makefile
 	$(PYTHON) -m venv $(VENV)

@@ -149,8 +149,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--quick", action="store_true", help="one seed, few steps: does it work?")
     parser.add_argument("--save", type=Path, help="write table, curves and plot into this folder")
     options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.steps = 1, 4 * EVAL_EVERY
     text, seeds = library_text(), range(options.seeds)
     curves = {
         name: [train(make(), seed, text, options.steps) for seed in seeds]

@@ -11,12 +11,19 @@ from heal.config import HealingConfig
 NEEDS_TORCH: dict[str, str] = {
     "Healer": "heal.loop",
     "SelfHealingCallback": "heal.integrations.transformers",
+    "SelfHealingLightningCallback": "heal.integrations.lightning",
     "SelfHealingTrainer": "heal.integrations.transformers",
 }
-"""Public names that need torch, some transformers too, and their modules: loaded on first use, so
-that the pure half and the command line answer at once."""
+"""Public names that need torch, some transformers or Lightning too, and their modules: loaded on
+first use, so that the pure half and the command line answer at once."""
 
-__all__ = ["Healer", "HealingConfig", "SelfHealingCallback", "SelfHealingTrainer"]
+__all__ = [
+    "Healer",
+    "HealingConfig",
+    "SelfHealingCallback",
+    "SelfHealingLightningCallback",
+    "SelfHealingTrainer",
+]
 
 
 def __getattr__(name: str) -> Any:

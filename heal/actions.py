@@ -23,7 +23,7 @@ class Run(Protocol):
     lr_scale: float
     micro_batches: int
 
-    def snapshots(self) -> list[int]:
+    def snapshots(self) -> Sequence[int]:
         """Return the steps of the snapshots known to be good, newest first."""
         ...
 
@@ -37,6 +37,10 @@ class Run(Protocol):
 
     def tighten_clip(self, factor: float) -> None:
         """Multiply the thresholds of clipping."""
+        ...
+
+    def relearn_clip(self) -> None:
+        """Forget what clipping takes for usual, so that it learns the present level."""
         ...
 
     def skip_batches(self, first_step: int, last_step: int) -> None:
@@ -100,6 +104,18 @@ class TightenClip:
 
     def apply(self, run: Run) -> bool:
         run.tighten_clip(self.factor)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class RelearnClip:
+    """Have the clip rule learn anew, when it refuses finite gradients step after step.
+
+    A rule that learns only from what it accepts never accepts a new level by itself.
+    """
+
+    def apply(self, run: Run) -> bool:
+        run.relearn_clip()
         return True
 
 
@@ -239,6 +255,7 @@ class Halt:
 Action = (
     Refuse
     | TightenClip
+    | RelearnClip
     | ScaleLr
     | Rollback
     | SkipBatches

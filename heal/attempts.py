@@ -1,25 +1,52 @@
-"""Tries to take a step of the whole loop, and heals what the attempt raises."""
+"""Tries to take a step, and heals what the attempt raises."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from heal.actions import CannotHeal, Rollback
-from heal.causes import Family
+from heal.causes import Cause, Family
+from heal.data import BatchStream
 from heal.diagnose import Diagnosis, diagnose_exception
+from heal.exit_codes import ExitCode
 from heal.guarded_step import GuardedStep
+from heal.journal import Journal
 from heal.micro_batch import MicroBatcher, TrainStep
+from heal.policy import EXIT_CODES
 from heal.run import TorchRun
 from heal.treatment import Treatment
-
-if TYPE_CHECKING:
-    from heal.loop import Healer
+from heal.verdict import Flag
 
 Failure = tuple[Diagnosis, Exception]
 
+TOLD_AS = {
+    Cause.OUT_OF_MEMORY: Flag.OUT_OF_MEMORY,
+    Cause.DATA_ERROR: Flag.DATA_ERROR,
+    Cause.NETWORK_ERROR: Flag.NETWORK_ERROR,
+    Cause.STORAGE_ERROR: Flag.NETWORK_ERROR,
+}
+"""How other ranks hear of what one of them met with; of all else as an unknown error."""
+
+NOT_FOR_ALL = (Cause.COLLECTIVE_ERROR, Cause.DEVICE_ERROR)
+"""After these there is no message by which others could be told."""
+
+
+class Owner(Protocol):
+    """What is needed of the healer."""
+
+    def step(self, loss: Tensor | None = None) -> None: ...
+    def close(self, error: BaseException | None = None) -> None: ...
+    def report(self, flag: Flag) -> None: ...
+
 
 class Attempts:
-    """Forward, backward and step; again in smaller pieces, after a wait or not at all."""
+    """Forward, backward and step; again in smaller pieces, after a wait or not at all.
+
+    With other ranks nothing is tried again: the failure is told in the record of the step, which
+    all ranks refuse, and the cure is one that all of them take, some steps later.
+    """
 
     def __init__(
         self,
@@ -27,13 +54,20 @@ class Attempts:
         guarded: GuardedStep,
         micro: MicroBatcher,
         treatment: Treatment,
-        healer: "Healer",
+        stream: BatchStream,
+        journal: Journal,
+        healer: Owner,
     ) -> None:
         self._run = run
         self._guarded = guarded
+        self._ranks = guarded.ranks
         self._micro = micro
         self._treatment = treatment
+        self._stream = stream
+        self._journal = journal
         self._healer = healer
+        self.is_stepping = False
+        self._fatal: Exception | None = None
 
     def take_step(self, train_step: TrainStep, batches: list[Any]) -> bool:
         """Do one step; False if its batches were given up.
@@ -49,9 +83,12 @@ class Attempts:
             if failure is not None:
                 # The except block is left: nothing holds the frames whose tensors must be freed.
                 self._micro.undo()
-                if not self._heal(*failure):
+                if self._ranks.has_others:
+                    self._stand_in(failure, train_step)
+                elif self._heal(*failure):
+                    continue
+                else:
                     return False
-                continue
             failure = self._try_step(loss)
             if failure is None:
                 self._micro.note_clean()
@@ -59,21 +96,69 @@ class Attempts:
             self._heal(*failure)  # never tried again: some weights may be updated already
             return False
 
-    def treat(self, error: Exception, phase: str, **evidence: Any) -> None:
-        """Heal what was raised outside of a step."""
-        diagnosis, error = self._judged(error, phase)
-        diagnosis.evidence.update(evidence)
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Heal what the body raises: the batch is given up, or the error goes on if it must."""
+        self._micro.begin()
+        failure: Failure | None = None
+        try:
+            yield
+        except CannotHeal:
+            raise
+        except Exception as error:
+            failure = self._judged(error, "step" if self.is_stepping else "forward")
+        if failure is None:
+            self._micro.note_clean()
+            return
+        if not self.is_stepping:
+            self._micro.undo()
+            if self._ranks.has_others:
+                self._leave(*failure)
+        self.is_stepping = False
+        self._heal(*failure)
+
+    def loader_failed(self, error: Exception, epoch: int, index: int) -> bool:
+        """Heal what the loader raised; return whether the last good batch should stand in."""
+        diagnosis, error = self._judged(error, "data")
+        diagnosis.evidence.update(epoch=epoch, batch=index, samples=self._stream.samples_of(index))
+        if self._ranks.has_others:
+            self._tell(diagnosis, error)
+            return True
         self._heal(diagnosis, error)
+        return False
+
+    def step_failed(self, error: Exception) -> None:
+        """Tell other ranks that the optimizer stopped half-way here; they go on until they hear.
+
+        Raises:
+            CannotHeal: nobody can be told.
+        """
+        diagnosis, error = self._judged(error, "step")
+        self._tell(diagnosis, error)
+        self._healer.report(Flag.STEP_FAILED)
+
+    def raise_own_error(self, halt: CannotHeal) -> None:
+        """Raise what this rank failed with, if that is why all ranks halt."""
+        if self._fatal is not None:
+            raise self._fatal from halt
 
     def _try_backward(
         self, train_step: TrainStep, batches: list[Any]
     ) -> tuple[Tensor | None, Failure | None]:
-        scaler = self._guarded.scaler
-        scale = scaler.scale if scaler is not None else (lambda loss: loss)
         try:
-            return self._micro.backward(batches, train_step, scale), None
+            return self._micro.backward(batches, train_step, self._scale()), None
         except Exception as error:
-            return None, self._judged(error, self._micro.phase)
+            diagnosis, raised = self._judged(error, self._micro.phase)
+        if diagnosis.family is Family.DATA:
+            epoch, index = self._stream.newest
+            diagnosis.evidence.update(epoch=epoch, batch=index)
+            if len(batches) == 1:
+                diagnosis.evidence["samples"] = self._stream.samples_of(index)
+        return None, (diagnosis, raised)
+
+    def _scale(self) -> Callable[[Tensor], Tensor]:
+        scaler = self._guarded.scaler
+        return scaler.scale if scaler is not None else (lambda loss: loss)
 
     def _try_step(self, loss: Tensor | None) -> Failure | None:
         try:
@@ -81,8 +166,47 @@ class Attempts:
         except CannotHeal:
             raise
         except Exception as error:
+            if error is self._fatal:
+                raise
             return self._judged(error, "step")
         return None
+
+    def _stand_in(self, failure: Failure, train_step: TrainStep) -> None:
+        """Tell all ranks of a failure, and send what they wait for. Halt if that is too late."""
+        if failure[0].cause in NOT_FOR_ALL:
+            self._heal(*failure)  # the group is broken already: halt
+        if not self._micro.messages.can_be_matched():
+            self._leave(*failure)
+        self._tell(*failure)
+        try:
+            self._micro.stand_in(train_step, self._scale())
+        except Exception as error:
+            self._leave(*self._judged(error, self._micro.phase))
+
+    def _tell(self, diagnosis: Diagnosis, error: Exception) -> None:
+        if diagnosis.cause in NOT_FOR_ALL:
+            self._heal(diagnosis, error)
+        flag = TOLD_AS.get(diagnosis.cause, Flag.UNKNOWN_ERROR)
+        if flag is Flag.UNKNOWN_ERROR:
+            self._fatal = error
+        self._journal.event("rank_failed", self._run.step, diagnosis=diagnosis.to_json())
+        self._healer.report(flag)
+
+    def _leave(self, diagnosis: Diagnosis, error: Exception) -> None:
+        """Halt this rank and break the group, so that the others halt now and not in minutes."""
+        self._ranks.abort()
+        diagnosis.evidence["halted"] = "other ranks waited for gradients that cannot be sent"
+        self._journal.recovery(diagnosis, [])
+        if diagnosis.cause is Cause.UNKNOWN:
+            self._healer.close(error)
+            raise error
+        halt = CannotHeal(
+            f"{diagnosis.cause.value} at step {diagnosis.step} ({diagnosis.evidence['type']}) "
+            "after other ranks began to wait for this one; start the job again",
+            EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE),
+        )
+        self._healer.close(halt)
+        raise halt from error
 
     def _judged(self, error: Exception, phase: str) -> Failure:
         diagnosis = diagnose_exception(error, step=self._run.step, phase=phase)
@@ -97,7 +221,7 @@ class Attempts:
         try:
             plan = self._treatment.carry_out(diagnosis)
         except CannotHeal as halt:
-            if diagnosis.family is Family.STOP:
+            if diagnosis.cause is Cause.UNKNOWN:
                 raise error from None
             self._healer.close(halt)
             raise halt from error

@@ -43,12 +43,17 @@ class Cause(str, Enum):
     INSTABILITY_AHEAD = "instability_ahead"
     PLATEAU = "plateau"
     OVERFITTING = "overfitting"
+    REWARD_COLLAPSE = "reward_collapse"
+    KL_BLOWUP = "kl_blowup"
+    PREFERENCE_INVERSION = "preference_inversion"
+    LIKELIHOOD_COLLAPSE = "likelihood_collapse"
     THROUGHPUT_COLLAPSE = "throughput_collapse"
     OUT_OF_MEMORY = "oom"
     MEMORY_PRESSURE = "memory_pressure"
     DATA_ERROR = "data_error"
     NETWORK_ERROR = "network_error"
     STORAGE_ERROR = "storage_error"
+    DESYNC = "desync"
     COLLECTIVE_ERROR = "collective_error"
     DEVICE_ERROR = "device_error"
     PREEMPTED = "preempted"
@@ -71,6 +76,10 @@ OPT = "OPT-175B logbook, arXiv:2205.01068"
 UNICRON = "Unicron, arXiv:2401.00134"
 SILENT_ERRORS = "Llama 3 section 3.3.4, arXiv:2407.21783"
 DPO = "Rafailov et al. 2023, arXiv:2305.18290"
+GRPO = "DeepSeekMath, arXiv:2402.03300"
+DAPO = "DAPO, arXiv:2503.14476"
+ORPO = "Hong et al. 2024, arXiv:2403.07691"
+DISPLACEMENT = "Razin et al. 2024, arXiv:2410.08847"
 
 ABOUT: dict[Cause, About] = {
     Cause.NONFINITE_GRADIENT: About(
@@ -110,6 +119,16 @@ ABOUT: dict[Cause, About] = {
     ),
     Cause.PLATEAU: About(Family.ALERT, "The loss has stopped improving.", DPO),
     Cause.OVERFITTING: About(Family.ALERT, "The evaluation loss is far above the training loss."),
+    Cause.REWARD_COLLAPSE: About(
+        Family.ALERT, "Rewards of a group are all alike, or fell: nothing is learned.", DAPO
+    ),
+    Cause.KL_BLOWUP: About(Family.ALERT, "The policy ran away from its reference.", GRPO),
+    Cause.PREFERENCE_INVERSION: About(
+        Family.ALERT, "The model prefers the rejected answers to the chosen ones.", ORPO
+    ),
+    Cause.LIKELIHOOD_COLLAPSE: About(
+        Family.ALERT, "Chosen answers become far less likely than they were.", DISPLACEMENT
+    ),
     Cause.THROUGHPUT_COLLAPSE: About(
         Family.ALERT, "Steps take much longer than they used to.", UNICRON
     ),
@@ -122,6 +141,9 @@ ABOUT: dict[Cause, About] = {
     ),
     Cause.NETWORK_ERROR: About(Family.WAIT, "A service or network did not answer.", UNICRON),
     Cause.STORAGE_ERROR: About(Family.WAIT, "The disk is full or cannot be written.", UNICRON),
+    Cause.DESYNC: About(
+        Family.NUMERIC, "Ranks that should be at the same step are not.", SILENT_ERRORS
+    ),
     Cause.COLLECTIVE_ERROR: About(
         Family.STOP, "A collective failed or timed out; the process group is broken.", UNICRON
     ),

@@ -33,6 +33,7 @@ class Fault:
         times: how many attempts in a row it strikes.
         rate: probability to strike at each attempt, if ``at`` is None.
         size: how hard, in the unit of its kind; None for that kind's default.
+        rank: the only rank that is struck; every one if None, and for "slow_rank" the first.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Fault:
     times: int = 1
     rate: float = 0.0
     size: float | None = None
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -134,9 +136,14 @@ class Chaos:
                 strikes = self._random.random() < fault.rate
             else:
                 strikes = fault.at <= attempt < fault.at + fault.times
-            if strikes:
+            if strikes and self._is_here(fault):
                 self.strikes.append(Strike(fault, attempt, self._healer.last_step + 1))
                 yield fault
+
+    def _is_here(self, fault: Fault) -> bool:
+        """Ranks draw the same numbers; where a fault strikes is decided after."""
+        chosen = 0 if fault.rank is None and fault.kind == "slow_rank" else fault.rank
+        return chosen is None or chosen == self._healer.journal.rank
 
     def parameter(self) -> Tensor:
         """Choose a trainable parameter with more than one element."""
@@ -338,6 +345,7 @@ KINDS: dict[str, Kind] = {
     "network_error": _network_error,
     "flip_snapshot_bit": _flip_bit,
     "slow_step": _slow_down,
+    "slow_rank": _slow_down,
     "sigterm": _send("SIGTERM"),
     "sigkill": _send("SIGKILL"),
 }

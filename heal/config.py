@@ -77,6 +77,13 @@ class HealingConfig:
     grad_norm_patience: int = setting(
         3, "Explosions in a row that tighten the clip.", group="clipping", least=1
     )
+    refused_patience: int = setting(
+        20,
+        "Finite gradients refused in a row, as by a rule that skips spikes, until that rule learns "
+        "anew.",
+        group="clipping",
+        least=1,
+    )
     clip_factor: float = setting(
         0.5,
         "Factor on the thresholds of clipping when it is tightened.",
@@ -231,6 +238,29 @@ class HealingConfig:
     gpu_health_check_interval: int = setting(
         1000, "Steps between checks of the GPU; 0: never.", group="checks", least=0
     )
+    fingerprint_interval: int = setting(
+        100,
+        "Steps between comparisons of the bits of replicas, under DDP and HSDP; 0: never.",
+        group="checks",
+        least=0,
+    )
+    hang_timeout_seconds: float = setting(
+        600.0,
+        "Time without a step, in run() or with, after which all ranks dump their stacks; 0: never.",
+        group="checks",
+        least=0,
+    )
+    hang_exit: bool = setting(
+        False,
+        "End a rank that hangs, with exit code 50, once its stacks are dumped.",
+        group="checks",
+    )
+    shutdown_timeout_sec: float = setting(
+        600.0,
+        "Time from SIGTERM or SIGUSR1 to the end of the process, come what may; 0: no limit.",
+        group="checks",
+        least=0,
+    )
 
     # Exceptions.
     backoff_seconds: float = setting(
@@ -265,6 +295,20 @@ class HealingConfig:
         True,
         "Recompute activations when out of memory at the smallest micro-batch.",
         group="exceptions",
+    )
+
+    # Checkpoints on disk, where the healer was given a checkpoint_dir.
+    checkpoint_interval: int = setting(
+        1000, "Steps between checkpoints; 0: only at the end.", group="checkpoints", least=0
+    )
+    checkpoint_keep: int = setting(
+        3,
+        "Checkpoints to keep; the newest that was verified is never removed.",
+        group="checkpoints",
+        least=1,
+    )
+    checkpoint_async: bool = setting(
+        True, "Write in a thread, beside the training.", group="checkpoints"
     )
 
     def __post_init__(self) -> None:

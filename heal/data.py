@@ -4,22 +4,16 @@ It draws from a loader exactly as a ``for`` loop would, and from no generator of
 a run that needs no healing sees the same batches with it as without.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from heal.actions import CannotHeal
+from heal.epoch_start import EpochStart, advance_sampler, return_to, start_of
 from heal.rng import RngState
+from heal.sample_indices import sample_indices
 
 LOG_LENGTH = 10_000  # batches whose step is remembered, to find those that did harm
-
-
-@dataclass(frozen=True, slots=True)
-class EpochStart:
-    """What an epoch's order hangs on: the generators just before ``iter(loader)``."""
-
-    rng: RngState
-    generators: tuple[Any, ...]
-    sampler_epoch: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +38,11 @@ class BatchStream:
 
     Args:
         on_error: told of every exception of the loader, with the epoch and the number of the
-            batch; it raises if the run should end.
+            batch; it raises if the run should end, and returns whether the last good batch should
+            be given out in its place, so that ranks stay together.
         step: returns the number of the step that the next batch is for.
         on_begin: called when an epoch was begun and nothing was drawn from it yet.
+        keeps_last: hold on to the last good batch.
 
     Attributes:
         ordinal: how many batches were drawn, the skipped and the failed ones included.
@@ -55,13 +51,16 @@ class BatchStream:
 
     def __init__(
         self,
-        on_error: Callable[[Exception, int, int], None],
+        on_error: Callable[[Exception, int, int], bool],
         step: Callable[[], int],
         on_begin: Callable[[], None],
+        keeps_last: bool = False,
     ) -> None:
         self._on_error = on_error
         self._step = step
         self._on_begin = on_begin
+        self._keeps_last = keeps_last
+        self._last: Any = None
         self.ordinal = 0
         self.skipped = 0
         self._epoch = -1
@@ -80,7 +79,11 @@ class BatchStream:
 
         After a rewind into an earlier epoch the rest of that one comes first.
         """
-        self._begin_epoch(loader)
+        if self._loader is None and self._rewind_to is not None:
+            self._loader = loader  # resumed: an epoch that was begun elsewhere
+            self._carry_out_rewind(self._rewind_to)
+        else:
+            self._begin_epoch(loader)
         own = self._epoch
         self._on_begin()
         while True:
@@ -91,13 +94,15 @@ class BatchStream:
                 if self._epoch >= own:
                     self._iterator = None
                     return
-                _advance_sampler(loader, self._start)
+                advance_sampler(loader, self._start)
                 self._begin_epoch(loader)
                 continue
             yield batch
 
     def position(self) -> DataPosition:
         """Return where the stream is, to return to later."""
+        if self._rewind_to is not None:
+            return self._rewind_to  # it will be there before the next batch is drawn
         state = None
         if self._loader is not None and _is_stateful(self._loader):
             state = self._loader.state_dict()
@@ -106,6 +111,15 @@ class BatchStream:
     def rewind(self, position: DataPosition) -> None:
         """Return to a position; the loader is touched when the next batch is asked for."""
         self._rewind_to = position
+
+    def resume(self, position: DataPosition, unwanted: Iterable[int]) -> None:
+        """Begin where another process was, which no batch was drawn from yet."""
+        self._rewind_to = position if position.start is not None else None
+        self._unwanted.update(unwanted)
+
+    def unwanted(self) -> list[int]:
+        """Return the numbers of batches to come that will not be given out."""
+        return sorted(self._unwanted)
 
     def abandon_from(self, step: int) -> None:
         """Forget, with the next batch, which batches went to steps from ``step`` on."""
@@ -122,11 +136,20 @@ class BatchStream:
         ahead = to_come * self._batches_per_step()
         self._unwanted.update(range(newest + 1, newest + 1 + ahead))
 
+    def samples_of(self, index: int) -> list[Any] | None:
+        """Return which samples a batch of this epoch has, by their index; None if unknown."""
+        return sample_indices(self._loader, self._start, index)
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The epoch and the number in it of the batch that was last drawn."""
+        return self._epoch, self._index - 1
+
     def _begin_epoch(self, loader: Any) -> None:
         self._loader = loader
         self._epoch += 1
         self._index = 0
-        self._start = _start_of(loader)
+        self._start = start_of(loader)
         self._iterator = iter(loader)
 
     def _draw(self) -> Any:
@@ -140,20 +163,24 @@ class BatchStream:
             ordinal = self.ordinal
             try:
                 batch = next(self._iterator)
-            except StopIteration:
+            except (StopIteration, CannotHeal):
                 raise
             except Exception as error:
                 failed_at = (self._epoch, self._index)
                 self._count()
                 error.__traceback__ = None  # it would keep the loader's frames alive
-                self._on_error(error, *failed_at)
-                continue
+                if not self._on_error(error, *failed_at) or self._last is None:
+                    continue
+                self._step_of[ordinal] = self._step()
+                return self._last
             self._count()
             if ordinal in self._unwanted:
                 self._unwanted.discard(ordinal)
                 self.skipped += 1
                 continue
             self._step_of[ordinal] = self._step()
+            if self._keeps_last:
+                self._last = batch
             return batch
 
     def _count(self) -> None:
@@ -189,7 +216,7 @@ class BatchStream:
                 self._loader.load_state_dict(position.loader_state)
                 self._iterator = iter(self._loader)
                 return
-            _return_to(self._loader, position.start)
+            return_to(self._loader, position.start)
             self._iterator = iter(self._loader)
             for _ in range(position.index):
                 _pass_over(self._iterator)
@@ -213,52 +240,15 @@ def _is_stateful(loader: Any) -> bool:
     )
 
 
-def _generators(loader: Any) -> list[Any]:
-    """The generators that a loader and its samplers own, each once."""
-    sampler = getattr(loader, "sampler", None)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(g): g for g in found if g is not None}.values())
-
-
-def _start_of(loader: Any) -> EpochStart:
-    return EpochStart(
-        RngState.now(),
-        tuple(g.get_state() for g in _generators(loader)),
-        _sampler_epoch(loader),
-    )
-
-
-def _sampler_epoch(loader: Any) -> int | None:
-    sampler = getattr(loader, "sampler", None)
-    epoch = getattr(sampler, "epoch", None)
-    return epoch if isinstance(epoch, int) and hasattr(sampler, "set_epoch") else None
-
-
-def _advance_sampler(loader: Any, start: EpochStart | None) -> None:
-    """Do between two epochs what the user's loop did when these came for the first time."""
-    if start is not None and start.sampler_epoch is not None:
-        loader.sampler.set_epoch(start.sampler_epoch + 1)
-
-
-def _return_to(loader: Any, start: EpochStart) -> None:
-    start.rng.put_back()
-    for generator, state in zip(_generators(loader), start.generators, strict=True):
-        generator.set_state(state)
-    if start.sampler_epoch is not None:
-        loader.sampler.set_epoch(start.sampler_epoch)
-
-
 def loader_rewinder(loader: Any) -> Callable[[], None]:
     """Return a function that undoes what drawing from a loader does to its own state."""
-    start = _start_of(loader)
+    start = start_of(loader)
     # A stateful loader begins an epoch when it is asked for its state; one not begun needs none.
     has_begun = getattr(loader, "_iterator", None) is not None
     state = loader.state_dict() if has_begun and _is_stateful(loader) else None
 
     def rewind() -> None:
-        _return_to(loader, start)
+        return_to(loader, start)
         if state is not None:
             loader.load_state_dict(state)
         elif not has_begun and hasattr(loader, "_iterator"):

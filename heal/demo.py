@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +22,7 @@ from heal.drill import COLUMNS, Drill, Outcome, standard_faults
 from heal.loop import Healer
 
 PLOT = "healing.png"
+FAULT_WIDTH = 10  # the longest word in the name of a fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +79,25 @@ def demonstrate(
     console.print(outcome_table(drill.outcomes))
     _print_losses(console, found)
     console.print(_plot(run_dir / PLOT, calm, drill))
+    console.print(f"the whole story on one page: heal report {run_dir}", soft_wrap=True)
     return found
 
 
 def outcome_table(outcomes: list[Outcome]) -> Table:
-    """Return the table of faults: when each was detected, what was done, what it cost."""
-    table = Table(title="faults and their cures")
+    """Return the table of faults: when each was detected, what was done, what it cost.
+
+    Made to be read at 80 columns: names are cut at their underscores, never within a word.
+    """
+    table = Table(title="faults and their cures", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in COLUMNS:
-        numeric = name in ("struck at", "detected at", "steps lost", "seconds")
-        table.add_column(name, justify="right" if numeric else "left")
+        if name in ("diagnosis", "action"):
+            table.add_column(name, overflow="fold")
+        elif name == "fault":
+            table.add_column(name, overflow="fold", min_width=FAULT_WIDTH)
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     for outcome in outcomes:
-        table.add_row(*outcome.row())
+        table.add_row(*(cell.replace("_", " ") for cell in outcome.row()))
     table.add_section()
     lost = sum(outcome.lost_steps for outcome in outcomes)
     seconds = sum(outcome.seconds for outcome in outcomes)

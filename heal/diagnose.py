@@ -15,6 +15,9 @@ ROOTS = (
     Cause.PREEMPTED,
     Cause.DEVICE_ERROR,
     Cause.COLLECTIVE_ERROR,
+    Cause.UNKNOWN,
+    Cause.OUT_OF_MEMORY,
+    Cause.DESYNC,
     Cause.WEIGHT_CORRUPTION,
     Cause.OPTIMIZER_CORRUPTION,
     Cause.OPTIMIZER_RESET,
@@ -50,6 +53,7 @@ FACTS = (
     Cause.NONFINITE_LOSS,
     Cause.OPTIMIZER_CORRUPTION,
     Cause.PREEMPTED,
+    Cause.DESYNC,
 )
 
 

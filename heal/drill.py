@@ -79,7 +79,8 @@ class Outcome:
         )
 
 
-COLUMNS = ("fault", "struck at", "detected at", "diagnosis", "action", "steps lost", "seconds")
+COLUMNS = ("fault", "struck", "found", "diagnosis", "action", "lost", "seconds")
+"""Struck and found are steps; lost counts steps."""
 
 
 class Drill:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import zclip
+from heal.ranks import Ranks
 from heal.snapshots import MEASURED
 from heal.verdict import HealthRow
 from zclip import ClippedOptimizer
@@ -23,14 +24,21 @@ class HealthCheck:
         optimizers: whose parameters and state are measured.
         names: of the parameters, by identity.
         lag: steps after which a row may be read.
+        ranks: who measure together, so that all of them find the same: shards add up, and what
+            is corrupt on one replica is in the mean of all.
     """
 
     def __init__(
-        self, optimizers: Sequence[ClippedOptimizer], names: dict[int, str], lag: int
+        self,
+        optimizers: Sequence[ClippedOptimizer],
+        names: dict[int, str],
+        lag: int,
+        ranks: Ranks,
     ) -> None:
         self._optimizers = optimizers
         self._names = names
         self._lag = lag
+        self._ranks = ranks
         self._sent: list[tuple[int, zclip.Mailbox, list[int], tuple[str, ...]]] = []
 
     @torch.no_grad()
@@ -40,8 +48,11 @@ class HealthCheck:
         if not weights:
             return
         stats = zclip.grad_stats(weights + moments)
-        on_device = [stats[:, SUMSQ].sqrt(), stats[:, NAN:].sum(dim=1)]
-        told = torch.cat([*on_device, counters.to(stats, non_blocking=True)]).float()
+        counted = counters.to(stats, non_blocking=True)
+        measured = [stats[:, SUMSQ], stats[:, NAN:].sum(dim=1), counted]
+        told = self._ranks.mean(torch.cat(measured))
+        told[: len(stats)].sqrt_()
+        told = told.float()
         mailbox = zclip.Mailbox(lag=0, width=told.numel())
         mailbox.post(step, told)
         names = tuple(self._names.get(id(p), "") for p in self._parameters())
@@ -113,7 +124,8 @@ def _decode(
 
 
 def _count(value: float) -> int:
-    return int(value) if math.isfinite(value) else 1
+    """How many; one at least if any rank has one, for a mean may be less."""
+    return math.ceil(value) if math.isfinite(value) else 1
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -32,6 +32,11 @@ __all__ = [
 ]
 
 EVENTS, METRICS = "events", "metrics"
+POSTMORTEM = "postmortem"
+
+Subscriber = Callable[[str, Mapping[str, Any]], None]
+"""Hears a kind of line ("events", "metrics" or "postmortem") and the line."""
+
 MAX_BYTES = 64 * 2**20
 """Size at which a file is put aside as ``.1``; with the one before it, twice this is on disk."""
 
@@ -71,6 +76,7 @@ class Journal:
         self.max_bytes = max_bytes
         self.failed_writes = 0
         self._warn = warn or (lambda line: print(f"heal: {line}", file=sys.stderr))
+        self._subscribers: list[Subscriber] = []
         self._started = time.monotonic()
         self._files: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
@@ -80,12 +86,24 @@ class Journal:
             except OSError as error:
                 self.report_failure(self.run_dir, error)
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether a line goes anywhere: to a file, or to somebody who subscribed."""
+        return self.run_dir is not None or bool(self._subscribers)
+
     def path(self, name: str) -> Path | None:
         """Return where the lines of a kind go; None without a run_dir."""
         if self.run_dir is None:
             return None
         suffix = f".rank{self.rank}" if self.rank else ""
         return self.run_dir / f"{name}{suffix}.jsonl"
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Have every line told to ``subscriber`` too, also where there is no ``run_dir``.
+
+        One that raises is told of once and hears no more: training goes on without it.
+        """
+        self._subscribers.append(subscriber)
 
     def event(self, kind: str, step: int, **details: Any) -> None:
         """Write an event: one line, one write, so that a crash tears at most the last line."""
@@ -101,9 +119,10 @@ class Journal:
             self.recoveries.append(entry)
             del self.recoveries[:-MAX_RECOVERIES]
         told = {name: value for name, value in entry.items() if name != "step"}
+        told["severity"] = diagnosis.severity.name
         self.event("recovery" if actions else "alert", diagnosis.step, **told)
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Write numbers to plot."""
         self._append(METRICS, {"time": now(), "step": step, **values})
 
@@ -120,6 +139,7 @@ class Journal:
             reason = exit_reason(exception, last_cause)
         told = {"recovery_actions": self.recoveries, **page}
         path = write_postmortem(self, exit_reason=reason.value, exception=exception, **told)
+        self._publish(POSTMORTEM, {"exit_reason": reason.value, "exception": exception, **told})
         self.close()
         return path
 
@@ -136,7 +156,19 @@ class Journal:
                 self.report_failure(EVENTS, error)
         self._files.clear()
 
+    def _publish(self, kind: str, line: Mapping[str, Any]) -> None:
+        for subscriber in list(self._subscribers):
+            try:
+                subscriber(kind, line)
+            except Exception as error:
+                self._subscribers.remove(subscriber)
+                self._tell(f"{subscriber!r} failed: {error!r}; it hears no more")
+
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        self._write(name, line)
+        self._publish(name, line)
+
+    def _write(self, name: str, line: Mapping[str, Any]) -> None:
         path = self.path(name)
         if path is None:
             return
@@ -165,10 +197,13 @@ class Journal:
         """Count a write that failed, and tell of the first."""
         self.failed_writes += 1
         if self.failed_writes == 1:
-            try:
-                self._warn(f"cannot write {where}: {error}; training goes on without")
-            except Exception:
-                return  # nobody listens: there is nobody left to tell
+            self._tell(f"cannot write {where}: {error}; training goes on without")
+
+    def _tell(self, text: str) -> None:
+        try:
+            self._warn(text)
+        except Exception:
+            return  # nobody listens: there is nobody left to tell
 
 
 def _environment_rank() -> int:

@@ -40,6 +40,8 @@ def number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return math.nan
+    except OverflowError:  # an integer that no float can hold
+        return math.inf
 
 
 def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
@@ -66,9 +68,9 @@ def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int
 
 
 def read_all(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
-    """Return the events of several ranks in the order of their times."""
+    """Return the events of several ranks in the order of their times, then of their ranks."""
     events = [event for path in paths for event in read_events(path)[0]]
-    return sorted(events, key=lambda event: str(event.get("time", "")))
+    return sorted(events, key=lambda event: (str(event.get("time", "")), str(event.get("rank"))))
 
 
 def _word(value: float) -> str:

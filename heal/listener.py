@@ -1,17 +1,21 @@
 """Hears what the device said about past steps, and has it treated."""
 
 import math
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from heal.causes import Finding
+from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.detect import Watch
 from heal.guarded_step import NO_LOSS_SCALE, GuardedStep
 from heal.health import HealthCheck
+from heal.learning_rate import LearningRates
+from heal.ranks import HostFacts
 from heal.run import TorchRun
+from heal.series import Series
 from heal.treatment import Treatment, is_suspect
 from heal.verdict import NO_FLAG, Flag, Record
 from zclip.layout import NUM_VERDICT
@@ -28,12 +32,16 @@ class Listener:
         treatment: told of what was found.
         config: intervals and limits.
         names: of the parameters, by identity.
+        rates: the learning rates, and what the schedules want them to be.
         clock: seconds, for the duration of steps.
 
     Attributes:
         watch: the detectors.
         latest: the newest record, None before the first.
-        news: flags of the host, sent with the record of the next step.
+        series: every record since the last line of metrics.
+        sources: asked before every step for flags of the host; quick functions that do not wait.
+        wants_snapshot: whether a record asked for one; alike on every rank.
+        cluster: looks after other ranks and the hardware; None where nobody is to.
     """
 
     def __init__(
@@ -43,16 +51,23 @@ class Listener:
         treatment: Treatment,
         config: HealingConfig,
         names: dict[int, str],
+        rates: LearningRates,
         clock: Callable[[], float],
     ) -> None:
         self.watch = Watch(config)
         self.latest: Record | None = None
-        self.news = NO_FLAG
+        self.series = Series()
+        self.sources: list[Callable[[], Flag]] = []
+        self.wants_snapshot = False
+        self.cluster: ClusterWatch | None = None
+        # A deque, because signal handlers and threads append to it while a step reads it.
+        self._reported: deque[Flag] = deque()
+        self._rates = rates
         self._run = run
         self._guarded = guarded
         self._treatment = treatment
         self._config = config
-        self._health = HealthCheck(guarded.optimizers, names, config.lag)
+        self._health = HealthCheck(guarded.optimizers, names, config.lag, guarded.ranks)
         self._clock = clock
         self._step_began = clock()
         self._host: dict[int, dict[str, Any]] = {}
@@ -60,29 +75,48 @@ class Listener:
         run.healing_state = self.watch.state
         run.on_restore = self._returned
 
-    def note_step(self, has_loss: bool) -> None:
-        """Keep what the host knows of the step just posted until its record arrives."""
+    def facts(self) -> HostFacts:
+        """Return what the host knows of the step that is about to be taken."""
         now = self._clock()
+        seconds, self._step_began = now - self._step_began, now
+        lr, scheduled = self._rates.now()
+        flags = NO_FLAG
+        while self._reported:
+            flags |= self._reported.popleft()
+        for source in self.sources:
+            flags |= source()
+        return HostFacts(seconds, lr, scheduled, flags, self._run.micro_batches)
+
+    def note_step(self, facts: HostFacts, has_loss: bool) -> None:
+        """Keep what the host knows of the step just posted until its record arrives."""
         fields: dict[str, Any] = {
-            "seconds": now - self._step_began,
-            "micro_batches": self._run.micro_batches,
+            "micro_batches": facts.micro_batches,
+            "lr_scale": self._run.lr_scale,
+            "own_seconds": facts.seconds,
         }
-        self._step_began = now
-        lr = self._guarded.optimizers[0].param_groups[0].get("lr")
-        if lr is not None and (not isinstance(lr, Tensor) or lr.device.type == "cpu"):
-            fields["lr"] = float(lr)
-        if not has_loss:
-            fields["loss"] = math.nan
-        if self.news:
-            fields["flags"], self.news = self.news, NO_FLAG
+        if not self._guarded.ranks.has_others:
+            fields |= {
+                "seconds": facts.seconds,
+                "lr": facts.lr,
+                "scheduled_lr": facts.scheduled_lr,
+            }
+            if not has_loss:
+                fields["loss"] = math.nan
+            if facts.flags:
+                fields["flags"] = facts.flags
         self._host[self._run.step] = fields
+
+    def not_sent(self, facts: HostFacts) -> None:
+        """Keep the news of a step that had no gradients, and so no record, for the next."""
+        if facts.flags:
+            self._reported.append(facts.flags)
 
     def check_health(self) -> None:
         """Have weights and optimizer state measured, if it is time."""
         interval = self._config.check_interval
         if self._run.step < self._run.close_watch_until:
             interval = math.ceil(interval / CLOSE_WATCH)
-        if interval and self._run.step % interval == 0:
+        if interval and self._run.step % interval == 0 and not self._guarded.has_stages:
             self._health.post(self._run.step)
 
     def listen(self) -> None:
@@ -103,6 +137,8 @@ class Listener:
             self._treatment.treat(findings)
             if self._rolled_back:
                 return
+        if self.cluster is not None:
+            self._treatment.treat(self.cluster.look(self._run.step))
 
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
@@ -113,19 +149,24 @@ class Listener:
             self._treatment.history.note_findings(findings)
         mailbox.lag = lag
 
-    def request_stop(self) -> None:
-        """Pass on that the run was told to stop."""
-        self.news |= Flag.PREEMPTED
+    def report(self, flag: Flag) -> None:
+        """Send a flag of the host with the record of the next step; safe in a signal handler."""
+        self._reported.append(flag)
 
     def _decode(self, step: int, row: list[float]) -> Record:
         host = self._host.pop(step, {})
+        ranks = self._guarded.ranks
+        if ranks.has_others:
+            host |= ranks.facts(row[NUM_VERDICT + 1 :])
         if row[NUM_VERDICT] != NO_LOSS_SCALE:
             host["loss_scale"] = row[NUM_VERDICT]
-        record = Record.decode(step, row[:NUM_VERDICT], **host)
-        if record.blocked:
-            host["worst_name"] = self._guarded.name_of(record.worst)
-            record = Record.decode(step, row[:NUM_VERDICT], **host)
+        record = Record.decode(step, row, **host)
+        if record.blocked or record.has(Flag.SPIKE):
+            record = replace(record, worst_name=self._guarded.name_of(record.worst))
         self.latest = record
+        self.series.note(record)
+        if record.has(Flag.SNAPSHOT_WANTED):
+            self.wants_snapshot = True
         return record
 
     def _judge_snapshots(self, record: Record, findings: list[Finding]) -> None:
@@ -147,3 +188,5 @@ class Listener:
         self._host.clear()
         self._health.clear()
         self.watch.load_state(saved)
+        if self.cluster is not None:
+            self.cluster.clear()

@@ -5,6 +5,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +15,35 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from heal.actions import CannotHeal, Plan
+from heal.actions import CannotHeal
 from heal.attempts import Attempts
+from heal.bookkeeping import Bookkeeping
+from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.data import BatchStream
-from heal.diagnose import Diagnosis
 from heal.dry_run import DryRunReport, dry_run
+from heal.environment import describe_machine, describe_training
+from heal.exit_codes import ExitCode
 from heal.exits import Exits
 from heal.guarded_step import GuardedStep
+from heal.integrations.trackers import attach
 from heal.journal import Journal
+from heal.learning_rate import LearningRates
 from heal.listener import Listener
 from heal.micro_batch import MicroBatcher, TrainStep
+from heal.notes import Notes
 from heal.progress import Progress
+from heal.ranks import HostFacts
+from heal.readout import Readout
+from heal.resuming import Resuming
 from heal.run import TorchRun
-from heal.snapshots import Snapshot
 from heal.training_state import TrainingState
 from heal.treatment import Hook, Treatment
-from heal.verdict import Record
-from zclip import ClippedOptimizer
-
-METRICS_INTERVAL = 10  # steps between lines of metrics.jsonl
-MAX_NOTES = 100  # different things that may go wrong with healing itself before we fall silent
+from heal.verdict import Flag
+from heal.whole_loop import WholeLoop
 
 
-class Healer:
+class Healer(Readout, Resuming):
     """Watches a training run, and heals it.
 
     A healthy run is bit by bit what it would be without (clipping apart, see ``zclip_enabled``),
@@ -52,7 +58,12 @@ class Healer:
         config: how patient to be, and how hard to push back.
         scaler: a GradScaler; ``step`` then steps and updates it.
         run_dir: where the journal goes; without it only the postmortem of a failure is written.
+        checkpoint_dir: where checkpoints go, seen by all ranks; without it none are saved. See
+            :meth:`resume` and ``checkpoint_interval``.
         rank: of this process; the environment's ``RANK`` if None.
+        process_group: the ranks that act alike, where ``torch.distributed`` is in use; all if None.
+        trackers: names such as "trackio,tensorboard", or objects; see
+            :func:`heal.integrations.trackers.make_trackers`.
         sleep: waits between retries of what the network refused.
         clock: seconds, for the duration of steps.
 
@@ -80,7 +91,10 @@ class Healer:
         *,
         scaler: Any = None,
         run_dir: str | Path | None = None,
+        checkpoint_dir: str | Path | None = None,
         rank: int | None = None,
+        process_group: Any = None,
+        trackers: Any = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,42 +102,54 @@ class Healer:
             raise TypeError(f"model is {type(model).__name__}; wanted a torch Module")
         self.config = config if config is not None else HealingConfig()
         self.model = model
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self._schedulers = _listed(scheduler)
         self.journal = Journal(run_dir, rank)
-        self._guarded = GuardedStep(optimizers, self.config, model.named_parameters(), scaler)
-        state = TrainingState(
-            model,
-            self._guarded.optimizers,
-            self._schedulers,
-            self._guarded.scaler,
-            {"loss": self._guarded.watch.state},
-        )
-        micro = MicroBatcher(
-            model,
-            state.parameters,
-            self.config.micro_batch_min,
-            self.config.micro_batch_grow_steps,
-        )
-        self._stream = BatchStream(
-            self._loader_failed, lambda: self._run.step, self._first_snapshot
-        )
-        self._micro = micro
-        self._run = TorchRun(
-            state, self._guarded, self.config, self._stream, micro, self._note, sleep
-        )
-        self._state = state
-        self._treatment = Treatment(self._run, self.config, self.journal)
-        names = {id(p): name for name, p in model.named_parameters()}
-        self._listener = Listener(
-            self._run, self._guarded, self._treatment, self.config, names, clock
-        )
-        self._wants_snapshot = False
-        self.notes: list[str] = []
+        self._notes = Notes(self.journal, lambda: self._run.step)
+        self.notes = self._notes.texts
+        self._schedulers = _listed(scheduler)
+        attach(self.journal, trackers, self.config.to_dict(), self._note)
+        self._build(model, optimizer, scaler, process_group, sleep, clock)
+        if checkpoint_dir is not None:
+            self._save_to(checkpoint_dir, process_group)
         self.exits = Exits(self, self.journal, clock)
-        if not self._guarded.watches_loss:
-            self._note("several ranks: each has a loss of its own, so that none is judged")
-        self._attempts = Attempts(self._run, self._guarded, micro, self._treatment, self)
+        trained = describe_training(model, self._guarded.optimizers, self.config)
+        self.journal.event("started", self._run.step, **describe_machine(), **trained)
+
+    def _build(
+        self,
+        model: Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        scaler: Any,
+        process_group: Any,
+        sleep: Callable[[float], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Put the parts together; each knows those before it."""
+        config, note = self.config, self._note
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        guarded = GuardedStep(optimizers, config, model.named_parameters(), scaler, process_group)
+        extra = {"loss": guarded.watch.state}
+        wrapped = guarded.optimizers
+        state = TrainingState(model, wrapped, self._schedulers, guarded.scaler, extra)
+        smallest, grow_steps = config.micro_batch_min, config.micro_batch_grow_steps
+        micro = MicroBatcher(model, state.parameters, smallest, grow_steps)
+        stream = BatchStream(
+            lambda error, epoch, index: self._attempts.loader_failed(error, epoch, index),
+            lambda: self._run.step,
+            lambda: self._books.first_snapshot(),
+            keeps_last=guarded.ranks.has_others,
+        )
+        run = TorchRun(state, guarded, config, stream, micro, note, sleep)
+        treatment = Treatment(run, config, self.journal)
+        names = {id(p): name for name, p in model.named_parameters()}
+        rates = LearningRates(wrapped, self._schedulers, note)
+        listener = Listener(run, guarded, treatment, config, names, rates, clock)
+        listener.cluster = ClusterWatch(
+            model, config, self.journal, listener.report, note, process_group
+        )
+        self._guarded, self._state, self._micro, self._stream = guarded, state, micro, stream
+        self._run, self._treatment, self._listener = run, treatment, listener
+        self._attempts = Attempts(run, guarded, micro, treatment, stream, self.journal, self)
+        self._books = Bookkeeping(run, listener, config, self.journal, self._notes, self)
 
     # What a hand-written loop calls.
 
@@ -131,10 +157,28 @@ class Healer:
         """Yield the batches of one epoch; skips bad ones, moves on or rewinds after a rollback."""
         return self._stream.epoch(loader)
 
+    def attempt(self) -> AbstractContextManager[None]:
+        """Heal what the body raises, from forward to ``step``, as :meth:`run` does.
+
+        Out of memory, a batch that cannot be used, a network that is away: gradients, buffers and
+        generators are put back, the plan is carried out, and the loop goes on with the next batch.
+        After OOM cut your batches into :attr:`micro_batches` pieces. What has no cure is raised.
+
+        Example:
+            >>> for batch in healer.batches(loader):
+            ...     with healer.attempt():
+            ...         loss = model(batch)
+            ...         loss.backward()
+            ...         healer.step(loss)
+            ...     optimizer.zero_grad()
+        """
+        return self._attempts.attempt()
+
     def step(self, loss: Tensor | float | None = None) -> None:
         """Clip, step the optimizer unless the device refuses, step the scheduler, and listen.
 
-        Call it once per optimizer step, after ``backward``; ``zero_grad`` is yours.
+        Call it once per optimizer step, after ``backward``; ``zero_grad`` is yours. Where there are
+        other ranks each calls it, with a loss of its own; all refuse, heal or stop alike.
 
         Args:
             loss: of this step, 0-dim, not scaled by a GradScaler; None if there is none to watch.
@@ -145,17 +189,43 @@ class Healer:
         """
         if loss is not None and not isinstance(loss, Tensor):
             loss = torch.tensor(float(loss))
-        self._contained(self._before_step)
-        posted = self._guarded.step(self._run.step, loss)
+        facts = HostFacts()
+        try:
+            self._books.before_step()
+            facts = self._listener.facts()
+        except Exception as error:
+            self._note(f"healing failed and was left out: {error!r}")
+        self._attempts.is_stepping = True
+        posted = self._take(loss, facts)
         for scheduler in self._schedulers:
             if not isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step()
+        self._attempts.is_stepping = False
         with self.exits.halting():
-            judged = loss is not None and self._guarded.watches_loss
-            self._contained(lambda: self._after_step(posted, judged))
+            try:
+                self._books.after_step(facts, posted, loss is not None)
+            except CannotHeal as halt:
+                self._attempts.raise_own_error(halt)
+                if halt.exit_code == ExitCode.PREEMPTED and self._books.durable is not None:
+                    self._books.durable.save_last()
+                raise
+            except Exception as error:
+                self._note(f"healing failed and was left out: {error!r}")
+
+    def _take(self, loss: Tensor | None, facts: HostFacts) -> bool:
+        try:
+            return self._guarded.step(self._run.step, loss, facts)
+        except Exception as error:
+            if not self._guarded.ranks.has_others:
+                raise
+            self._attempts.step_failed(error)
+            return True
 
     def on_instability(self, hook: Hook) -> Hook:
-        """Have ``hook(diagnosis, plan)`` see every plan; what it returns, if not None, is done."""
+        """Have ``hook(diagnosis, plan)`` see every plan; what it returns, if not None, is done.
+
+        With several ranks it must answer alike on each.
+        """
         self._treatment.hook = hook
         return hook
 
@@ -165,84 +235,36 @@ class Healer:
         with self.exits.halting():
             self._treatment.treat(findings)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers to log; those of the device are ``lag`` steps old."""
-        history, latest = self._treatment.history, self._listener.latest
-        metrics = {
-            "healing/recovery_attempts": float(history.total_attempts),
-            "healing/nan_count": float(history.nan_count),
-            **self._listener.watch.metrics(),
-        }
-        if latest is not None:
-            metrics |= {
-                "zclip/raw_grad_norm": latest.norm,
-                "zclip/clipped_grad_norm": latest.clipped_norm,
-                "zclip/z_score": latest.z,
-                "zclip/threshold": latest.threshold,
-                "zclip/total_clips": float(latest.clips),
-                "zclip/total_skips": float(latest.skips),
-            }
-        return metrics
+    def report(self, flag: Flag) -> None:
+        """Send news of this host with the record of the next step, so that all ranks act on it.
 
-    def _numbers(self) -> dict[str, float]:
-        """What a plot of the run needs, from the newest record."""
-        latest = self.latest
-        seen = {} if latest is None else {"seen_at": latest.step, "loss": latest.loss}
-        return {**seen, "lr_scale": self._run.lr_scale, **self.metrics()}
+        Safe in a signal handler and from other threads. What each flag leads to is in
+        :class:`heal.detectors.pace.HostNews`.
+        """
+        self._listener.report(flag)
 
-    @property
-    def last_step(self) -> int:
-        """The number of the last step taken, from 0; -1 before the first."""
-        return self._run.step - 1
-
-    @property
-    def latest(self) -> Record | None:
-        """The newest record that was heard."""
-        return self._listener.latest
-
-    @property
-    def lr_scale(self) -> float:
-        """The factor on the learning rate, 1 unless healing lowered it."""
-        return self._run.lr_scale
-
-    @property
-    def attempts(self) -> int:
-        """How often ``run`` tried to take a step, those that were repeated included."""
-        return self._micro.attempts
-
-    @property
-    def history(self) -> Sequence[tuple[int, Diagnosis, Plan]]:
-        """Every diagnosis: the step that came next, what it was, and what was done."""
-        return self._treatment.log
-
-    @property
-    def recoveries(self) -> list[dict[str, Any]]:
-        """What was done about trouble, as the postmortem lists it."""
-        return self.journal.recoveries
-
-    @property
-    def optimizers(self) -> Sequence[ClippedOptimizer]:
-        """The optimizers as they are stepped: those that were given, wrapped."""
-        return self._guarded.optimizers
-
-    def snapshots(self) -> list[int]:
-        """Return the steps that could be returned to, newest first."""
-        return self._run.snapshots()
-
-    def newest_snapshot(self) -> Snapshot | None:
-        """Return the newest good snapshot itself, for drills; None if there is none."""
-        return self._run.ring.newest_good()
+    def add_source(self, source: Callable[[], Flag]) -> None:
+        """Ask ``source`` before every step for flags to send; it must be quick and not wait."""
+        self._listener.sources.append(source)
 
     def request_stop(self) -> None:
-        """Stop at the end of a coming step, as after SIGTERM; safe in a signal handler."""
-        self._listener.request_stop()
+        """Stop all ranks at the end of a coming step, the same one, as after SIGTERM."""
+        self.report(Flag.PREEMPTED)
+
+    def request_snapshot(self) -> None:
+        """Take a snapshot at the end of a coming step, on all ranks at the same one."""
+        self.report(Flag.SNAPSHOT_WANTED)
 
     def close(self, error: BaseException | None = None) -> None:
         """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you."""
+        if self._listener.cluster is not None:
+            self._listener.cluster.stop()
         self.exits.close(error)
 
     def __enter__(self) -> "Healer":
         self.exits.catch_signals()
+        if self._listener.cluster is not None:
+            self._listener.cluster.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -277,15 +299,24 @@ class Healer:
             CannotHeal: healing is at its end; ``exit_code`` says why.
         """
         self._micro.weigh = weigh
+        self.journal.event("goal", self._run.step, steps=steps, accumulate=accumulate)
         with self, Progress(self, steps, progress) as bar:
             self._treatment.tell = bar.tell
-            waiting: list[Any] = []  # batches of a step that an epoch ended in go into the next
-            while self._run.step < steps:
-                before = self._stream.ordinal
-                self._run_epoch(train_step, loader, steps, accumulate, waiting, bar, on_step)
-                if self._stream.ordinal == before:
-                    self._note("the loader has no batches; stopped before all steps were done")
-                    return
+            loop = WholeLoop(
+                self._run,
+                self._stream,
+                self._attempts,
+                train_step,
+                loader,
+                steps,
+                accumulate,
+                bar,
+                on_step,
+            )
+            if not loop.train():
+                self._note("the loader has no batches; stopped before all steps were done")
+            elif self._books.durable is not None:
+                self._books.durable.save_last()
 
     def dry_run(
         self, train_step: TrainStep, loader: Any, steps: int = 2, *, accumulate: int = 1
@@ -293,78 +324,16 @@ class Healer:
         """Try ``steps`` steps and take them back: weights, optimizer, generators and loader."""
         return dry_run(self._state, self._guarded, train_step, loader, steps, accumulate)
 
-    def _run_epoch(
-        self,
-        train_step: TrainStep,
-        loader: Any,
-        steps: int,
-        accumulate: int,
-        waiting: list[Any],
-        bar: Progress,
-        on_step: Callable[[int], None] | None,
-    ) -> None:
-        for batch in self.batches(loader):
-            waiting.append(batch)
-            if len(waiting) < accumulate:
-                continue
-            batches = waiting.copy()
-            waiting.clear()
-            if self._attempts.take_step(train_step, batches):
-                bar.update(self._run.step)
-                if on_step is not None:
-                    on_step(self.last_step)
-            if self._run.step >= steps:
-                return
-
-    def _loader_failed(self, error: Exception, epoch: int, index: int) -> None:
-        self._attempts.treat(error, "data", epoch=epoch, batch=index)
-
-    # Before and after each step.
-
-    def _first_snapshot(self) -> None:
-        if self._run.ring.newest_step() is None:
-            self._contained(self._capture)
-
-    def _before_step(self) -> None:
-        self._run.ring.before_step()
-        if self._run.has_changed_shape():
-            self._wants_snapshot = True
-        if self._run.step == 0:
-            self._first_snapshot()
-
-    def _after_step(self, posted: bool, has_loss: bool) -> None:
-        if posted:
-            self._listener.note_step(has_loss)
-        self._run.advance()
-        self._listener.check_health()
-        if self._wants_snapshot or self._run.step % self.config.snapshot_interval == 0:
-            self._wants_snapshot = False
-            self._capture()
-        self._listener.listen()
-        if self._run.step % METRICS_INTERVAL == 0:
-            self.journal.metrics(self.last_step, self._numbers())
-
-    def _capture(self) -> None:
-        if not self._run.capture() and self._run.ring.degraded:
-            self._note(self._run.ring.degraded)
-
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
-        self._contained(self._listener.hear_the_rest)
-
-    def _contained(self, action: Callable[[], None]) -> None:
-        """Run our own code. If it fails, training goes on without what it was for, and hears so."""
-        try:
-            action()
-        except CannotHeal:
-            raise
-        except Exception as error:
-            self._note(f"healing failed and was left out: {error!r}")
+        if self._books.durable is not None:
+            self._notes.contain(self._books.durable.finish)
+        self._notes.contain(self._listener.hear_the_rest)
+        if len(self._listener.series):
+            self.journal.metrics(self.last_step, self._listener.series.take())
 
     def _note(self, text: str) -> None:
-        if text not in self.notes and len(self.notes) < MAX_NOTES:
-            self.notes.append(text)
-            self.journal.event("note", self._run.step, text=text)
+        self._notes.add(text)
 
 
 def _listed(scheduler: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 
+from heal.gradient_messages import GradientMessages
 from heal.rng import RngState
 from heal.split import num_samples, split
 
@@ -37,6 +38,7 @@ class MicroBatcher:
         pieces: how many parts each batch is cut into.
         phase: "forward" or "backward", for whoever catches an exception.
         attempts: how often a step was tried.
+        messages: what ranks of a data-parallel model tell each other while a step is computed.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class MicroBatcher:
         self._largest_batch = 0
         self._rng: RngState | None = None
         self._buffers = BufferCopies(model)
+        self.messages = GradientMessages(model)
 
     def backward(
         self, batches: Sequence[Any], train_step: TrainStep, scale: Callable[[Tensor], Tensor]
@@ -74,21 +77,44 @@ class MicroBatcher:
             The mean loss, detached, on the device.
         """
         self.attempts += 1
-        self._rng = RngState.now()
-        self._buffers.refresh()
+        self.begin()
         self._largest_batch = max(num_samples(batch) for batch in batches)
         total: Tensor | None = None
-        for batch in batches:
-            for piece, share in self._weighted(batch):
+        pieces = [weighted for batch in batches for weighted in self._weighted(batch)]
+        for i, (piece, share) in enumerate(pieces):
+            is_last = i == len(pieces) - 1
+            with self.messages.held_back(until=is_last):
                 self.phase = "forward"
                 loss = train_step(piece)
                 if share != 1.0 or len(batches) > 1:
                     loss = loss * (share / len(batches))
                 self.phase = "backward"
+                self.messages.are_under_way |= is_last
                 scale(loss).backward()
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
+        self.messages.note_good(batches[-1])
         return total
+
+    def begin(self) -> None:
+        """Remember generators and buffers, to be put back by :meth:`undo`."""
+        self._rng = RngState.now()
+        self._buffers.refresh()
+        self.messages.begin()
+
+    def stand_in(self, train_step: TrainStep, scale: Callable[[Tensor], Tensor]) -> None:
+        """Take part in the messages of a step that failed here, with NaN for a gradient.
+
+        Other ranks wait for our gradients; NaN from one makes all refuse the step, and leaves no
+        trace in the statistics of clipping. To be called after :meth:`undo`.
+        """
+        with self.messages.repeated():
+            loss = train_step(self.messages.sample())
+            self.messages.are_under_way = True
+            scale(loss * float("nan")).backward()
+        self._buffers.put_back()
+        if self._rng is not None:
+            self._rng.put_back()
 
     def undo(self) -> None:
         """Take back what a failed :meth:`backward` did. Not to be called after a step was taken."""

@@ -16,6 +16,7 @@ from heal.actions import (
     PerturbWeights,
     Plan,
     Refuse,
+    RelearnClip,
     Rollback,
     ScaleLr,
     ShrinkBatch,
@@ -41,11 +42,23 @@ INNOCENT_DATA = (
     Cause.OPTIMIZER_RESET,
     Cause.LR_SPIKE,
     Cause.OUT_OF_MEMORY,
+    Cause.DESYNC,
 )
 """Neither the batch nor the learning rate's schedule did it: the first rollback keeps both."""
 
-BEYOND_REPAIR = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION)
+BEYOND_REPAIR = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.DESYNC)
 """Nothing but a snapshot brings these back."""
+
+EXIT_CODES = {
+    Cause.COLLECTIVE_ERROR: ExitCode.DISTRIBUTED,
+    Cause.DESYNC: ExitCode.DISTRIBUTED,
+    Cause.DEVICE_ERROR: ExitCode.HARDWARE,
+    Cause.PREEMPTED: ExitCode.PREEMPTED,
+    Cause.OUT_OF_MEMORY: ExitCode.OUT_OF_MEMORY,
+    Cause.DATA_ERROR: ExitCode.BAD_DATA,
+    Cause.NETWORK_ERROR: ExitCode.NETWORK,
+}
+"""How a run ends that must end for a cause; UNRECOVERABLE for all others."""
 
 MAX_HALVINGS = 30
 """No micro-batch has more samples than 2 ** 30; a run that never says no must end too."""
@@ -81,12 +94,7 @@ def decide(
 
 
 def _stop(diagnosis: Diagnosis) -> Halt:
-    codes = {
-        Cause.COLLECTIVE_ERROR: ExitCode.DISTRIBUTED,
-        Cause.DEVICE_ERROR: ExitCode.HARDWARE,
-        Cause.PREEMPTED: ExitCode.PREEMPTED,
-    }
-    return _halt(diagnosis, "", codes.get(diagnosis.cause, ExitCode.UNRECOVERABLE))
+    return _halt(diagnosis, "", EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE))
 
 
 def _halt(diagnosis: Diagnosis, why: str, code: ExitCode) -> Halt:
@@ -116,6 +124,10 @@ def _heal_numbers(
     incident = history.open_incident(Family.NUMERIC)
     if incident is not None and _is_old_news(diagnosis, incident, config):
         return (Refuse(),) if diagnosis.cause in REFUSED else ()
+    known = () if incident is None else incident.causes
+    if diagnosis.cause is Cause.DESYNC and Cause.DESYNC.value in known:
+        why = "ranks are at different steps again after all returned to one"
+        return (_halt(diagnosis, why, ExitCode.DISTRIBUTED),)
     if history.attempts >= config.max_recovery_attempts:
         spent = f"{history.attempts} recovery attempts did not help"
         return (_halt(diagnosis, spent, ExitCode.BUDGET_SPENT),)
@@ -130,7 +142,8 @@ def _contained(diagnosis: Diagnosis, config: HealingConfig) -> Plan | None:
     if diagnosis.streak >= config.max_consecutive:
         why = f"{diagnosis.streak} steps in a row were refused"
         return (_halt(diagnosis, why, ExitCode.NONFINITE),)
-    is_patient = config.nan_action != "rollback" or diagnosis.streak % config.nan_patience
+    patience = config.nan_patience if is_nonfinite else config.refused_patience
+    is_patient = (is_nonfinite and config.nan_action != "rollback") or diagnosis.streak % patience
     return (Refuse(),) if is_patient else None
 
 
@@ -142,6 +155,11 @@ def _is_old_news(diagnosis: Diagnosis, incident: Incident, config: HealingConfig
     newest = incident.plans[-1]
     rolled_back = any(action["action"] == Rollback.__name__ for action in newest)
     return not rolled_back and diagnosis.step < incident.resume_step + config.lag
+
+
+def _was_told_late(diagnosis: Diagnosis, incident: Incident, config: HealingConfig) -> bool:
+    """Tell whether this came by a record, of a step that ran before the last plan was made."""
+    return "flag" in diagnosis.evidence and _is_old_news(diagnosis, incident, config)
 
 
 def _next_rung(
@@ -157,7 +175,9 @@ def _next_rung(
     if any(step <= diagnosis.bad_step for step in snapshots):
         return (_halt(diagnosis, "nothing is left to try", ExitCode.UNRECOVERABLE),)
     why = f"no good snapshot from before step {diagnosis.bad_step}"
-    return (_halt(diagnosis, why, ExitCode.NO_SNAPSHOT),)
+    is_desync = diagnosis.cause is Cause.DESYNC
+    code = ExitCode.DISTRIBUTED if is_desync else ExitCode.NO_SNAPSHOT
+    return (_halt(diagnosis, why, code),)
 
 
 def _rungs(
@@ -171,6 +191,9 @@ def _rungs(
     soft: Plan = (TightenClip(config.clip_factor), scale)
     usable = sorted((step for step in snapshots if step <= diagnosis.bad_step), reverse=True)
     tried = incident.rollbacks if incident is not None else 0
+    if diagnosis.cause is Cause.GRADIENT_SPIKE:
+        # Finite, refused and clean: not the state is wrong but what the rule takes for usual.
+        yield (RelearnClip(), scale)
     if diagnosis.cause in (Cause.GRADIENT_EXPLOSION, Cause.GRADIENT_SPIKE) and not tried:
         yield soft
     if usable:
@@ -204,6 +227,8 @@ def _make_room(
     diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
 ) -> Plan:
     incident = history.open_incident(Family.MEMORY)
+    if incident is not None and _was_told_late(diagnosis, incident, config):
+        return ()
     if diagnosis.cause is Cause.MEMORY_PRESSURE:
         return (ClearCache(), ShrinkBatch()) if incident is None else ()
     halving = incident.count(ShrinkBatch) + 1 if incident is not None else 1
@@ -232,6 +257,8 @@ def _make_room(
 def _wait(diagnosis: Diagnosis, history: History, config: HealingConfig) -> Plan:
     """Double the wait each time. No jitter: ranks must sleep alike, or collectives time out."""
     incident = history.open_incident(Family.WAIT)
+    if incident is not None and _was_told_late(diagnosis, incident, config):
+        return ()
     waits = incident.count(Backoff) if incident is not None else 0
     waited = incident.waited_seconds if incident is not None else 0.0
     seconds = min(config.backoff_seconds * 2.0**waits, config.backoff_cap_seconds)

@@ -5,8 +5,8 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,22 @@ RECENT_NORMS = 101  # gradient norms whose median is taken for the usual one
 CLIP_LIMITS = ("max_grad_norm", "max_norm")  # what clippers call their limit
 
 
+class Checkpoints(Protocol):
+    """What the run needs of checkpoints on disk."""
+
+    def steps(self) -> list[int]:
+        """Return the steps of finished ones, newest first."""
+        ...
+
+    def snapshot(self, step: int) -> Snapshot | None:
+        """Return one in the form of a snapshot; None if it is damaged."""
+        ...
+
+    def abandon_after(self, step: int) -> None:
+        """Put those of later steps aside."""
+        ...
+
+
 class TorchRun:
     """What may be done to a run, and its state where actions changed it.
 
@@ -42,6 +58,7 @@ class TorchRun:
         step: the number of the step that comes next.
         on_restore: called with the plain healing state that was saved, after a rollback.
         healing_state: returns that state, to be saved.
+        durable: checkpoints on disk, for where no snapshot is old enough; None if there are none.
     """
 
     def __init__(
@@ -57,6 +74,7 @@ class TorchRun:
         self.step = 0
         self.on_restore: Callable[[dict[str, Any]], None] = lambda saved: None
         self.healing_state: Callable[[], dict[str, Any]] = dict
+        self.durable: Checkpoints | None = None
         self.ring = SnapshotRing(
             config.snapshot_interval,
             config.snapshot_count,
@@ -65,6 +83,7 @@ class TorchRun:
         )
         self._state = state
         self._guarded = guarded
+        self._ranks = guarded.ranks
         self._config = config
         self._stream = stream
         self._micro = micro
@@ -99,9 +118,11 @@ class TorchRun:
     def micro_batches(self, value: int) -> None:
         self._micro.pieces = value
 
-    def snapshots(self) -> list[int]:
-        """Return the steps of good snapshots, newest first."""
-        return self.ring.good_steps()
+    def snapshots(self) -> Sequence[int]:
+        """Return the steps that every rank can return to, in memory or on disk, newest first."""
+        kept = self.ring.good_steps()
+        saved = [] if self.durable is None else self.durable.steps()
+        return self._ranks.common(sorted({*kept, *saved}, reverse=True))
 
     def capture(self) -> bool:
         """Take a snapshot of the state before the step that comes next."""
@@ -115,6 +136,41 @@ class TorchRun:
         if self._frozen is None:
             self._frozen = fingerprints(self._state.frozen())
         return self.ring.capture(self.step, self._state.tensors(), values)
+
+    def state(self) -> dict[str, Any]:
+        """Return what healing changed about the run, as plain values; see :meth:`resume`."""
+        optimizers = self._guarded.optimizers
+        limits = [
+            (o, *self._limits[id(optimizer.clipper)][1:])
+            for o, optimizer in enumerate(optimizers)
+            if id(optimizer.clipper) in self._limits
+        ]
+        tightened = [(o, name, getattr(optimizers[o].clipper, name)) for o, name, _ in limits]
+        return {
+            "lr_scale": self._lr_scale,
+            "ramp": self._ramp,
+            "relax_in": self._relax_in,
+            "limits": limits,
+            "tightened": tightened,
+            "norms": list(self._norms),
+            "micro_batches": self.micro_batches,
+        }
+
+    def resume(self, step: int, saved: dict[str, Any]) -> None:
+        """Go on at a step of another process, with what :meth:`state` returned there."""
+        self.step = step
+        self.lr_scale, self._ramp = saved["lr_scale"], saved["ramp"]
+        self._relax_in, self.micro_batches = saved["relax_in"], saved["micro_batches"]
+        self._norms.extend(saved["norms"])
+        for o, name, limit in saved["limits"]:
+            clipper = self._guarded.optimizers[o].clipper
+            self._limits[id(clipper)] = (clipper, name, limit)
+        for o, name, limit in saved["tightened"]:
+            setattr(self._guarded.optimizers[o].clipper, name, limit)
+        self._guarded.mailbox.clear()
+        self.ring.drop_all()
+        self._frozen = None
+        self._signature = self._state.signature()
 
     def has_changed_shape(self) -> bool:
         """Return whether parameters came, went, froze or thawed since last asked.
@@ -132,19 +188,17 @@ class TorchRun:
     def restore(self, step: int) -> None:
         """Return to the good snapshot of ``step``, or to an older one if its bytes have changed.
 
+        All ranks return to the same one, or none does.
+
         Raises:
             CannotHeal: there is none, or it does not fit; nothing was changed.
         """
-        snapshot = self._verified(step)
-        frozen = fingerprints(self._state.frozen()).cpu()
-        if self._frozen is not None and not torch.equal(frozen, self._frozen.cpu()):
-            raise CannotHeal("frozen weights have changed, and no snapshot holds them")
+        snapshot = self._verified(self._ranks.least(step))
+        problem = self._misfit(snapshot)
+        if not self._ranks.all_agree(not problem):
+            raise CannotHeal(problem or "another rank could not return to its snapshot")
         self._guarded.mailbox.clear()
-        try:
-            self._state.restore(snapshot.tensors, snapshot.values)
-        except StateMismatch as error:
-            at = f"the snapshot of step {snapshot.step}"
-            raise CannotHeal(f"{at} does not fit: {error}") from None
+        self._state.restore(snapshot.tensors, snapshot.values)
         if self._config.data == "replay":
             snapshot.values["rng"].put_back()
             self._stream.rewind(snapshot.values["data"])
@@ -154,6 +208,19 @@ class TorchRun:
         self.step = snapshot.step
         self.ring.drop_after(snapshot.step)
         self.on_restore(snapshot.values["healing"])
+        if self.durable is not None:
+            self.durable.abandon_after(snapshot.step)
+
+    def _misfit(self, snapshot: Snapshot) -> str:
+        """Return why the run cannot return to a snapshot; empty if it can."""
+        frozen = fingerprints(self._state.frozen()).cpu()
+        if self._frozen is not None and not torch.equal(frozen, self._frozen.cpu()):
+            return "frozen weights have changed, and no snapshot holds them"
+        try:
+            self._state.check(snapshot.tensors)
+        except StateMismatch as error:
+            return f"the snapshot of step {snapshot.step} does not fit: {error}"
+        return ""
 
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:
         """Multiply the learning rate's factor, and return to 1 over ``ramp_steps`` steps."""
@@ -198,17 +265,22 @@ class TorchRun:
             setattr(clipper, name, limit * factor)
         self._relax_in = self._config.lr_ramp_steps
 
+    def relearn_clip(self) -> None:
+        """Forget what the clippers take for usual."""
+        for optimizer in self._guarded.optimizers:
+            optimizer.clipper.reset()
+
     def skip_batches(self, first_step: int, last_step: int) -> None:
         """Never again feed the batches of these steps."""
         self._stream.skip(first_step, last_step)
 
     def shrink_micro_batch(self) -> bool:
-        """Cut batches twice as fine; False if pieces are as small as they may be."""
-        return self._micro.shrink()
+        """Cut batches twice as fine; False if pieces are as small as they may be, on all ranks."""
+        return self._ranks.any_has(self._micro.shrink())
 
     def checkpoint_activations(self) -> bool:
         """Recompute activations in backward; False if the model cannot or already does."""
-        return checkpoint_activations(self._state.model)
+        return self._ranks.any_has(checkpoint_activations(self._state.model))
 
     def clear_cache(self) -> None:
         """Free what nobody holds, and give the allocator's reserve back to the device."""
@@ -238,12 +310,20 @@ class TorchRun:
                 param.add_(noise * param.std() * std)
 
     def _verified(self, step: int) -> Snapshot:
-        for candidate in [s for s in self.ring.good_steps() if s <= step]:
-            try:
-                return self.ring.take(candidate)
-            except SnapshotCorrupt as error:
-                self._note(f"{error}; falling back to an older one")
+        for candidate in [s for s in self.snapshots() if s <= step]:
+            snapshot = self._intact(candidate)
+            if self._ranks.all_agree(snapshot is not None) and snapshot is not None:
+                return snapshot
         raise CannotHeal(f"no intact snapshot of step {step} or before", ExitCode.NO_SNAPSHOT)
+
+    def _intact(self, step: int) -> Snapshot | None:
+        try:
+            return self.ring.take(step)
+        except SnapshotCorrupt as error:
+            self._note(f"{error}; falling back to the disk, or to an older one")
+        except KeyError:
+            pass  # it is on the disk only
+        return None if self.durable is None else self.durable.snapshot(step)
 
     def _relax_clip(self) -> None:
         for clipper, name, limit in self._limits.values():

@@ -110,6 +110,14 @@ class TrainingState:
             "schedulers": [_deep(s.state_dict()) for s in self.schedulers],
         }
 
+    def check(self, saved: Mapping[Key, Tensor]) -> None:
+        """Raise unless :meth:`restore` can write these; nothing is changed.
+
+        Raises:
+            StateMismatch: a parameter is missing or has another shape or dtype.
+        """
+        self._check(saved, self.tensors())
+
     @torch.no_grad()
     def restore(self, saved: Mapping[Key, Tensor], values: Mapping[str, Any]) -> None:
         """Write saved tensors and values over those of the run, in place.

@@ -80,7 +80,7 @@ class Treatment:
         finally:  # also if the plan was to halt: the journal tells why
             self.history.note_plan(diagnosis, plan, effects)
             self.log.append((at, diagnosis, plan))
-            self._write_down(diagnosis, plan, effects, time.monotonic() - began)
+            self._write_down(diagnosis, plan, effects, time.monotonic() - began, at)
         return plan
 
     def note_moves(self, moves: Sequence[tuple[int, str, str]]) -> None:
@@ -117,14 +117,18 @@ class Treatment:
             return plan
 
     def _write_down(
-        self, diagnosis: Diagnosis, plan: Plan, effects: Sequence[bool], seconds: float
+        self, diagnosis: Diagnosis, plan: Plan, effects: Sequence[bool], seconds: float, at: int
     ) -> None:
         done = [action_to_json(action) for action in plan]
         for action, effect in zip(done, effects, strict=False):
             action["effect"] = effect
         try:
             self._journal.recovery(
-                diagnosis, done, seconds=round(seconds, 6), resumed_at=self._run.step
+                diagnosis,
+                done,
+                seconds=round(seconds, 6),
+                noticed_at=at,
+                resumed_at=self._run.step,
             )
             self.tell(diagnosis, plan)
         except Exception as error:

@@ -1,6 +1,6 @@
 """What the device said about one step, decoded on the host.
 
-The columns and the first eight flags are those of ``zclip/layout.py``; they are stated again here,
+The columns and the first nine flags are those of ``zclip/layout.py``; they are stated again here,
 and compared by a test, because importing zclip would import torch.
 """
 
@@ -28,10 +28,6 @@ COLUMNS = (
 )
 """The elements of a verdict, in order."""
 
-_BLOCKED, _FLAGS, _WORST, _CLIPS, _SKIPS = (
-    COLUMNS.index(name) for name in ("blocked", "flags", "worst", "clips", "skips")
-)
-
 
 class Flag(IntFlag):
     """What is unusual about a step. All together fit a float32 exactly."""
@@ -44,6 +40,7 @@ class Flag(IntFlag):
     LOSS_NAN = 32  # NaN or Inf
     LOSS_SPIKE = 64
     LOSS_RISING = 128
+    DESYNC = 256  # ranks that should be at the same step are not
     # News of the host. It rides in the record of the next step so that all ranks hear of it alike.
     PREEMPTED = 1 << 12
     MEMORY_PRESSURE = 1 << 13
@@ -51,9 +48,18 @@ class Flag(IntFlag):
     OPTIMIZER_STATE_BAD = 1 << 15
     DATA_ERROR = 1 << 16
     DEVICE_ERROR = 1 << 17
+    OUT_OF_MEMORY = 1 << 18
+    NETWORK_ERROR = 1 << 19
+    UNKNOWN_ERROR = 1 << 20
+    STEP_FAILED = 1 << 21  # the optimizer stopped half-way, in the step before
+    SNAPSHOT_WANTED = 1 << 22
 
 
 NO_FLAG = Flag(0)
+HOST_FLAGS = tuple(flag for flag in Flag if flag >= Flag.PREEMPTED)
+FAILED = Flag.DATA_ERROR | Flag.OUT_OF_MEMORY | Flag.NETWORK_ERROR | Flag.UNKNOWN_ERROR
+"""A rank could not compute its part of this step, which all ranks therefore refuse."""
+
 NONFINITE_GRADIENT = Flag.HAS_NAN | Flag.HAS_INF | Flag.OVERFLOW
 
 
@@ -64,7 +70,9 @@ class Record:
     ``worst`` is the index of the tensor to blame, -1 if none; ``step`` is the number that the
     healing loop gave the step, not the device's own count. ``lr`` is the rate that was used, and
     ``scheduled_lr`` the one that the schedule wanted, where that is known. ``loss_scale`` is that
-    of a gradient scaler, None without one. NaN stands for what nobody told.
+    of a gradient scaler, None without one; ``lr_scale`` the factor of healing on the rate.
+    ``seconds`` is the mean over ranks, ``own_seconds`` what this one took.
+    NaN stands for what nobody told.
     """
 
     step: int
@@ -87,6 +95,8 @@ class Record:
     seconds: float = math.nan
     micro_batches: int = 1
     loss_scale: float | None = None
+    lr_scale: float = 1.0
+    own_seconds: float = math.nan
 
     @classmethod
     def decode(cls, step: int, row: Sequence[float], **host: Any) -> "Record":
@@ -97,16 +107,28 @@ class Record:
         """
         if len(row) < len(COLUMNS):
             raise ValueError(f"a verdict has {len(COLUMNS)} numbers, the row has {len(row)}")
-        values: dict[str, Any] = dict(zip(COLUMNS, row, strict=False))
-        values["step"] = step
-        values["blocked"] = row[_BLOCKED] != 0.0
-        values["worst"] = _whole(row[_WORST], otherwise=-1)
-        values["clips"] = _whole(row[_CLIPS], otherwise=0)
-        values["skips"] = _whole(row[_SKIPS], otherwise=0)
-        flags = _whole(row[_FLAGS], otherwise=0) | int(host.pop("flags", 0))
-        values["flags"] = Flag(flags) if flags else NO_FLAG
-        values.update(host)
-        return cls(**values)
+        # Spelled out: this runs in every step, and a dictionary costs more than all the rest.
+        blocked, flagged, norm, clipped, z, threshold, mean, std = row[:8]
+        loss, loss_ratio, worst, clips, skips = row[8:13]
+        flags = _whole(flagged, otherwise=0) | int(host.pop("flags", 0))
+        loss = host.pop("loss", loss)
+        return cls(
+            step=step,
+            flags=Flag(flags) if flags else NO_FLAG,
+            blocked=blocked != 0.0,
+            norm=norm,
+            clipped_norm=clipped,
+            z=z,
+            threshold=threshold,
+            mean=mean,
+            std=std,
+            loss=loss,
+            loss_ratio=loss_ratio,
+            worst=_whole(worst, otherwise=-1),
+            clips=_whole(clips, otherwise=0),
+            skips=_whole(skips, otherwise=0),
+            **host,
+        )
 
     @property
     def has_nonfinite_gradient(self) -> bool:

@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 
-from zclip import backends, info
+from zclip import backends, extras, info
 
 
 def page(**environment):
@@ -44,12 +45,33 @@ def test_who_answers_is_what_the_dispatcher_does():
     assert collected.advice == ["Nothing is missing."]
 
 
+def test_the_first_line_says_who_measures():
+    line = info.summary(info.collect())
+    assert line.startswith("Gradients on the CPU: compiled kernels (")
+    assert line.endswith("On a GPU: Triton kernels.")
+    assert "plain torch" in page(ZCLIP_BACKEND="reference").splitlines()[0]
+
+
 def test_a_missing_extension_comes_with_what_to_do(monkeypatch):
     monkeypatch.setattr("zclip.backends.native.is_loaded", lambda: False)
     collected = info.collect()
     assert any("Install a C++ compiler" in line for line in collected.advice)
     with Console(file=open(os.devnull, "w")) as console:
         info.show(collected, console)
+
+
+def test_extras_are_named_with_versions_and_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(extras, "declared", lambda: {"hf": ["torch", "nowhere"], "dev": ["ruff"]})
+    collected = info.collect()
+    assert list(collected.extras) == ["hf"]
+    assert f"torch {torch.__version__.split('+')[0]}" in collected.extras["hf"]
+    assert "no nowhere: pip install 'zclip-heal[hf]'" in collected.extras["hf"]
+
+
+def test_extras_are_those_that_the_project_declares():
+    assert {"hf", "lightning", "plot"} <= set(extras.declared())
+    assert "matplotlib" in extras.declared()["plot"]
+    assert extras._declared_in_sources().keys() >= {"hf", "lightning", "plot"}
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])

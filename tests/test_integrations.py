@@ -1,6 +1,5 @@
-"""Other people's loops, where they are installed: Hugging Face accelerate and Lightning."""
+"""Other people's loops: Hugging Face accelerate and Lightning."""
 
-import pytest
 import torch
 
 import zclip
@@ -13,7 +12,8 @@ def batches(count):
 
 
 def test_accelerate_wraps_the_wrapper():
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     runs = []
     for accelerated in (False, True):
         model = make_model()
@@ -38,7 +38,7 @@ def test_accelerate_wraps_the_wrapper():
 
 
 def test_the_lightning_callback_clips_and_is_saved(tmp_path):
-    lightning = pytest.importorskip("lightning.pytorch")
+    import lightning.pytorch as lightning
 
     class Module(lightning.LightningModule):
         def __init__(self):

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -29,10 +30,17 @@ def tree(tmp_path):
     return tmp_path
 
 
-def build(tree, *, hide_torch=False, **environment):
+def parts_of_the_report():
+    """What is no Python in the package, and easily forgotten."""
+    parts = {str(path.relative_to(ROOT)) for path in (ROOT / "heal/report/web").iterdir()}
+    assert len(parts) >= 6
+    return parts
+
+
+def build(tree, *, hide_torch=False, command="bdist_wheel", **environment):
     """Run setup.py bdist_wheel; return the process and the wheel, if there is one."""
     hide = "sys.modules['torch'] = None;" if hide_torch else ""
-    source = f"import runpy, sys; {hide} sys.argv = ['setup.py', 'bdist_wheel'];"
+    source = f"import runpy, sys; {hide} sys.argv = ['setup.py', {command!r}];"
     done = subprocess.run(
         [sys.executable, "-c", source + "runpy.run_path('setup.py', run_name='__main__')"],
         cwd=tree,
@@ -78,6 +86,17 @@ def test_a_pure_python_wheel_says_that_it_is_one(tree, options, message):
     assert done.returncode == 0, done.stderr[-2000:]
     assert message in done.stderr
     assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert set(archive.namelist()) >= parts_of_the_report()
+
+
+def test_the_source_archive_has_the_parts_of_the_report(tree):
+    done, _ = build(tree, command="sdist", ZCLIP_BUILD="none")
+    assert done.returncode == 0, done.stderr[-2000:]
+    (path,) = (tree / "dist").glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names >= parts_of_the_report()
 
 
 def test_without_a_compiler_the_install_still_succeeds_and_says_so(tree):
@@ -127,7 +146,7 @@ def test_one_wheel_has_the_cuda_kernels_and_loads_without_cuda(tree):
 
 def test_the_extras_are_those_we_promise():
     text = (ROOT / "pyproject.toml").read_text()
-    for extra in ("triton", "hf", "lightning", "plot", "test", "dev"):
+    for extra in ("triton", "hf", "lightning", "trackers", "plot", "test", "dev"):
         assert re.search(rf"^{extra} = \[", text, re.MULTILINE), extra
     assert 'name = "zclip-heal"' in text
     requires = re.search(r"^requires = (.*)$", text, re.MULTILINE).group(1)

@@ -3,7 +3,6 @@
 import os
 import platform
 from dataclasses import dataclass, field
-from importlib import metadata
 
 import torch
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.table import Table
 import zclip
 from zclip import backends, config
 from zclip.backends import native
+from zclip.extras import extras, version
 
 DEVICES = ("cpu", "cuda")
 
@@ -27,6 +27,8 @@ class Info:
     """Backend to the reason why it is active or not."""
     answers: dict[str, dict[str, str]]
     """Operator to device type to the backend that serves it."""
+    extras: dict[str, str] = field(default_factory=dict)
+    """Extra to the packages it consists of, and which of them are here."""
     advice: list[str] = field(default_factory=list)
 
 
@@ -37,7 +39,7 @@ def collect() -> Info:
         versions={
             "zclip-heal": zclip.__version__,
             "torch": torch.__version__,
-            "triton": _version("triton"),
+            "triton": version("triton") or "not installed",
             "python": platform.python_version(),
         },
         machine={
@@ -57,16 +59,19 @@ def collect() -> Info:
             op: {device: backends.answering(op, device) for device in DEVICES}
             for op in backends.OPS
         },
+        extras={name: _extra(name, packages) for name, packages in extras().items()},
     )
     info.advice = _advice(info)
     return info
 
 
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def _extra(name: str, packages: dict[str, str | None]) -> str:
+    """Say what is there of an extra and how to get the rest."""
+    here = [f"{package} {found}" for package, found in packages.items() if found]
+    missing = [package for package, found in packages.items() if not found]
+    if missing:
+        here.append(f"no {', no '.join(missing)}: pip install 'zclip-heal[{name}]'")
+    return ", ".join(here)
 
 
 def _advice(info: Info) -> list[str]:
@@ -86,13 +91,27 @@ def _advice(info: Info) -> list[str]:
     return advice or ["Nothing is missing."]
 
 
+def summary(info: Info) -> str:
+    """Return in one line who measures gradients here: what most people want to know."""
+    names = {
+        "native": f"compiled kernels ({info.machine['cpu path']})",
+        "triton": "Triton kernels",
+        "reference": "plain torch",
+    }
+    served = info.answers["grad_stats"]
+    cuda = "compiled CUDA kernels" if served["cuda"] == "native" else names[served["cuda"]]
+    return f"Gradients on the CPU: {names[served['cpu']]}. On a GPU: {cuda}."
+
+
 def show(info: Info, console: Console) -> None:
     """Print the page."""
+    console.print(summary(info), soft_wrap=True)
     for title, rows in (
         ("Versions", info.versions),
         ("Machine", info.machine),
         ("Settings", info.settings),
         ("Backends", info.backends),
+        ("Extras of zclip and heal; all are optional", info.extras),
     ):
         table = Table(title=title, title_justify="left", show_header=False, min_width=60)
         for name, value in rows.items():

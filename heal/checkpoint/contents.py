@@ -36,19 +36,28 @@ class Contents:
 
 
 class Names:
-    """The names of a run's parameters."""
+    """The names of a run's parameters.
+
+    Attributes:
+        parameters: of model and optimizers, each once.
+        names: of these, in the same order.
+        optimized: the parameters of each optimizer, in its own order.
+    """
 
     def __init__(self, state: TrainingState) -> None:
-        self._state = state
         known = {id(p): plain_name(name) for name, p in state.model.named_parameters()}
         self.parameters = state.parameters()
         self.names = [known.get(id(p), f"unnamed.{i}") for i, p in enumerate(self.parameters)]
         self.index = {name: i for i, name in enumerate(self.names)}
-        self._name_of = {id(p): name for p, name in zip(self.parameters, self.names, strict=True)}
-
-    def optimized(self, o: int) -> list[Tensor]:
-        """Return the parameters of an optimizer, in its own order."""
-        return [p for group in self._state.optimizers[o].param_groups for p in group["params"]]
+        self.optimized: list[list[Tensor]] = [
+            [p for group in optimizer.param_groups for p in group["params"]]
+            for optimizer in state.optimizers
+        ]
+        name_of = {id(p): name for p, name in zip(self.parameters, self.names, strict=True)}
+        self._optimized_names = [[name_of[id(p)] for p in params] for params in self.optimized]
+        self._optimized_index = [
+            {name: i for i, name in enumerate(names)} for names in self._optimized_names
+        ]
 
     def text(self, key: Key) -> str:
         """Return the name of a tensor of the run."""
@@ -59,7 +68,7 @@ class Names:
             rest = [plain_name(str(rest[0]))]
         elif kind == "state":
             o, i, name = rest
-            rest = [o, self._name_of[id(self.optimized(int(o))[int(i)])], name]
+            rest = [o, self._optimized_names[int(o)][int(i)], name]
         return "/".join([str(kind), *(quote(str(part), safe=".") for part in rest)])
 
     def key(self, text: str, buffers: Mapping[str, str]) -> Key | None:
@@ -72,12 +81,10 @@ class Names:
                 return (kind, buffers.get(rest[0], rest[0]))
             if kind == "state":
                 o, name, what = rest
-                param = self.parameters[self.index[name]]
-                there = self.optimized(int(o))
-                return (kind, int(o), next(i for i, p in enumerate(there) if p is param), what)
+                return (kind, int(o), self._optimized_index[int(o)][name], what)
             if kind == "group":
                 return (kind, int(rest[0]), int(rest[1]), rest[2])
-        except (KeyError, ValueError, IndexError, StopIteration):
+        except (KeyError, ValueError, IndexError):
             return None
         return (kind, *rest) if kind in ("scaler", "extra") else None
 
@@ -150,7 +157,7 @@ def wanted_chunk(state: TrainingState, names: Names, text: str) -> Chunk | None:
     if key[0] == "parameter":
         there = names.parameters[int(key[1])]
     else:
-        param = names.optimized(int(key[1]))[int(key[2])]
+        param = names.optimized[int(key[1])][int(key[2])]
         there = state.optimizers[int(key[1])].state.get(param, {}).get(key[3], param)
     return chunk_of(there) or all_of(there)
 
@@ -166,18 +173,42 @@ def put_back(
             changed.
     """
     names = Names(state)
-    buffers = {plain_name(name): name for name, _ in state.model.named_buffers()}
-    keys = {t: names.key(t, buffers) for t in tensors if not t.startswith("value/")}
-    saved = {key: tensors[text] for text, key in keys.items() if key is not None}
+    saved = _by_key(state, names, tensors)
     frozen = _check_parameters(state, names, saved)
-    strange = next((text for text, key in keys.items() if key is None), None)
-    if strange is not None:
-        raise StateMismatch(f"the checkpoint holds {strange!r}, which this run does not have")
+    _check_known(saved)
     _check_values(state, values)
     _make_sharded_state(state, names, saved)
     for param, tensor in frozen:
         getattr(param, "_local_tensor", param).copy_(tensor)
     state.restore(saved, values)
+
+
+def keyed(state: TrainingState, names: Names, tensors: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+    """Return saved tensors under the keys of a run, without those of frozen parameters.
+
+    Raises:
+        StateMismatch: the run is made of other parameters.
+    """
+    saved = _by_key(state, names, tensors)
+    _check_parameters(state, names, saved)
+    _check_known(saved)
+    return saved
+
+
+def _by_key(state: TrainingState, names: Names, tensors: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+    """What the run does not have stays under its name."""
+    buffers = {plain_name(name): name for name, _ in state.model.named_buffers()}
+    return {
+        names.key(text, buffers) or (text,): tensor
+        for text, tensor in tensors.items()
+        if not text.startswith("value/")
+    }
+
+
+def _check_known(saved: Mapping[Key, Tensor]) -> None:
+    strange = next((key[0] for key in saved if "/" in str(key[0])), None)
+    if strange is not None:
+        raise StateMismatch(f"the checkpoint holds {strange!r}, which this run does not have")
 
 
 def _check_parameters(
@@ -228,7 +259,7 @@ def _make_sharded_state(state: TrainingState, names: Names, saved: Mapping[Key, 
         if key[0] != "state":
             continue
         optimizer = state.optimizers[int(key[1])]
-        param: Any = names.optimized(int(key[1]))[int(key[2])]
+        param: Any = names.optimized[int(key[1])][int(key[2])]
         local = getattr(param, "_local_tensor", None)
         if local is None or key[3] in optimizer.state.get(param, {}):
             continue

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from heal.checkpoint.api import save
 from heal.checkpoint.contents import plain_name
 from heal.checkpoint.errors import CheckpointError
 from heal.checkpoint.files import TEMPORARY, flush_folder
-from heal.checkpoint.folders import committed
-from heal.checkpoint.reading import CheckpointReader, Restored
+from heal.checkpoint.state_dicts import state_dicts
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizers", "optimizer", "optimizer_state_dict", "optim")
@@ -31,43 +29,6 @@ SCHEDULER_KEYS = ("schedulers", "scheduler", "lr_scheduler", "scheduler_state_di
 
 class NotTrusted(CheckpointError):
     """A file that can run code was to be loaded without ``trusted=True``."""
-
-
-def state_dicts(directory: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-    """Return a checkpoint as torch's own state dicts; no pickle is involved.
-
-    Args:
-        directory: of the checkpoints.
-        step: which one; the newest if None.
-
-    Returns:
-        ``step``, ``model``, ``optimizers`` (a list), ``schedulers`` (a list) and ``extra``: what
-        ``load_state_dict`` of each takes. Parts that ranks saved are put together.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    found = [f for f in committed(Path(directory)) if step is None or f.step == step]
-    if not found:
-        raise CheckpointError(f"{directory} has no finished checkpoint" + _of(step))
-    restored = CheckpointReader(found[-1].path).read_whole()
-    names = restored.values["names"]
-    model = {
-        _name_of(text): tensor
-        for text, tensor in restored.tensors.items()
-        if text.startswith(("parameter/", "buffer/"))
-    }
-    for alias, target in names["aliases"].items():
-        model[alias] = model[target]
-    for name in names["non_persistent"]:
-        model.pop(name, None)
-    return {
-        "step": restored.step,
-        "model": model,
-        "optimizers": [_optimizer(restored, o) for o in range(len(names["groups"]))],
-        "schedulers": restored.values["training"]["schedulers"],
-        "extra": restored.values.get("extra"),
-    }
 
 
 def export_torch(
@@ -94,11 +55,10 @@ def export_dcp(
 
     Moments are under the names of their parameters, as that format has them.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
     dicts = state_dicts(directory, step)
-    names = [list(_flat(groups)) for groups in _groups_of(directory, step)]
-    for optimizer, known in zip(dicts["optimizers"], names, strict=True):
+    for optimizer, known in zip(dicts["optimizers"], dicts["parameter_names"], strict=True):
         optimizer["state"] = {known[i]: state for i, state in optimizer["state"].items()}
         for group in optimizer["param_groups"]:
             group["params"] = [known[i] for i in group["params"]]
@@ -108,7 +68,7 @@ def export_dcp(
         "schedulers": {str(s): state for s, state in enumerate(dicts["schedulers"])},
         "step": dicts["step"],
     }
-    dcp.save(tree, checkpoint_id=target, no_dist=True)
+    save_dcp(tree, checkpoint_id=target, no_dist=True)
 
 
 def import_torch(
@@ -156,8 +116,8 @@ def import_dcp(
 ) -> Path:
     """Load a folder of torch.distributed.checkpoint into a run; see :func:`import_torch`."""
     _ask_for_trust(source, trusted)
-    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     tree: dict[str, Any] = {}
@@ -203,8 +163,8 @@ def _take_over(
     ):
         if len(wanted) > len(there):
             raise CheckpointError(f"{source} has {len(there)} {what}; {len(wanted)} were given")
-    own = {plain_name(name): name for name in model.state_dict()}
-    plain = {own.get(plain_name(name), name): tensor for name, tensor in weights.items()}
+    own = {plain_name(name): str(name) for name in model.state_dict()}
+    plain = {own.get(plain_name(name), str(name)): tensor for name, tensor in weights.items()}
     model.load_state_dict(plain)
     for o, state in zip(optimizers, theirs[0], strict=False):
         o.load_state_dict(_by_number(state, o, model))
@@ -226,44 +186,6 @@ def _by_number(state: Any, optimizer: Optimizer, model: Module) -> dict[str, Any
     ]
     moments = {number[plain_name(name)]: entry for name, entry in state["state"].items()}
     return {"state": moments, "param_groups": groups}
-
-
-def _optimizer(restored: Restored, o: int) -> dict[str, Any]:
-    training, groups = restored.values["training"], restored.values["names"]["groups"][o]
-    number = {name: i for i, name in enumerate(_flat(groups))}
-    state: dict[int, dict[str, Any]] = {
-        i: dict(plain) for i, plain in enumerate(training["state"][o]) if plain is not None
-    }
-    listed = []
-    for g, (names, settings) in enumerate(zip(groups, training["groups"][o], strict=True)):
-        listed.append({**settings, "params": [number[name] for name in names]})
-        prefix = f"group/{o}/{g}/"
-        listed[-1].update(
-            {t[len(prefix) :]: v for t, v in restored.tensors.items() if t.startswith(prefix)}
-        )
-    for text, tensor in restored.tensors.items():
-        kind, *rest = text.split("/")
-        if kind == "state" and int(rest[0]) == o:
-            state.setdefault(number[unquote(rest[1])], {})[unquote(rest[2])] = tensor
-    return {"state": state, "param_groups": listed}
-
-
-def _groups_of(directory: str | os.PathLike[str], step: int | None) -> list[Any]:
-    found = [f for f in committed(Path(directory)) if step is None or f.step == step]
-    groups: list[Any] = CheckpointReader(found[-1].path).manifest(0).values["names"]["groups"]
-    return groups
-
-
-def _flat(groups: Any) -> list[str]:
-    return [name for group in groups for name in group]
-
-
-def _name_of(text: str) -> str:
-    return unquote(text.split("/", 1)[1])
-
-
-def _of(step: int | None) -> str:
-    return "" if step is None else f" of step {step}"
 
 
 def _first(tree: Mapping[str, Any], keys: Sequence[str]) -> Any:

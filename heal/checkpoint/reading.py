@@ -111,7 +111,7 @@ class CheckpointReader:
                 continue
             if name not in tensors:
                 tensors[name] = self._assemble(name, chunk)
-            elif entries[name].whole is None and chunk.whole == entries[name].shape:
+            elif entries[name].whole is None and chunk.shape != chunk.whole == entries[name].shape:
                 tensors[name] = tensors[name][chunk.box].clone()  # saved whole, wanted in part
         ordered = {name: tensors[name] for name in entries}
         values = decode(own.values, ordered, self.folder / manifest_name(own.rank))

@@ -8,7 +8,7 @@ safetensors can open one; none is needed here.
 import ctypes
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from heal.checkpoint.manifest import ITEM_BYTES, Entry, shard_name
 from heal.snapshots import fingerprints
 
 ALIGNMENT = 8  # of the header, as the format asks for
+BATCH_BYTES = 64 * 2**20  # that are read and checked in one go
 LENGTH_BYTES = 8  # of the header's length, little-endian, at the beginning
 
 
@@ -46,6 +47,9 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 def checksum_text(number: int) -> str:
     """Return a checksum as the manifest has it."""
     return f"{number & (2**64 - 1):016x}"
+
+
+EMPTY_CHECKSUM = checksum_text(0)  # of a tensor without elements
 
 
 def placed(entries: Mapping[str, Entry], rank: int) -> dict[str, Entry]:
@@ -142,25 +146,39 @@ class ShardReader:
             if entry is None:
                 raise CheckpointCorrupt(f"{self._path} does not hold tensor {name!r}")
             found[name] = self._read_one(entry)
-        sums = checksums([t for t in found.values() if t.numel()]).tolist()
-        listed = iter(sums)
-        for name, tensor in found.items():
-            now = checksum_text(next(listed)) if tensor.numel() else checksum_text(0)
-            if now != self._entries[name].checksum:
-                raise CheckpointCorrupt(
-                    f"{self._path}: tensor {name!r} is not what was saved: its checksum is "
-                    f"{now}, that of the manifest {self._entries[name].checksum}"
-                )
+        self._compare(found)
         return found
 
     def check(self) -> None:
-        """Read every tensor, one at a time, and compare it with its checksum.
+        """Read every tensor and compare it with its checksum, in memory that is used again.
 
         Raises:
             CheckpointCorrupt: names the first that has changed.
         """
-        for name in self._entries:
-            self.read([name])
+        memory = torch.empty(0, dtype=torch.uint8)
+        for names in _batches(self._entries):
+            begin = self._entries[names[0]].offset
+            end = self._entries[names[-1]].offset + self._entries[names[-1]].num_bytes
+            if end - begin > len(memory):
+                memory = torch.empty(end - begin, dtype=torch.uint8)
+            if end > begin:
+                target = memory_of(memory[: end - begin])
+                read_into(self._file, target, len(self._header) + begin, self._path)
+            spans = {n: (self._entries[n].offset, self._entries[n].num_bytes) for n in names}
+            self._compare({n: memory[at - begin : at - begin + k] for n, (at, k) in spans.items()})
+
+    def _compare(self, found: Mapping[str, Tensor]) -> None:
+        """Raise unless every tensor, or its bytes, has the checksum of its entry."""
+        filled = {name: tensor for name, tensor in found.items() if tensor.numel()}
+        sums = checksums(list(filled.values())).tolist()
+        now = dict(zip(filled, map(checksum_text, sums), strict=True))
+        for name in found:
+            there, wanted = now.get(name, EMPTY_CHECKSUM), self._entries[name].checksum
+            if there != wanted:
+                raise CheckpointCorrupt(
+                    f"{self._path}: tensor {name!r} is not what was saved: its checksum is "
+                    f"{there}, that of the manifest {wanted}"
+                )
 
     def _check_layout(self) -> None:
         offset = 0
@@ -185,6 +203,20 @@ class ShardReader:
             at = len(self._header) + entry.offset
             read_into(self._file, memory_of(memory), at, self._path)
         return memory.view(torch_dtype(entry.dtype)).view(entry.shape)
+
+
+def _batches(entries: Mapping[str, Entry]) -> Iterator[list[str]]:
+    """Put neighbours together, so that many small tensors cost one call and not many."""
+    names: list[str] = []
+    size = 0
+    for name, entry in entries.items():
+        if names and size + entry.num_bytes > BATCH_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += entry.num_bytes
+    if names:
+        yield names
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -1,5 +1,6 @@
 """One bit that all ranks come to know in the same call."""
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,8 @@ from heal.cluster.side_group import has_peers, side_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+CLOSE_SECONDS = 1.0
 
 
 class Agreement:
@@ -41,7 +44,16 @@ class Agreement:
         return any(self._collect()) if wait else False
 
     def close(self) -> None:
-        """Let go of what is under way; peers may be gone already."""
+        """Wait a little for what is under way: a thread must not write to memory that is gone.
+
+        Not for long, for the peers may be gone already.
+        """
+        until = time.monotonic() + CLOSE_SECONDS
+        while self._under_way and time.monotonic() < until:
+            if self._under_way[0][0].is_completed():
+                self._under_way.pop(0)
+            else:
+                time.sleep(0.001)
         self._under_way.clear()
 
     def _collect(self) -> list[bool]:

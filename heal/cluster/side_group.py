@@ -1,14 +1,17 @@
 """A gloo group beside the group of training: for small talk that must not touch the device."""
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary, ref
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_made: "dict[tuple[Any, ...], ProcessGroup]" = {}
-_made_in: list[Any] = [None]  # the world that the groups above belong to
+_made: "WeakValueDictionary[tuple[Any, ...], ProcessGroup]" = WeakValueDictionary()
+"""Weakly, so that ``destroy_process_group`` ends their threads: those must not outlive Python."""
+
+_made_in: "list[ref[Any] | None]" = [None]  # the world that the groups above belong to
 
 
 def has_peers(group: "ProcessGroup | None" = None) -> bool:
@@ -23,16 +26,18 @@ def side_group(group: "ProcessGroup | None" = None, purpose: str = "talk") -> "P
         group: whose ranks; those of the world if None.
         purpose: groups for different purposes are different, so that a broken one stays alone.
     """
-    if _made_in[0] is not dist.group.WORLD:
+    if _made_in[0] is None or _made_in[0]() is not dist.group.WORLD:
         _made.clear()
-        _made_in[0] = dist.group.WORLD
+        _made_in[0] = ref(dist.group.WORLD)
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     key = (*ranks, purpose)
-    if key not in _made:
-        _made[key] = dist.new_group(
+    made = _made.get(key)
+    if made is None:
+        made = dist.new_group(
             list(ranks), backend="gloo", use_local_synchronization=group is not None
         )
-    return _made[key]
+        _made[key] = made
+    return made
 
 
 def own_store() -> Any:

@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from heal.checkpoint.folders import committed
+from heal.checkpoint.manifest import COMMIT
 from heal.cluster.hostlist import expand_hostlist
 
 LOG = logging.getLogger("heal.cluster")
 FIRST_PORT, PORTS = 20_000, 20_000
 """Ports for jobs that name none: below those that the system hands out by itself on Linux."""
-
-STEP_FOLDER = re.compile(r"step-(\d+)")
-COMMIT = "COMMIT"
-"""The file that a checkpoint gets last: a folder without it is half a checkpoint."""
 
 Resolver = Callable[[Path], "Path | None"]
 
@@ -115,7 +113,7 @@ def resolve_resume_path(
     Args:
         checkpoint_dir: where checkpoints are written, a folder ``step-000123`` each.
         resume: a checkpoint, ``"auto"`` for the newest one that is complete, or None to start anew.
-        resolver: finds the newest; that of :mod:`heal.checkpoint` if None, where it is there.
+        resolver: finds the newest; :func:`newest_committed` if None.
 
     Raises:
         FileNotFoundError: ``resume`` names a folder that is missing or has no COMMIT.
@@ -134,13 +132,12 @@ def resolve_resume_path(
 
 
 def newest_committed(checkpoint_dir: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step, None if there is none."""
-    found = [
-        (int(match.group(1)), path)
-        for path in checkpoint_dir.glob("step-*")
-        if (match := STEP_FOLDER.fullmatch(path.name)) and (path / COMMIT).is_file()
-    ]
-    return max(found, default=(0, None))[1]
+    """Return the newest complete checkpoint, None if there is none; its bytes are not read.
+
+    Loading compares them with their checksums, and falls back to an older one by itself.
+    """
+    found = committed(checkpoint_dir)
+    return found[-1].path if found else None
 
 
 def _whole(environment: Mapping[str, str], name: str, otherwise: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.robust import Window
-from heal.verdict import Flag, Record
+from heal.verdict import FAILED, Flag, Record
 
 
 class RefusedSteps:
@@ -22,6 +22,8 @@ class RefusedSteps:
         self.first_step = -1
 
     def observe(self, record: Record) -> Finding | None:
+        if record.has(FAILED):
+            return None  # some rank had nothing to give; that is told by itself
         loss_is_bad = record.has(Flag.LOSS_NAN)
         is_nonfinite = record.has_nonfinite_gradient or loss_is_bad
         if not is_nonfinite and not record.blocked:

@@ -109,29 +109,37 @@ class HostNews:
     NEWS = (
         (Flag.PREEMPTED, Cause.PREEMPTED, Severity.FATAL),
         (Flag.DEVICE_ERROR, Cause.DEVICE_ERROR, Severity.FATAL),
+        (Flag.UNKNOWN_ERROR, Cause.UNKNOWN, Severity.FATAL),
+        (Flag.OUT_OF_MEMORY, Cause.OUT_OF_MEMORY, Severity.ERROR),
         (Flag.WEIGHTS_BAD, Cause.WEIGHT_CORRUPTION, Severity.ERROR),
         (Flag.OPTIMIZER_STATE_BAD, Cause.OPTIMIZER_CORRUPTION, Severity.ERROR),
         (Flag.DATA_ERROR, Cause.DATA_ERROR, Severity.ERROR),
+        (Flag.NETWORK_ERROR, Cause.NETWORK_ERROR, Severity.ERROR),
+        (Flag.DESYNC, Cause.DESYNC, Severity.ERROR),
         (Flag.MEMORY_PRESSURE, Cause.MEMORY_PRESSURE, Severity.WARN),
     )
     DAMAGE = Flag.WEIGHTS_BAD | Flag.OPTIMIZER_STATE_BAD
 
     def __init__(self, config: HealingConfig) -> None:
-        self.interval = max(config.check_interval, 1)
+        compared = config.fingerprint_interval + config.lag if config.fingerprint_interval else 0
+        self.interval = max(config.check_interval, compared, 1)
 
     def observe(self, record: Record) -> Finding | None:
-        if record.flags < Flag.PREEMPTED:
-            return None  # the device's own flags are below
+        if record.flags < Flag.DESYNC:
+            return None  # what the device says of gradients and losses is below
         for flag, cause, severity in self.NEWS:
             if record.has(flag):
+                evidence: dict[str, object] = {"flag": flag.name, "measured": True}
                 # Damage was done after the last check that found none.
                 since = self.interval if flag & self.DAMAGE else 0
+                if record.has(Flag.STEP_FAILED):
+                    evidence["phase"], since = "step", 1  # it was told in the record after
                 return Finding(
                     cause=cause,
                     step=record.step,
                     bad_step=max(record.step - since, 0),
                     severity=severity,
-                    evidence={"flag": flag.name, "measured": True},
+                    evidence=evidence,
                 )
         return None
 

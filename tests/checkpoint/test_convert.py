@@ -5,18 +5,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from heal.checkpoint import CheckpointError, convert
+from heal.checkpoint.state_dicts import state_dicts
 from tests.checkpoint.scenes import assert_same, run, saved_at
 
 
 def test_a_checkpoint_becomes_state_dicts_that_torch_takes(tmp_path):
     bits = saved_at(tmp_path, 1, 3)
-    dicts = convert.state_dicts(tmp_path)
+    dicts = state_dicts(tmp_path)
     again = run(seed=1)
     again.model.load_state_dict(dicts["model"])
     again.optimizer.load_state_dict(dicts["optimizers"][0])
     again.scheduler.load_state_dict(dicts["schedulers"][0])
     assert_same(again.bits()[:-2], bits[3][:-2])  # generators are no part of state dicts
-    assert convert.state_dicts(tmp_path, 1)["step"] == 1
+    assert state_dicts(tmp_path, 1)["step"] == 1
 
 
 def test_a_checkpoint_goes_to_torch_save_and_back(tmp_path):
@@ -48,7 +49,7 @@ def test_dcp_itself_reads_what_we_export(tmp_path):
     there = run(seed=1)
     tree = {"model": there.model.state_dict()}
     dcp.load(tree, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    for name, tensor in convert.state_dicts(tmp_path / "ours")["model"].items():
+    for name, tensor in state_dicts(tmp_path / "ours")["model"].items():
         assert torch.equal(tree["model"][name], tensor)
 
 
@@ -58,9 +59,7 @@ def test_the_usual_names_of_others_are_known(tmp_path, key):
     wrapped = {f"module.{name}": t for name, t in there.model.state_dict().items()}
     torch.save({key: wrapped} if key else wrapped, tmp_path / "weights.pt")
     other = run(seed=1)
-    convert.import_torch(
-        tmp_path / "weights.pt", tmp_path / "ours", 0, other.model, trusted=True
-    )
+    convert.import_torch(tmp_path / "weights.pt", tmp_path / "ours", 0, other.model, trusted=True)
     assert torch.equal(other.model[0].weight, there.model[0].weight)
 
 
@@ -89,4 +88,4 @@ def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"has none of model.*; has \['weights'\]"):
         convert.import_torch(tmp_path / "b.pt", tmp_path / "ours", 0, *parts, trusted=True)
     with pytest.raises(CheckpointError, match="no finished checkpoint of step 7"):
-        convert.state_dicts(tmp_path, 7)
+        state_dicts(tmp_path, 7)

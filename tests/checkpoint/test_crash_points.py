@@ -116,7 +116,7 @@ def test_no_loss_of_power_leaves_less_than_a_whole_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("deaf_to", [File, Folder])
 def test_a_drive_that_does_not_flush_is_noticed(tmp_path, deaf_to):
-    with pytest.raises(AssertionError, match="nothing is left|survives any loss"):
+    with pytest.raises(AssertionError, match=r"nothing is left|survives any loss"):
         lose_power_at_every_operation(tmp_path, deaf_to)
 
 

@@ -11,7 +11,8 @@ from torch.optim import lr_scheduler
 
 from heal.checkpoint import CannotEncode, CheckpointRefused, strict_json
 from heal.checkpoint.encode import MAX_DEPTH, decode, encode
-from heal.data import DataPosition, EpochStart
+from heal.data import DataPosition
+from heal.epoch_start import EpochStart
 from heal.rng import RngState
 
 HERE = Path("manifest.json")
@@ -161,7 +162,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda v: str(v)[:50])
 def test_a_hostile_value_is_refused(value):
-    with pytest.raises(CheckpointRefused, match="manifest.json"):
+    with pytest.raises(CheckpointRefused, match=r"manifest\.json"):
         decode({"a": [value]}, {"value/0": torch.zeros(8, dtype=torch.uint8)}, HERE)
 
 

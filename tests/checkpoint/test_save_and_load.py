@@ -51,8 +51,18 @@ def test_the_step_count_keeps_its_dtype_and_device(tmp_path, capturable):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint16, torch.complex64]
-    + [torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.int8],
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.bool,
+        torch.uint16,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2fnuz,
+        torch.int8,
+    ],
     ids=str,
 )
 def test_every_dtype_and_shape_comes_back_to_the_bit(tmp_path, dtype):
@@ -144,7 +154,7 @@ def test_another_model_is_refused_by_name_and_nothing_changes(tmp_path):
 
 def test_what_the_run_does_not_have_is_refused_by_name(tmp_path):
     checkpoint.save(tmp_path, 1, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    with pytest.raises(StateMismatch, match="'parameter/1.weight', which this run does not have"):
+    with pytest.raises(StateMismatch, match=r"'parameter/1\.weight', which this run does not have"):
         checkpoint.load(tmp_path, nn.Sequential(nn.Linear(2, 2)))
 
 

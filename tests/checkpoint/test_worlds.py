@@ -15,6 +15,8 @@ CHECKS = {
     "replicas": 2,
     "failures": 2,
     "thread": 2,
+    "healer": 2,
+    "recompute": 2,
 }
 
 
@@ -25,7 +27,15 @@ def world(size):
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.checkpoint.worker", str(r), str(size), folder, *names],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.checkpoint.worker",
+                    str(r),
+                    str(size),
+                    folder,
+                    *names,
+                ],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

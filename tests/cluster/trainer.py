@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from heal import checkpoint
 from heal.cluster import ShutdownHandler, init_process_group, resolve_resume_path
 
 SAMPLES = 6  # per step, over all ranks: one, two, three and six of them share evenly
@@ -26,30 +27,24 @@ def batch(step, rank, size):
     return torch.randn(SAMPLES, 4, generator=generator)[rank::size]
 
 
-def train(parameters, momenta, samples):
-    """One step of momentum on the mean gradient of all ranks, without DDP: it loads for seconds."""
-    weight, bias, out = parameters
-    loss = ((samples @ weight + bias).tanh() @ out).square().mean()
-    gradients = torch.autograd.grad(loss, parameters)
-    for parameter, momentum, gradient in zip(parameters, momenta, gradients, strict=True):
-        dist.all_reduce(gradient)
-        momentum.mul_(0.9).add_(gradient / dist.get_world_size())
-        parameter.data.sub_(momentum, alpha=1e-2)
+class Model(torch.nn.Module):
+    """Two layers, and momentum by hand: torch's optimizers and DDP take seconds to load."""
 
+    def __init__(self):
+        super().__init__()
+        for name, shape in (("weight", (4, 8)), ("bias", (8,)), ("out", (8, 1))):
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
+            self.register_buffer(f"{name}_momentum", torch.zeros(shape))
 
-def save(folder, step, state):
-    """One file and the marker, by rank 0; a test of durability is not the point here."""
-    path = folder / f"step-{step:06d}"
-    path.mkdir(exist_ok=True)
-    torch.save(state, path / "part.pt")
-    os.replace(path / "part.pt", path / "state.pt")
-    (path / "COMMIT").touch()
-
-
-def load(path, state):
-    for ours, theirs in zip(state, torch.load(path / "state.pt", weights_only=True), strict=True):
-        ours.data.copy_(theirs)
-    return int(path.name.removeprefix("step-"))
+    def train_on(self, samples):
+        """One step on the mean gradient of all ranks."""
+        loss = ((samples @ self.weight + self.bias).tanh() @ self.out).square().mean()
+        parameters = list(self.parameters())
+        gradients = torch.autograd.grad(loss, parameters)
+        for parameter, momentum, grad in zip(parameters, self.buffers(), gradients, strict=True):
+            dist.all_reduce(grad)
+            momentum.mul_(0.9).add_(grad / dist.get_world_size())
+            parameter.data.sub_(momentum, alpha=1e-2)
 
 
 def digest(tensors):
@@ -63,28 +58,28 @@ def main(folder, steps, pause="0"):
     attempt = init_process_group("gloo")
     rank, size = attempt.rank, attempt.world_size
     torch.manual_seed(0)
-    parameters = [torch.randn(shape).requires_grad_() for shape in ((4, 8), (8,), (8, 1))]
-    momenta = [torch.zeros_like(p) for p in parameters]
-    state = [p.detach() for p in parameters] + momenta
-    start = 0
-    resumed = resolve_resume_path(folder)
+    model = Model()
+    resumed = checkpoint.load(folder, model)
+    start = resumed.step if resumed is not None else 0
     if resumed is not None:
-        start = load(resumed, state)
+        assert resolve_resume_path(folder).name == f"step-{start:06d}"
     with (folder / f"attempts{rank}").open("a") as file:
         line = {"start": start, "size": size, "name": attempt.name, "time": time.time()}
         file.write(json.dumps({**line, "pid": os.getpid()}) + "\n")
     with ShutdownHandler(shutdown_timeout_sec=60) as shutdown:
         for step in range(start, steps):
-            train(parameters, momenta, batch(step, rank, size))
+            model.train_on(batch(step, rank, size))
             (folder / f"step{rank}").write_text(str(step))
             time.sleep(pause)
             stop = shutdown.should_stop()
-            if rank == 0 and (stop or (step + 1) % SAVE_EVERY == 0):
-                save(folder, step + 1, state)
+            if stop or (step + 1) % SAVE_EVERY == 0:
+                checkpoint.save(folder, step + 1, model)
             if stop:
-                (folder / f"stopped{rank}").write_text(f"{step} {digest(state)}")
+                (folder / f"stopped{rank}").write_text(
+                    f"{step} {digest(model.state_dict().values())}"
+                )
                 shutdown.exit()
-    (folder / f"done{rank}").write_text(digest(state))
+    (folder / f"done{rank}").write_text(digest(model.state_dict().values()))
     dist.destroy_process_group()
 
 

@@ -23,6 +23,9 @@ class FakeRun:
     def tighten_clip(self, factor):
         self.done.append(("tighten_clip", factor))
 
+    def relearn_clip(self):
+        self.done.append(("relearn_clip",))
+
     def skip_batches(self, first_step, last_step):
         self.done.append(("skip_batches", first_step, last_step))
 

@@ -12,6 +12,7 @@ from heal.actions import (
     Halt,
     PerturbWeights,
     Refuse,
+    RelearnClip,
     Rollback,
     ScaleLr,
     ShrinkBatch,
@@ -26,6 +27,7 @@ from tests.heal.fake_run import FakeRun
 EXAMPLES = [
     Refuse(),
     TightenClip(0.5),
+    RelearnClip(),
     ScaleLr(0.5, 0.01, 200),
     Rollback(7),
     SkipBatches(7, 9),
@@ -77,6 +79,7 @@ def test_the_rest_is_passed_to_the_run_as_it_is():
     run = FakeRun()
     plan = [
         TightenClip(0.5),
+        RelearnClip(),
         SkipBatches(3, 4),
         ClearCache(),
         Backoff(30.0),
@@ -86,6 +89,7 @@ def test_the_rest_is_passed_to_the_run_as_it_is():
     assert all(action.apply(run) for action in plan)
     assert run.done == [
         ("tighten_clip", 0.5),
+        ("relearn_clip",),
         ("skip_batches", 3, 4),
         ("clear_cache",),
         ("sleep", 30.0),

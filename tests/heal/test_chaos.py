@@ -32,7 +32,7 @@ EXPECTED = {
     "loader_error": ({"data_error"}, "SkipBatches"),
     "network_error": ({"network_error"}, "Backoff"),
 }
-NOT_HERE = {"flip_snapshot_bit", "slow_step", "sigterm", "sigkill"}  # tested below or apart
+NOT_HERE = {"flip_snapshot_bit", "slow_step", "slow_rank", "sigterm", "sigkill"}  # below or apart
 
 
 def loss_of(setup):
@@ -124,6 +124,22 @@ def test_a_flipped_bit_in_the_newest_snapshot_makes_the_older_one_serve():
     setup, healer, _ = struck(regression, faults, **config)
     assert "changed in host memory" in healer.notes[0]
     assert all(torch.isfinite(p).all() for p in setup.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["slow_step", "slow_rank"])
+def test_slow_steps_are_told_and_nothing_is_done_about_them(kind):
+    faults = [Fault(kind, at=70, times=4, size=0.5)]
+    _, healer, _ = struck(regression, faults, steps=90, throughput_patience=3)
+    found = [(diagnosis.cause.value, plan) for _, diagnosis, plan in healer.history]
+    assert ("throughput_collapse", ()) in found
+    assert not any(changes_training(plan) for _, plan in found)
+
+
+def test_a_fault_may_strike_one_rank_only():
+    _, _, chaos = struck(regression, [Fault("nan_loss", at=5, rank=1)], steps=10)
+    assert chaos.strikes == []  # this is rank 0
+    _, _, chaos = struck(regression, [Fault("nan_loss", at=5, rank=0)], steps=10)
+    assert len(chaos.strikes) == 1
 
 
 def test_a_dozen_faults_by_rate_are_survived_and_are_the_same_for_the_same_seed():

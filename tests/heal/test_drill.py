@@ -1,13 +1,16 @@
 """Drills: faults from words, outcomes in a table, and the demonstration itself."""
 
+import io
 import json
 import re
 
 import pytest
+from rich.console import Console
 
-from heal.chaos import KINDS, Fault
+from heal.chaos import KINDS, Fault, Strike
 from heal.cli import main
-from heal.drill import STANDARD, Drill, parse_fault, standard_faults
+from heal.demo import outcome_table
+from heal.drill import STANDARD, Drill, Outcome, parse_fault, standard_faults
 from tests.heal.runs import regression
 
 
@@ -58,7 +61,7 @@ def test_the_drill_of_the_command_line_prints_the_table(capsys):
     words = ["tests.heal.test_drill:build", "--plain", "--steps", "60", "--fault", "nan_loss@20"]
     assert main(["drill", *words]) == 0
     printed = capsys.readouterr().out
-    assert "nan_loss" in printed
+    assert "nan loss" in printed
     assert "Refuse" in printed
 
 
@@ -79,3 +82,19 @@ def test_the_demonstration_notices_every_fault_and_ends_near_the_undisturbed_los
     assert "NaN" in found.unprotected
     page = json.loads((tmp_path / "postmortem.json").read_text())
     assert page["exit_reason"] == "completed"
+
+
+def test_the_table_can_be_read_at_80_columns():
+    outcomes = [
+        Outcome(
+            Strike(Fault(kind, at=1), 100, 100), 102, ["nonfinite_gradient", "oom"], ["Rollback"]
+        )
+        for kind in KINDS
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(outcome_table(outcomes))
+    printed = console.file.getvalue()
+    assert "…" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    for word in {word for kind in KINDS for word in kind.split("_")} | {"Rollback", "nonfinite"}:
+        assert word in printed

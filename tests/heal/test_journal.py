@@ -60,7 +60,15 @@ def test_every_rank_has_a_file_of_its_own(tmp_path, monkeypatch):
     assert Journal(tmp_path).rank == 0
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["events.jsonl", "events.rank3.jsonl", "events.rank5.jsonl"]
-    assert [event["event"] for event in read_all(tmp_path.iterdir())] == ["a", "b", "c"]
+    for paths in (sorted(tmp_path.iterdir()), sorted(tmp_path.iterdir(), reverse=True)):
+        assert [event["event"] for event in read_all(paths)] == ["a", "b", "c"]
+
+
+def test_events_of_the_same_moment_come_in_the_order_of_their_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr("heal.journal.now", lambda: "2026-01-01T00:00:00Z")
+    for rank in (2, 0, 1):
+        Journal(tmp_path, rank=rank).event("same", 0)
+    assert [event["rank"] for event in read_all(tmp_path.iterdir())] == [0, 1, 2]
 
 
 def test_one_line_is_one_write(tmp_path, monkeypatch):

@@ -125,7 +125,9 @@ def test_a_wait_would_be_noticed(device, monkeypatch):
     with fake_cuda():
         model, healer = build()
         step = healer._guarded.step
-        monkeypatch.setattr(healer._guarded, "step", lambda n, loss: (float(loss), step(n, loss)))
+        monkeypatch.setattr(
+            healer._guarded, "step", lambda n, loss, facts: (float(loss), step(n, loss))
+        )
         with pytest.raises(WAITS):
             take_steps(model, healer, 1)
     healer.exits._closed = True

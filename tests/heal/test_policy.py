@@ -9,6 +9,7 @@ from heal.actions import (
     Halt,
     PerturbWeights,
     Refuse,
+    RelearnClip,
     Rollback,
     ScaleLr,
     ShrinkBatch,
@@ -66,7 +67,10 @@ WARN = Severity.WARN
         ),
         # A refused spike: patience, then the gentle rung.
         (sick(Cause.GRADIENT_SPIKE, streak=3, severity=WARN), {}, (Refuse(),)),
-        (sick(Cause.GRADIENT_SPIKE, streak=5, severity=WARN), {}, (CLIP, SCALE)),
+        (sick(Cause.GRADIENT_SPIKE, streak=20, severity=WARN), {}, (RelearnClip(), SCALE)),
+        (sick(Cause.GRADIENT_SPIKE, streak=5, severity=WARN), {"nan_action": "skip"}, (Refuse(),)),
+        # Ranks apart: all return to one step, and neither data nor schedule is to blame.
+        (sick(Cause.DESYNC), {}, (Rollback(80), SkipBatches(80, 90))),
         # Explosions: warnings are only told; harm tightens before it rolls back.
         (sick(Cause.GRADIENT_EXPLOSION, severity=WARN), {}, ()),
         (sick(Cause.GRADIENT_EXPLOSION), {}, (CLIP, SCALE)),

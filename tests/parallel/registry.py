@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
-MODULES = ("norms", "models", "clippers", "faults", "records", "trials", "other_loops")
+MODULES = ("norms", "models", "clippers", "faults", "records", "trials", "other_loops", "healing")
 WORLDS = (2, 3, 4)
 
 

@@ -1,77 +1,136 @@
 """``zclip-bench``: the command line of the benchmark."""
 
-import argparse
-import gc
+import shlex
+import signal
+import sys
 from collections.abc import Sequence
-from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from tqdm import tqdm
 
-from zclip.bench import results as report
-from zclip.bench.cases import CASES
-from zclip.bench.measure import interleaved, load_average
+from zclip.bench import compare, plots, results, shapes, tables
+from zclip.bench.arguments import Plan, build_parser, listing, plan_of
+from zclip.bench.catalogue import Case
+from zclip.bench.run import TooLarge, run_case
 
-ROUNDS, QUICK_ROUNDS = 25, 7
-SECONDS, QUICK_SECONDS = 20.0, 1.0  # per case, whatever the rounds
+EXIT_WRONG, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; its help is the manual."""
-    parser = argparse.ArgumentParser(
-        prog="zclip-bench",
-        description="Measure gradient clipping on this machine, beside torch, in one run.",
-    )
-    parser.add_argument("--quick", action="store_true", help="a few rounds; under 20 s")
-    parser.add_argument("--rounds", type=int, help="rounds per case")
-    parser.add_argument("--threads", type=int, help="CPU threads; torch's own choice if absent")
-    parser.add_argument(
-        "--only", nargs="+", choices=CASES, metavar="CASE", help=f"of: {', '.join(CASES)}"
-    )
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table instead")
-    parser.add_argument("--save", type=Path, help="write bench.json and bench.md into this folder")
-    return parser
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, to be treated as Ctrl-C is."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark. Interrupting it keeps what was measured."""
+    """Run the benchmark and exit. Interrupting it keeps what was measured."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     parser = build_parser()
-    options = parser.parse_args(arguments)
-    rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    if rounds < 2:
-        parser.error(f"--rounds must be at least 2, got {rounds}")
-    if options.threads is not None:
-        if options.threads < 1:
-            parser.error(f"--threads must be at least 1, got {options.threads}")
-        torch.set_num_threads(options.threads)
-
-    json_path = options.json or (options.save and options.save / "bench.json")
-    console = Console()
-    results: list[report.Result] = []
+    options = parser.parse_args(words)
+    if options.list:
+        print(listing())
+        return
     try:
-        with Progress(console=console, transient=True) as progress:
-            for name in progress.track(options.only or list(CASES), description="measuring"):
-                results.append(run_case(name, rounds, QUICK_SECONDS if options.quick else SECONDS))
-                if json_path:
-                    report.save_json(results, json_path)
-    except KeyboardInterrupt:
+        plan = plan_of(options)
+        old = results.read_document(options.compare) if options.compare else None
+    except ValueError as error:
+        parser.exit(EXIT_BAD_INPUT, f"zclip-bench: {error}\n")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    document = results.Document(
+        ["zclip-bench", *map(shlex.quote, words)], results.machine(plan.device)
+    )
+    document.left_out += plan.left_out
+    code = measure(plan, document, Console())
+    try:
+        report(plan, document, options.markdown)
+    except ValueError as error:
+        parser.exit(EXIT_BAD_INPUT, f"zclip-bench: {error}\n")
+    if document.complete and not document.results:
+        parser.exit(EXIT_BAD_INPUT, "zclip-bench: nothing was measured; the lines above say why\n")
+    for line in document.wrong():
+        print(f"WRONG: {line}")
+        code = code or EXIT_WRONG
+    if old is not None:
+        changes = compare.compare(old, document, options.tolerance)
+        print(*compare.as_lines(changes), sep="\n")
+        print(f"{sum(c.is_regression for c in changes)} regressions in {len(changes)} cases")
+        code = code or EXIT_WRONG * any(change.is_regression for change in changes)
+    if code:
+        sys.exit(code)
+
+
+def measure(plan: Plan, document: results.Document, console: Console) -> int:
+    """Measure one case after the other, and save after each; return the exit code so far."""
+    code = 0
+    before = _on_sigterm()
+    progress = tqdm(plan.cases, unit="case", leave=False, disable=None)
+    try:
+        for case in progress:
+            progress.set_description(case.name)
+            one_case(plan, case, document)
+            save(plan, document)
+        document.complete = True
+    except KeyboardInterrupt as interruption:
         console.print("Interrupted; this is what was measured so far.")
-    if options.markdown:
-        print(report.markdown(results))
+        code = EXIT_TERMINATED if isinstance(interruption, Terminated) else EXIT_INTERRUPTED
+    finally:
+        progress.close()
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+    save(plan, document)
+    return code
+
+
+def one_case(plan: Plan, case: Case, document: results.Document) -> None:
+    """Add the result of a case to the document, or the reason why it has none."""
+    found = plan.own_shapes.get(case.shapes) or shapes.named(case.shapes)
+    try:
+        document.results.append(
+            run_case(
+                case,
+                found,
+                plan.device,
+                plan.rounds,
+                plan.seconds,
+                plan.backends,
+                plan.rivals,
+                document.left_out,
+            )
+        )
+    except TooLarge as problem:
+        document.left_out.append(str(problem))
+
+
+def save(plan: Plan, document: results.Document) -> None:
+    """Write what there is so far; every file is whole at any moment."""
+    if plan.json:
+        results.write_whole(plan.json, document.as_json())
+    if plan.csv:
+        results.write_whole(plan.csv, document.as_csv())
+
+
+def report(plan: Plan, document: results.Document, as_markdown: bool) -> None:
+    """Print the table; write the page and the plot."""
+    if as_markdown:
+        print(tables.markdown(document))
     else:
-        report.show(results, console)
-    if options.save:
-        (options.save / "bench.md").write_text(report.markdown(results))
+        tables.show(document, Console())
+    if plan.page:
+        results.write_whole(plan.page, tables.markdown(document))
+    if plan.plot and document.results:
+        results.write_whole(plan.plot, plots.plot(document, plan.plot.suffix or ".png"))
+        print(f"plot: {plan.plot}")
 
 
-def run_case(name: str, rounds: int, seconds: float) -> report.Result:
-    """Build a case, check it against float64, time it, and let its memory go."""
-    case = CASES[name]()
-    case.check()
-    load = load_average()
-    result = report.Result.of(case, interleaved(case.contenders, rounds, seconds), load)
-    del case
-    gc.collect()
-    return result
+def _on_sigterm() -> Any:
+    """Make SIGTERM interrupt as Ctrl-C does; return the handler from before, None if refused."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    try:
+        return signal.signal(signal.SIGTERM, terminate)
+    except ValueError:  # not the main thread: whoever runs us there has handlers of their own
+        return None

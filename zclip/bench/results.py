@@ -1,17 +1,42 @@
-"""A run's results: as a table for people, as JSON for machines."""
+"""What was measured, as data: one result per case, one document per run, never half a file."""
 
+import csv
+import io
 import json
+import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from zclip.bench.cases import OURS, Case
-from zclip.bench.measure import Timing, is_busy
+from zclip.bench.work import OURS, is_ours, is_rival
+
+SCHEMA = 2
+"""Of the JSON document. Files of another number cannot be compared with."""
+
+
+@dataclass
+class Measured:
+    """One contender of one case."""
+
+    milliseconds: float
+    spread: float
+    """Distance between the quartiles, as a fraction of the median."""
+    rounds: int
+    gigabytes_per_second: float
+    """Bytes of all gradients, counted once, over the time."""
+    roofline: float | None
+    """Share of what memory allows: the least time that the reads and writes take, over the time."""
+    host_microseconds: float
+    """What the call costs where there is nothing to read: the same number of tensors."""
+    launches: int
+    syncs: int
+    peak_bytes: int | None
+    error: float
+    """Relative, against float64."""
+    is_wrong: bool
 
 
 @dataclass
@@ -19,106 +44,121 @@ class Result:
     """One case, measured."""
 
     case: str
-    rival: str
-    milliseconds: dict[str, float]
-    spread: dict[str, float]
-    ratio: float
-    wanted: float
-    gigabytes_per_second: float
-    microseconds_per_tensor: float
-    relative_error: dict[str, float]
+    op: str
+    shapes: str
+    dtype: str
+    rule: str | None
+    clips: bool
+    tensors: int
+    bytes: int
+    contenders: dict[str, Measured]
+    rival: str | None
+    """The fastest of the others that did the work right."""
+    ratio: float | None
+    """How many times as long the rival takes as we do."""
+    read_gigabytes_per_second: float
+    """The machine's, measured in the same rounds."""
     load: float
-    is_noise: bool
+    others: float | None
+    noise: str | None
+    """Why this is no result; None if it is one."""
 
-    @classmethod
-    def of(cls, case: Case, timings: dict[str, Timing], load: float) -> "Result":
-        """Hold our time against the fastest rival's."""
-        rival = min((n for n in timings if n != OURS), key=lambda n: timings[n].median_seconds)
-        ours = timings[OURS].median_seconds
-        return cls(
-            case=case.name,
-            rival=rival,
-            milliseconds={n: t.median_seconds * 1e3 for n, t in timings.items()},
-            spread={n: t.spread for n, t in timings.items()},
-            ratio=timings[rival].median_seconds / ours,
-            wanted=case.wanted,
-            gigabytes_per_second=case.bytes_read / ours / 1e9,
-            microseconds_per_tensor=ours * 1e6 / case.tensors,
-            relative_error=case.errors,
-            load=load,
-            is_noise=timings[OURS].is_noise or timings[rival].is_noise or is_busy(load),
-        )
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the row of the table."""
-        errors = self.relative_error
-        return (
-            self.case,
-            f"{self.milliseconds[OURS]:.2f}",
-            f"{self.rival} {self.milliseconds[self.rival]:.2f}",
-            f"{self.ratio:.2f}x" + ("?" if self.is_noise else ""),
-            f"{self.wanted:g}x",
-            f"{self.gigabytes_per_second:.1f}",
-            f"{self.microseconds_per_tensor:.2f}",
-            "/".join(f"{errors[n]:.0e}" for n in (OURS, self.rival) if n in errors) or "-",
-        )
+    @property
+    def ours(self) -> Measured:
+        """The contender that users get."""
+        return self.contenders[OURS]
 
 
-COLUMNS = (
-    "work",
-    "zclip ms",
-    "rival ms",
-    "ratio",
-    "goal",
-    "GB/s",
-    "us/tensor",
-    "error us/them",
-)
+@dataclass
+class Document:
+    """A run: what it was made by and on, and its results so far."""
 
-ON_SCREEN = ("work", "zclip ms", "rival ms", "ratio", "GB/s", "error us/them")
-"""What fits beside each other in a narrow terminal; files have all columns."""
+    command: list[str]
+    machine: dict[str, str]
+    results: list[Result] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """One line for each rival or case that took no part, and why."""
+    complete: bool = False
+
+    def as_json(self) -> str:
+        """Return the file."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+
+    def as_csv(self) -> str:
+        """Return one line per contender."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        own = ["case", "op", "shapes", "dtype", "rule", "clips", "tensors", "bytes", "noise"]
+        measured = list(Measured.__dataclass_fields__)
+        writer.writerow([*own, "contender", *measured])
+        for result in self.results:
+            shared = [getattr(result, name) for name in own]
+            for name, contender in result.contenders.items():
+                writer.writerow([*shared, name, *(getattr(contender, m) for m in measured)])
+        return text.getvalue()
+
+    def wrong(self) -> list[str]:
+        """Return one line for each of our contenders whose result was not exact."""
+        return [
+            f"{result.case}: {name} is off by {measured.error:.1e}"
+            for result in self.results
+            for name, measured in result.contenders.items()
+            if measured.is_wrong and is_ours(name)
+        ]
 
 
-def machine() -> dict[str, str]:
+def fastest_rival(contenders: dict[str, Measured]) -> str | None:
+    """Return the fastest of the others that did the work right."""
+    others = [n for n, m in contenders.items() if is_rival(n) and not m.is_wrong]
+    return min(others, key=lambda name: contenders[name].milliseconds, default=None)
+
+
+def machine(device: torch.device) -> dict[str, str]:
     """Return what the numbers depend on."""
-    return {
+    facts = {
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
+        "device": device.type,
     }
+    if device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(device)
+    return facts
 
 
-def show(results: list[Result], console: Console) -> None:
-    """Print the table."""
-    about = ", ".join(f"{key} {value}" for key, value in machine().items())
-    load = max((r.load for r in results), default=0.0)
-    table = Table(title=f"{about}, load {load:.1f}", title_justify="left", box=box.SIMPLE)
-    shown = [COLUMNS.index(column) for column in ON_SCREEN]
-    for i in shown:
-        table.add_column(COLUMNS[i], justify="left" if i == 0 else "right", no_wrap=i > 0)
-    for result in results:
-        table.add_row(*(result.cells()[i] for i in shown))
-    console.print(table)
-    if any(r.is_noise for r in results):
-        console.print(
-            "A ratio with a question mark is no result: the machine is busy or the rounds "
-            "disagree. Run again when it is calm."
-        )
+def read_document(path: Path) -> Document:
+    """Return a document that was saved.
+
+    Raises:
+        ValueError: there is none, or it is not one of ours; says which.
+    """
+    try:
+        loaded: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    if not isinstance(loaded, dict) or loaded.pop("schema", None) != SCHEMA:
+        raise ValueError(f"{path} is not a document of this zclip-bench (schema {SCHEMA})")
+    try:
+        results = [
+            Result(**{**r, "contenders": {n: Measured(**m) for n, m in r["contenders"].items()}})
+            for r in loaded.pop("results")
+        ]
+        return Document(results=results, **loaded)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
-def markdown(results: list[Result]) -> str:
-    """Return the table as GitHub shows it."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(r.cells()) + " |" for r in results]
-    about = ", ".join(f"{key} {value}" for key, value in machine().items())
-    return "\n".join([*lines, "", f"Measured by `zclip-bench`: {about}."]) + "\n"
-
-
-def save_json(results: list[Result], path: Path) -> None:
-    """Write everything that was measured; the file is whole at any moment."""
-    document = {"machine": machine(), "results": [asdict(r) for r in results]}
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that at any moment it is the old one or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=1))
-    partial.replace(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # left only if writing was interrupted

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from heal.attempts import Attempts
+from heal.causes import Family
 from heal.integrations.transformers.batches import TrainerBatches
 from heal.integrations.transformers.guard import TrainerGuard
 from heal.integrations.transformers.patches import Patches
@@ -41,7 +42,15 @@ class TrainerAttempts(Attempts):
         batches: TrainerBatches,
         training_step: TrainingStep,
     ) -> None:
-        super().__init__(healer._run, healer._guarded, healer._micro, healer._treatment, healer)
+        super().__init__(
+            healer._run,
+            healer._guarded,
+            healer._micro,
+            healer._treatment,
+            healer._stream,
+            healer.journal,
+            healer,
+        )
         self._trainer = trainer
         self._guard = guard
         self._batches = batches
@@ -55,7 +64,14 @@ class TrainerAttempts(Attempts):
         self._online_step = 0
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Return the micro-batch's loss, as the trainer would."""
+        """Return the micro-batch's loss, as the trainer would.
+
+        Where other ranks wait for our gradients nothing is tried again: what is raised goes on.
+        """
+        if self._ranks.has_others:
+            loss = self._training_step(model, inputs, num_items_in_batch)
+            self._guard.add_loss(loss)
+            return loss
         if not self._calls:
             self._begin_step()
         self._calls += 1
@@ -73,6 +89,21 @@ class TrainerAttempts(Attempts):
                 if not self._inputs:
                     return torch.zeros((), device=self._trainer.args.device)
             first = 0
+
+    def treat(self, error: Exception, phase: str) -> None:
+        """Heal what was raised outside of forward and backward."""
+        self._heal(*self._judged(error, phase))
+
+    def loader_failed(self, error: Exception, epoch: int, index: int) -> bool:
+        """Heal what the loader raised, naming the samples; see the parent."""
+        diagnosis, error = self._judged(error, "data")
+        samples = self._batches.samples_of(index)
+        diagnosis.evidence.update(epoch=epoch, batch=index, samples=samples)
+        if self._ranks.has_others:
+            self._tell(diagnosis, error)
+            return True
+        self._heal(diagnosis, error)
+        return False
 
     def end_step(self) -> None:
         """The optimizer has stepped: what it was made of may be forgotten."""
@@ -118,12 +149,22 @@ class TrainerAttempts(Attempts):
                 loss = self._run_one(model, one, num_items_in_batch)
                 self._guard.add_loss(loss)
         except Exception as error:
-            return loss, self._judged(error, "forward")
-        return loss, None
+            diagnosis, raised = self._judged(error, "forward")
+        else:
+            return loss, None
+        if diagnosis.family is Family.DATA:
+            epoch, index = self._stream.newest
+            diagnosis.evidence.update(epoch=epoch, batch=index)
+            if len(self._batches.of_step) == 1:
+                diagnosis.evidence["samples"] = self._batches.samples_of(index)
+        return loss, (diagnosis, raised)
 
     def _run_one(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         self._micro.attempts += 1
-        self._micro._largest_batch = count_samples(inputs, self._is_paired)
+        if isinstance(inputs, list):  # prompts: the samples are made from them
+            self._micro._largest_batch = self._trainer.args.per_device_train_batch_size
+        else:
+            self._micro._largest_batch = count_samples(inputs, self._is_paired)
         if self._micro.pieces == 1:
             return self._training_step(model, inputs, num_items_in_batch)
         return self._run_in_pieces(model, inputs, num_items_in_batch)

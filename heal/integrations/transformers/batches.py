@@ -1,5 +1,6 @@
 """The trainer's batches as a stream that can be rewound, skipped, and read past a bad sample."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,6 +72,10 @@ class TrainerBatches:
         self._replaced += 1
         return self._draw()
 
+    def samples_of(self, index: int) -> list[Any] | None:
+        """Return which samples a batch of this epoch has, by their index; None if unknown."""
+        return self._loader.samples_of(index)
+
     def _draw(self) -> Any | None:
         """Return the next batch; None at the end of an epoch.
 
@@ -138,6 +143,23 @@ class EpochLoader:
     def __iter__(self) -> Iterator[Any]:
         offered, self._offered = self._offered, None
         return _EpochIterator(self, offered)
+
+    def samples_of(self, index: int) -> list[Any] | None:
+        """Ask the sampler again for one batch; generators are put back."""
+        batch_sampler = getattr(self.pass_over(), "batch_sampler", None)
+        if batch_sampler is None:
+            return None
+        own = getattr(getattr(batch_sampler, "sampler", None), "generator", None)
+        state, now = None if own is None else own.get_state(), RngState.now()
+        try:
+            found = next(itertools.islice(iter(batch_sampler), index, None), None)
+            return None if found is None else list(found)
+        except Exception:  # a sampler of somebody else's making; identity is a courtesy
+            return None
+        finally:
+            if own is not None:
+                own.set_state(state)
+            now.put_back()
 
     def pass_over(self) -> Any:
         """Return the loader for the present epoch, without what a resumed trainer left out."""

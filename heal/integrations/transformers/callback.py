@@ -1,13 +1,15 @@
 """Watches a trainer from within: what its hooks tell goes to the healer."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
 from heal.config import HealingConfig
+from heal.integrations.transformers.checkpoint import load_healing, save_healing
+from heal.integrations.transformers.checks import checked_config, checked_factor, checked_trainer
 from heal.integrations.transformers.patches import Patches
 from heal.integrations.transformers.session import Session
 from heal.loop import Healer
@@ -23,12 +25,20 @@ class SelfHealingCallback(TrainerCallback):
     Args:
         trainer: the one that it is added to: hooks are told neither of losses nor of gradients
             before clipping.
-        config: how patient to be.
+        config: how patient to be; a dict of settings will do.
         run_dir: where the journal goes; the trainer's ``output_dir`` if None.
+        plateau_lr_factor: what the learning rate is multiplied by when preference training stays
+            at chance, from 1 to 5; None for an alert and no more.
         sleep: waits between retries.
 
     Attributes:
         session: the run that is under way, or the last one; None before.
+        resumed_from: the checkpoint whose healing state is to be taken up; None for none.
+        trackers: told of every decision; None for none.
+
+    Raises:
+        TypeError: the trainer is none.
+        ConfigError: a setting is unknown or wrong.
 
     Example:
         >>> trainer.add_callback(SelfHealingCallback(trainer))
@@ -40,14 +50,18 @@ class SelfHealingCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Any,
-        config: HealingConfig | None = None,
+        config: HealingConfig | Mapping[str, Any] | None = None,
         run_dir: str | Path | None = None,
         *,
+        plateau_lr_factor: float | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.config = config if config is not None else HealingConfig()
+        self._plateau_lr_factor = checked_factor(plateau_lr_factor)
+        self.config = checked_config(config)
         self.session: Session | None = None
-        self._trainer = trainer
+        self.resumed_from: str | None = None
+        self.trackers: Any = None
+        self._trainer = checked_trainer(trainer)
         self._run_dir = run_dir
         self._sleep = sleep
         self._patches = Patches()
@@ -61,8 +75,19 @@ class SelfHealingCallback(TrainerCallback):
         self.detach()
         folder = args.output_dir if self._run_dir is None else self._run_dir
         self.session = Session(
-            self._trainer, self.config, folder, self._retries, self._sleep, self._patches
+            self._trainer,
+            self.config,
+            folder,
+            self._retries,
+            self._sleep,
+            self._patches,
+            self._plateau_lr_factor,
+            self.trackers,
         )
+        healer = self.session.healer
+        trouble = load_healing(healer, self.resumed_from) if self.resumed_from else ""
+        if trouble:
+            healer._note(trouble)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.session is not None:
@@ -78,6 +103,16 @@ class SelfHealingCallback(TrainerCallback):
         loss = (metrics or {}).get("eval_loss")
         if self.session is not None and loss is not None:
             self.session.healer.observe_eval(float(loss))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.session is not None and logs:
+            self.session.observe_log(logs)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self.session is not None and args.should_save and folder.is_dir():
+            healer = self.session.healer
+            healer._notes.contain(lambda: save_healing(healer, folder))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.detach()
@@ -99,3 +134,21 @@ class RetryingCallback(SelfHealingCallback):
         super().on_train_begin(args, state, control, **kwargs)
         if self.planned_epochs is not None:
             state.num_train_epochs = self.planned_epochs
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the end to the wrapper: a stop that was asked for is told by an exception."""
+        self.detach()
+
+
+class TrackedNumbers(TrainerCallback):
+    """Stands before the trainer's trackers, and adds what healing measured to their numbers.
+
+    The trainer's own log was written by then and stays as it is.
+    """
+
+    def __init__(self, numbers: Callable[[], dict[str, float]]) -> None:
+        self._numbers = numbers
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs is not None:
+            logs.update(self._numbers())

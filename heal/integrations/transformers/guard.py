@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heal.guarded_step import GuardedStep
+from heal.guarded_step import GuardedStep, WatchedOptimizer
+from heal.ranks import HostFacts
 from zclip.clippers import ClipResult
 from zclip.layout import BLOCKED
 
@@ -22,10 +23,13 @@ class TrainerGuard:
         guarded: the optimizers, as the healer wrapped them.
         clips: whether our clipper takes the place of the trainer's.
         own_clip: ``accelerator.clip_grad_norm_`` as it was.
-        unscale: brings gradients to their true size where a GradScaler made them larger.
+        facts: tells what the host knows of the step that is about to be taken.
+        scaled: what steps where a GradScaler is in use; None without one.
 
     Attributes:
         loss: the sum of what the micro-batches of this step returned; None before the first.
+        facts: what was told in the last step.
+        has_loss: whether that step had a loss.
     """
 
     def __init__(
@@ -33,13 +37,17 @@ class TrainerGuard:
         guarded: GuardedStep,
         clips: bool,
         own_clip: Callable[..., Any],
-        unscale: Callable[[], None],
+        facts: Callable[[], HostFacts],
+        scaled: "ScaledStep | None" = None,
     ) -> None:
         self.loss: Tensor | None = None
+        self.facts = HostFacts()
+        self.has_loss = False
         self._guarded = guarded
         self._clips = clips
         self._own_clip = own_clip
-        self._unscale = unscale
+        self._ask_facts = facts
+        self._scaled = scaled
         self._results: list[ClipResult | None] | None = None
 
     def add_loss(self, loss: Tensor) -> None:
@@ -52,10 +60,12 @@ class TrainerGuard:
     ) -> Any:
         """Take the place of the accelerator's: returns the norm before clipping, on the device."""
         parameters = list(parameters)
-        self._unscale()
+        if self._scaled is not None:
+            self._scaled.unscale()
         found = self._judge()
         if not self._clips or not found:
-            norm = self._own_clip(parameters, max_norm, norm_type)
+            own = self._own_clip if self._scaled is None else torch.nn.utils.clip_grad_norm_
+            norm = own(parameters, max_norm, norm_type)
             if not found or not isinstance(norm, Tensor):
                 return norm
             # Refused gradients are zero by now; the log should tell their norm as it was.
@@ -69,17 +79,21 @@ class TrainerGuard:
         guarded = self._guarded
         if self._results is None:  # a trainer that does not clip
             self._judge()
-        results, self._results, self.loss = self._results or [], None, None
-        for optimizer, judged in zip(guarded.optimizers, results, strict=True):
-            if judged is None:
-                optimizer.inner.step()  # what it makes of no gradients is its own affair
-            else:
-                optimizer.step_if_allowed(judged)
+        results, self._results = self._results or [], None
+        self.has_loss, self.loss = self.loss is not None, None
         found = next((r for r in results if r is not None), None)
-        if found is None:
-            return False
-        guarded.mailbox.post(step, torch.cat([found.verdict, guarded._no_scale]))
-        return True
+        try:
+            for optimizer, judged in zip(guarded.optimizers, results, strict=True):
+                if judged is None:
+                    optimizer.inner.step()  # what it makes of no gradients is its own affair
+                elif self._scaled is not None:
+                    self._scaled.step(optimizer, judged)
+                else:
+                    optimizer.step_if_allowed(judged)
+        finally:  # also if the optimizer fails: ranks must count their mail alike
+            if found is not None:
+                guarded._post(step, found.verdict, found.extra)
+        return found is not None
 
     def forget(self) -> None:
         """Drop what a step that was given up left behind."""
@@ -88,10 +102,11 @@ class TrainerGuard:
     def _judge(self) -> list[ClipResult]:
         """Measure, clip if that is ours, and judge the loss; all groups or none are refused."""
         if self._results is None:
-            optimizers = self._guarded.optimizers
-            self._results = [
-                o.clip(self.loss if i == 0 else None) for i, o in enumerate(optimizers)
-            ]
+            first, *others = self._guarded.optimizers
+            ranks = self._guarded.ranks
+            self.facts = self._ask_facts()
+            lanes = ranks.lanes(self.facts, self.loss) if ranks.has_others else None
+            self._results = [first.clip(self.loss, lanes), *(o.clip(None, None) for o in others)]
         found = [r for r in self._results if r is not None]
         if len(found) > 1:
             device = found[0].verdict.device
@@ -99,6 +114,32 @@ class TrainerGuard:
             for result in found:
                 result.verdict[BLOCKED] = blocked.to(result.verdict.device, non_blocking=True)
         return found
+
+
+class ScaledStep:
+    """The step of an optimizer whose gradients a GradScaler made larger.
+
+    The scaler steps, as without us; a step that we refuse looks to it like one that overflowed, so
+    that nothing but its own way of refusing is used.
+
+    Args:
+        accelerated: the optimizer as accelerate wrapped it.
+        unscale: brings gradients to their true size; once per step.
+    """
+
+    def __init__(self, accelerated: Any, unscale: Callable[[], None]) -> None:
+        self.unscale = unscale
+        self._scaler = accelerated.scaler
+        self._own_step = accelerated.step
+
+    def step(self, optimizer: WatchedOptimizer, result: ClipResult) -> None:
+        """Step unless refused or overflowed, and update the scale."""
+        refused = optimizer._refused(result, None)
+        state = self._scaler._per_optimizer_states[id(optimizer.inner)]
+        for found in state["found_inf_per_device"].values():
+            found.clamp_(min=refused.to(found, non_blocking=True))
+        with optimizer._scaled_lr():
+            self._own_step()
 
 
 def clip_limit(own: float, configured: float) -> float:

@@ -1,23 +1,31 @@
 """One training run of a trainer under healing: built when it begins, taken apart when it ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
-
 from heal.actions import CannotHeal
-from heal.causes import Family
+from heal.causes import Family, Finding
 from heal.config import HealingConfig
+from heal.detectors.preference import ACCURACY, MARGIN
+from heal.detectors.rewards import REWARD
 from heal.diagnose import diagnose_exception
-from heal.exit_codes import ExitCode
 from heal.integrations.transformers.attempts import TrainerAttempts
 from heal.integrations.transformers.batches import TrainerBatches
-from heal.integrations.transformers.guard import TrainerGuard, clip_limit
+from heal.integrations.transformers.guard import ScaledStep, TrainerGuard, clip_limit
 from heal.integrations.transformers.patches import Patches
 from heal.integrations.transformers.position import TrainerPosition
+from heal.integrations.transformers.prepared import (
+    batches_passed_over,
+    inner_optimizer,
+    is_preemption,
+    known_to_schedulers,
+    raise_lr_at_chance,
+)
+from heal.log_watch import LogWatch
 from heal.loop import Healer
+from heal.ranks import HostFacts
 from heal.rng import RngState
 from heal.snapshots import Snapshot
 
@@ -32,6 +40,13 @@ class Session:
         retries: whether what a step raises is healed too; else it is only watched and refused.
         sleep: waits between retries of what the network refused.
         patches: where changes to the trainer are noted, to be undone by the owner.
+        plateau_lr_factor: what the LR is multiplied by at a plateau at chance; None: alert only.
+        trackers: told of every decision; None for none.
+
+    Attributes:
+        healer: does the healing.
+        position: where the trainer is.
+        stopped: why the run was told to stop, if it was; it was saved first.
     """
 
     def __init__(
@@ -42,34 +57,48 @@ class Session:
         retries: bool,
         sleep: Callable[[float], None],
         patches: Patches,
+        plateau_lr_factor: float | None = None,
+        trackers: Any = None,
     ) -> None:
         self.trainer = trainer
-        self.healer = self._make_healer(trainer, config, run_dir, sleep)
+        self.healer = self._make_healer(trainer, config, run_dir, trackers, sleep)
+        self.log_watch = LogWatch(config)
         self.position = TrainerPosition(trainer, replays=config.data == "replay")
         self._failure: Exception | None = None
         self._fresh_snapshot: Snapshot | None = None
         self._posted = False
+        self._is_in_step = False
+        self._has_hooks = False  # whether the trainer tells of the beginning of its steps
+        self._retries = retries
+        self.stopped: CannotHeal | None = None
         self._patches = patches
         accelerator = trainer.accelerator
         self._guard = TrainerGuard(
             self.healer._guarded,
             config.zclip_enabled,
             accelerator.clip_grad_norm_,
-            lambda: None,
+            self._facts,
+            ScaledStep(trainer.optimizer, accelerator.unscale_gradients)
+            if getattr(trainer.optimizer, "scaler", None) is not None
+            else None,
         )
         self._keep_position()
+        if plateau_lr_factor is not None:
+            self.healer.on_instability(raise_lr_at_chance(plateau_lr_factor, config))
         patches.set(accelerator, "clip_grad_norm_", self._guard.clip_grad_norm_)
-        patches.set(trainer.optimizer, "step", _known_to_schedulers(self._step))
+        patches.set(trainer.optimizer, "step", known_to_schedulers(self._step))
         self._attempts: TrainerAttempts | None = None
         if retries:
+            self.healer.exits.catch_signals()
             self._take_over_batches()
         else:
             self._listen_to_losses(trainer.training_step)
 
     def begin_step(self) -> None:
         """Before the first micro-batch of a step."""
+        self._is_in_step = self._has_hooks = True
         self.finish_snapshot()
-        self.healer._contained(self.healer._before_step)
+        self.healer._notes.contain(self.healer._books.before_step)
 
     def finish_snapshot(self) -> None:
         """Bring a snapshot of this very step up to date.
@@ -81,7 +110,8 @@ class Session:
         if snapshot is not None:
             self._fresh_snapshot = None
             snapshot.values["rng"] = RngState.now()
-            snapshot.values["healing"]["trainer"] = self.position.save()
+            saved = snapshot.values["healing"]
+            saved["trainer"], saved["log"] = self.position.save(), self.log_watch.state()
 
     def end_step(self, control: Any) -> None:
         """After the optimizer, the scheduler and the trainer's count have stepped.
@@ -89,6 +119,9 @@ class Session:
         Raises:
             CannotHeal: the run must stop; the postmortem is written.
         """
+        if not self._is_in_step:
+            return  # a trainer with a loop of its own: each step of its optimizer was heard alone
+        self._is_in_step = False
         if self._attempts is not None:
             self._attempts.end_step()
         self.position.correct_epoch()
@@ -96,14 +129,43 @@ class Session:
         if failure is not None:
             self._heal_optimizer(failure)
         else:
-            healer = self.healer
-            judged = healer._guarded.watches_loss
-            with healer.exits.halting():
-                healer._contained(lambda: healer._after_step(self._posted, judged))
-            kept = healer._run.ring._kept
-            if kept and kept[-1].step == healer._run.step:
-                self._fresh_snapshot = kept[-1]
+            self._hear(control)
         self.position.settle(control)
+
+    def _hear(self, control: Any) -> None:
+        """Count the step and hear of those before; what they tell is treated."""
+        healer, guard = self.healer, self._guard
+        try:
+            with healer.exits.halting():
+                healer._notes.contain(
+                    lambda: healer._books.after_step(guard.facts, self._posted, guard.has_loss)
+                )
+        except CannotHeal as halt:
+            if not self._retries or control is None or not is_preemption(halt):
+                raise
+            self._stop(halt, control)
+        kept = healer._run.ring._kept
+        if kept and kept[-1].step == healer._run.step:
+            self._fresh_snapshot = kept[-1]
+
+    def observe_log(self, logs: Mapping[str, Any]) -> None:
+        """Hear of a line of the trainer's log: what it tells of preferences and rewards."""
+        healer = self.healer
+        detectors = healer._listener.watch.detectors
+        if ACCURACY in logs or MARGIN in logs:
+            # The loss alone would name a plateau at chance; here there is better evidence.
+            vars(detectors["plateau"])["chance"] = 0.0
+        if REWARD in logs:
+            # A policy loss is zero on average, exactly zero without advantages, and leaps with
+            # every group that has some. Rewards, divergence and gradients tell more.
+            detectors.pop("loss_spike", None)
+        with healer.exits.halting():
+            healer._notes.contain(
+                lambda: self._treat(self.log_watch.observe(healer._run.step, logs))
+            )
+
+    def _treat(self, findings: Sequence[Finding]) -> None:
+        self.healer._treatment.treat(findings)
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the postmortem."""
@@ -114,19 +176,31 @@ class Session:
         trainer: Any,
         config: HealingConfig,
         run_dir: str | Path | None,
+        trackers: Any,
         sleep: Callable[[float], None],
     ) -> Healer:
         limit = clip_limit(trainer.args.max_grad_norm, config.max_grad_norm)
+        optimizer = inner_optimizer(trainer)
         healer = Healer(
             trainer.model,
-            inner_optimizer(trainer),
+            optimizer,
             trainer.lr_scheduler,
             replace(config, max_grad_norm=limit),
             run_dir=run_dir,
+            trackers=trackers,
             sleep=sleep,
         )
         healer._run.step = trainer.state.global_step
+        # The scheduler knows the optimizer as accelerate wrapped it, the healer as it is within.
+        healer._listener._rates._schedulers[id(optimizer)] = trainer.lr_scheduler
         return healer
+
+    def _facts(self) -> HostFacts:
+        try:
+            return self.healer._listener.facts()
+        except Exception as error:
+            self.healer._note(f"healing failed and was left out: {error!r}")
+            return HostFacts()
 
     def _keep_position(self) -> None:
         """Have snapshots hold the trainer's own counters beside the healer's."""
@@ -134,33 +208,30 @@ class Session:
         healing_state, on_restore = run.healing_state, run.on_restore
 
         def save() -> dict[str, Any]:
-            return {**healing_state(), "trainer": self.position.save()}
+            own = {"trainer": self.position.save(), "log": self.log_watch.state()}
+            return {**healing_state(), **own}
 
         def restore(saved: dict[str, Any]) -> None:
             on_restore(saved)
-            self.position.put_back(saved["trainer"])
+            if self._has_hooks:
+                self.position.put_back(saved["trainer"])
+            self.log_watch.load_state(saved["log"])
 
         run.healing_state, run.on_restore = save, restore
 
     def _take_over_batches(self) -> None:
         trainer = self.trainer
-        loader = trainer.callback_handler.train_dataloader
-        per_epoch = (
-            max(1, -(-len(loader) // trainer.args.gradient_accumulation_steps))
-            if (hasattr(loader, "__len__") and not trainer.args.ignore_data_skip)
-            else 0
-        )
-        skipped = trainer.state.global_step % per_epoch if per_epoch else 0
         batches = TrainerBatches(
             trainer,
             self.healer._stream,
             self._waits,
             self.finish_snapshot,
-            skipped * trainer.args.gradient_accumulation_steps,
+            batches_passed_over(trainer),
         )
         self._attempts = TrainerAttempts(
             trainer, self.healer, self._guard, batches, trainer.training_step
         )
+        self.healer._attempts = self._attempts
         self._patches.set(trainer, "get_batch_samples", batches.get_batch_samples)
         self._patches.set(trainer, "training_step", self._attempts.training_step)
 
@@ -182,12 +253,30 @@ class Session:
         optimizer._opt_called = True  # schedulers ask whether the optimizer has stepped
         if not optimizer.gradient_state.sync_gradients:
             return
+        if not self._is_in_step:
+            self._step_alone()
+            return
         try:
             self._posted = self._guard.step(self.healer._run.step)
         except Exception as error:
             if self._attempts is None:
                 raise
             self._failure = error
+
+    def _step_alone(self) -> None:
+        """Serve a trainer that has a loop of its own, as that of PPO: no hook tells of its steps.
+
+        The trainer's counters are left alone then, and what it raises goes on.
+        """
+        self.healer._notes.contain(self.healer._books.before_step)
+        self._posted = self._guard.step(self.healer._run.step)
+        self._hear(None)
+        self._fresh_snapshot = None
+
+    def _stop(self, halt: CannotHeal, control: Any) -> None:
+        """Told to stop from outside: have the trainer save and return, then say so."""
+        self.stopped = halt
+        control.should_save = control.should_training_stop = True
 
     def _heal_optimizer(self, error: Exception) -> None:
         assert self._attempts is not None
@@ -204,33 +293,3 @@ class Session:
         assert self._attempts is not None
         self._attempts.treat(error, "data")
         return True
-
-
-def _known_to_schedulers(step: Callable[..., None]) -> Callable[..., None]:
-    """Mark a step as one that notes that it was called, or schedulers warn that it does not."""
-
-    def noted(closure: Any = None) -> None:
-        step(closure)
-
-    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return noted
-
-
-def inner_optimizer(trainer: Any) -> Optimizer:
-    """Return the torch optimizer within what accelerate made of it.
-
-    Raises:
-        TypeError: it is not one that can be guarded.
-    """
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"the trainer's optimizer is {type(optimizer).__name__}; wanted a torch Optimizer, "
-            "whose steps can be refused. DeepSpeed steps by itself and cannot be healed"
-        )
-    return optimizer
-
-
-def is_preemption(error: BaseException | None) -> bool:
-    """Tell whether a run was stopped from outside and would go on if started again."""
-    return isinstance(error, CannotHeal) and error.exit_code == int(ExitCode.PREEMPTED)

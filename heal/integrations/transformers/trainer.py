@@ -1,13 +1,24 @@
 """The wrapper: an already built trainer, trained under healing."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer_utils import get_last_checkpoint
+
 from heal.config import HealingConfig
-from heal.integrations.transformers.callback import RetryingCallback
+from heal.dry_run import DryRunReport
+from heal.integrations.trackers import make_trackers
+from heal.integrations.transformers.callback import (
+    RetryingCallback,
+    SelfHealingCallback,
+    TrackedNumbers,
+)
+from heal.integrations.transformers.checks import check_ready
+from heal.integrations.transformers.dry_run import dry_run
 from heal.integrations.transformers.patches import Patches
+from heal.integrations.transformers.summary import summary
 from heal.loop import Healer
 
 MORE_EPOCHS = 10**6
@@ -22,10 +33,20 @@ class SelfHealingTrainer:
 
     Args:
         trainer: already built; it is changed only while :meth:`train` runs, and put back after.
-        config: how patient to be, and how hard to push back.
+        config: how patient to be, and how hard to push back; a dict of settings will do. With
+            ``zclip_enabled`` our clipper takes the place of the trainer's, with the trainer's
+            ``max_grad_norm`` for its limit.
         run_dir: where journal and postmortem go; the trainer's ``output_dir`` if None.
-        trackers: names or objects that are shown alerts and numbers.
+        trackers: names or objects that are shown alerts and numbers, beside the trainer's own
+            ``report_to``, which is shown the numbers anyhow.
+        plateau_lr_factor: what the learning rate is multiplied by when preference training stays
+            at chance, from 1 to 5; None for an alert and no more.
         sleep: waits between retries of what the network refused.
+
+    Raises:
+        TypeError: the trainer is none.
+        ConfigError: a setting is unknown or wrong.
+        ValueError: a tracker is not known, or the factor makes no sense.
 
     Example:
         >>> trainer = SFTTrainer(model, args=args, train_dataset=dataset)
@@ -36,24 +57,41 @@ class SelfHealingTrainer:
     def __init__(
         self,
         trainer: Any,
-        config: HealingConfig | None = None,
+        config: HealingConfig | Mapping[str, Any] | None = None,
         run_dir: str | Path | None = None,
         trackers: Any = None,
         *,
+        plateau_lr_factor: float | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        self._callback = RetryingCallback(
+            trainer, config, run_dir, plateau_lr_factor=plateau_lr_factor, sleep=sleep
+        )
         self.trainer = trainer
-        self.config = config if config is not None else HealingConfig()
-        self._callback = RetryingCallback(trainer, self.config, run_dir, sleep=sleep)
-        self._trackers = trackers
+        self.config = self._callback.config
+        self._callback.trackers = make_trackers(trackers) or None
 
     @property
     def healer(self) -> Healer | None:
         """The healer of the run, None before :meth:`train`."""
         return self._callback.healer
 
+    def dry_run(self, num_steps: int = 2) -> DryRunReport:
+        """Try some steps on the trainer's own data and take them back: all is as it was before.
+
+        Returns:
+            Losses, seconds and problems; ``is_ok`` if training can begin.
+        """
+        check_ready(self.trainer, SelfHealingCallback)
+        return dry_run(self.trainer, num_steps)
+
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train as the trainer does, healing on the way.
+
+        Args:
+            resume_from_checkpoint: as the trainer takes it; what healing had learned by then is in
+                the checkpoint too.
+            kwargs: passed on.
 
         Returns:
             What the trainer's own ``train`` returns; its ``metrics`` also hold a summary of
@@ -62,24 +100,38 @@ class SelfHealingTrainer:
         Raises:
             CannotHeal: healing is at its end; its ``exit_code`` says why. The postmortem is
                 written.
+            RuntimeError: the trainer is training already.
+            PermissionError: its ``output_dir`` cannot be written.
         """
-        trainer, patches = self.trainer, Patches()
-        patches.set(trainer, "set_initial_training_values", self._more_epochs())
-        trainer.add_callback(self._callback)
+        trainer, callback, patches = self.trainer, self._callback, Patches()
+        check_ready(trainer, SelfHealingCallback)
+        if resume_from_checkpoint:
+            kwargs["resume_from_checkpoint"] = resume_from_checkpoint
+        callback.session = None
+        callback.resumed_from = _checkpoint(trainer, resume_from_checkpoint)
+        numbers = TrackedNumbers(lambda: {} if self.healer is None else self.healer.metrics())
         error: BaseException | None = None
         try:
-            output = trainer.train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            if hasattr(trainer, "set_initial_training_values"):
+                patches.set(trainer, "set_initial_training_values", self._more_epochs())
+            trainer.callback_handler.callbacks.insert(0, numbers)
+            trainer.add_callback(callback)
+            output = trainer.train(**kwargs)
+            if callback.session is not None and callback.session.stopped is not None:
+                raise callback.session.stopped
         except BaseException as raised:
             error = raised
             raise
         finally:
-            self._callback.detach()
-            trainer.remove_callback(self._callback)
+            callback.detach()
+            for added in (callback, numbers):
+                trainer.remove_callback(added)
             patches.put_back()
             trainer.is_in_train = False
-            if self._callback.session is not None:
-                self._callback.session.close(error)
-        output.metrics.update(self._summary())
+            if callback.session is not None:
+                callback.session.close(error)
+        if self.healer is not None and hasattr(output, "metrics"):
+            output.metrics.update(summary(self.healer))
         return output
 
     def _more_epochs(self) -> Callable[..., Any]:
@@ -92,5 +144,9 @@ class SelfHealingTrainer:
 
         return values
 
-    def _summary(self) -> dict[str, float]:
-        return {} if self.healer is None else self.healer.metrics()
+
+def _checkpoint(trainer: Any, resume: str | bool | None) -> str | None:
+    if resume is True:
+        found: str | None = get_last_checkpoint(trainer.args.output_dir)
+        return found
+    return str(resume) if resume else None

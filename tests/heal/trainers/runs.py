@@ -11,6 +11,7 @@ from tests.heal.trainers.tiny import set_seed
 QUICK = {"snapshot_interval": 3, "quarantine_steps": 2, "check_interval": 10, "lr_ramp_steps": 20}
 """Settings for runs of ten steps instead of ten thousand."""
 
+OPTIONS = ("plateau_lr_factor", "trackers")  # of the wrapper; all else are settings
 CLOCKS = ("runtime", "per_second", "time")
 
 
@@ -25,8 +26,9 @@ class Healed:
         set_seed(1)
         self.trainer = trainer
         self.waits: list[float] = []
+        options = {name: config.pop(name) for name in OPTIONS if name in config}
         self.wrapper = SelfHealingTrainer(
-            trainer, quick(**config), run_dir, sleep=self.waits.append
+            trainer, quick(**config), run_dir, sleep=self.waits.append, **options
         )
         self.output: Any = None
         self.error: BaseException | None = None

@@ -1,0 +1,84 @@
+"""What happens before and after each step: snapshots, checks, mail and metrics, when due."""
+
+from heal.config import HealingConfig
+from heal.durable import Durable
+from heal.journal import Journal
+from heal.listener import Listener
+from heal.notes import Notes
+from heal.ranks import HostFacts
+from heal.readout import Readout
+from heal.run import TorchRun
+
+METRICS_INTERVAL = 10  # steps between lines of metrics.jsonl
+
+
+class Bookkeeping:
+    """Keeps the books of a run.
+
+    Args:
+        run: whose steps are counted and whose snapshots are taken.
+        listener: hears of what the device said.
+        config: intervals.
+        journal: gets the metrics.
+        notes: told of what could not be done.
+        readout: has the metrics.
+
+    Attributes:
+        durable: saves to disk when it is time; None if nothing is saved.
+    """
+
+    def __init__(
+        self,
+        run: TorchRun,
+        listener: Listener,
+        config: HealingConfig,
+        journal: Journal,
+        notes: Notes,
+        readout: Readout,
+    ) -> None:
+        self._run = run
+        self._listener = listener
+        self._interval = config.snapshot_interval
+        self._journal = journal
+        self._notes = notes
+        self._readout = readout
+        self._wants_snapshot = False
+        self.durable: Durable | None = None
+
+    def first_snapshot(self) -> None:
+        """Take one before anything happens, unless there is one."""
+        if self._run.ring.newest_step() is None:
+            self._notes.contain(self._capture)
+
+    def before_step(self) -> None:
+        """Let copies finish that the step would overtake, and notice a changed model."""
+        self._run.ring.before_step()
+        if self._run.has_changed_shape():
+            self._wants_snapshot = True
+        if self._run.step == 0:
+            self.first_snapshot()
+
+    def after_step(self, facts: HostFacts, posted: bool, has_loss: bool) -> None:
+        """Count the step, do what is due, and hear of the steps before."""
+        if posted:
+            self._listener.note_step(facts, has_loss)
+        else:
+            self._listener.not_sent(facts)
+        self._run.advance()
+        self._listener.check_health()
+        if self._wants_snapshot or self._run.step % self._interval == 0:
+            self._wants_snapshot = False
+            self._capture()
+        step = self._run.step
+        self._listener.listen()
+        if self.durable is not None and self._run.step == step:  # else the step was taken back
+            self.durable.after_step()
+        if self._listener.wants_snapshot:
+            self._listener.wants_snapshot = False
+            self._wants_snapshot = True
+        if self._run.step % METRICS_INTERVAL == 0 and self._journal.is_heard:
+            self._journal.metrics(self._readout.last_step, self._readout.numbers())
+
+    def _capture(self) -> None:
+        if not self._run.capture() and self._run.ring.degraded:
+            self._notes.add(self._run.ring.degraded)

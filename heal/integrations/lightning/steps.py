@@ -1,0 +1,170 @@
+"""Takes the place of a strategy's ``optimizer_step``: backward by Lightning, step by the healer."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from heal.actions import CannotHeal
+from heal.loop import Healer
+from heal.micro_batch import BufferCopies
+from heal.rng import RngState
+
+
+class HealedSteps:
+    """One optimizer step of Lightning's after another.
+
+    What forward and backward raise is healed where the step can be repeated: in one process, with
+    automatic optimization and no accumulation. Elsewhere it goes on to Lightning.
+
+    Args:
+        trainer: Lightning's.
+        module: the LightningModule.
+        healer: steps the optimizer.
+
+    Attributes:
+        phase: "forward" or "backward", for the diagnosis of what is raised.
+        has_stepped: whether the batch under way has stepped the optimizer.
+        uncounted: steps that Lightning counts although neither it nor the healer took them.
+    """
+
+    def __init__(self, trainer: Any, module: Module, healer: Healer) -> None:
+        self.phase = "forward"
+        self.has_stepped = False
+        self.uncounted = 0
+        self._trainer = trainer
+        self._module = module
+        self._healer = healer
+        self._precision = trainer.precision_plugin
+        self._scaler = getattr(self._precision, "scaler", None)
+        self._is_automatic = bool(module.automatic_optimization)
+        self._accumulate = int(trainer.accumulate_grad_batches)
+        self._heals_errors = (
+            self._is_automatic and self._accumulate == 1 and trainer.world_size == 1
+        )
+        self._buffers = BufferCopies(module)
+        self._sum: Tensor | None = None  # of the losses of batches that were only accumulated
+        self._num_summed = 0
+        self._clips_before = self._watched._steps
+
+    @property
+    def _watched(self) -> Any:
+        return self._healer.optimizers[0]
+
+    def is_before_step(self) -> bool:
+        """Return whether the optimizer has yet to take the step under way."""
+        return bool(self._watched._steps == self._clips_before)
+
+    def add_loss(self, loss: Tensor | None) -> None:
+        """Hear the loss of a batch that was accumulated; Lightning has divided it already."""
+        if loss is not None:
+            self._sum = loss.detach() if self._sum is None else self._sum + loss.detach()
+            self._num_summed += 1
+
+    def __call__(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compute gradients, call Lightning's hooks, and have the healer take the step.
+
+        Args:
+            optimizer: the user's; the healer has it, wrapped.
+            closure: forward, ``zero_grad`` and backward; does nothing in manual optimization.
+            model: not used; the LightningModule is known.
+            kwargs: for optimizers with arguments of their own; not passed on.
+        """
+        self.has_stepped = True
+        self._clips_before = self._watched._steps
+        is_done, loss = self._backward(closure)
+        if not is_done:
+            return None
+        is_skipped = self._scaler is not None and self._is_automatic and loss is None
+        handles_unscaling = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if self._scaler is not None and not handles_unscaling and not is_skipped:
+            self._scaler.unscale_(self._watched)
+        self._precision._after_closure(self._module, optimizer)
+        if is_skipped:  # training_step returned None: under a scaler Lightning does not step
+            self.uncounted += 1
+            return None
+        self._step(self._mean(loss))
+        return loss
+
+    def _backward(self, closure: Any) -> tuple[bool, Any]:
+        """Return whether there are gradients, and the loss; False if the batch was given up."""
+        if not self._heals_errors or not hasattr(closure, "_step_fn"):
+            return True, closure()
+        attempts, micro = self._healer._attempts, self._healer._micro
+        while True:
+            rng = RngState.now()
+            self._buffers.refresh()
+            self.phase = "forward"
+            try:
+                if micro.pieces == 1:
+                    return True, closure()
+                return True, self._in_pieces(closure)
+            except Exception as error:
+                failure = attempts._judged(error, self.phase)
+            # The except block is left: nothing holds the frames whose tensors must be freed.
+            self._watched.zero_grad()
+            self._buffers.put_back()
+            rng.put_back()
+            if not attempts._heal(*failure):
+                loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
+                closure._result = loop.output_result_cls(None)
+                return False, None
+
+    def _in_pieces(self, closure: Any) -> Tensor:
+        """Forward and backward of a batch that does not fit whole, with Lightning's hooks."""
+        micro, step_fn = self._healer._micro, closure._step_fn
+        arguments = step_fn.args[0]
+        batch = arguments["batch"]
+        outputs = []
+
+        def train_step(piece: Any) -> Tensor:
+            self.phase = "forward"
+            arguments["batch"] = piece
+            outputs.append(step_fn())
+            loss: Tensor = outputs[-1].closure_loss
+            return loss
+
+        closure._zero_grad_fn()
+        backward: Any = lambda loss: _Backward(closure._backward_fn, loss)  # noqa: E731
+        try:
+            loss = micro.backward([batch], train_step, backward)
+        finally:
+            arguments["batch"] = batch
+        closure._result, closure._result.loss = outputs[-1], loss
+        return loss
+
+    def _step(self, loss: Tensor | None) -> None:
+        try:
+            self._healer.step(loss)
+        except CannotHeal:
+            raise
+        except Exception as error:
+            if not self._heals_errors:
+                raise
+            attempts = self._healer._attempts
+            attempts._heal(*attempts._judged(error, "step"))
+        else:
+            self._healer._micro.note_clean()
+
+    def _mean(self, loss: Tensor | None) -> Tensor | None:
+        """Return the mean loss of all batches of the step, computed on the device."""
+        earlier, count = self._sum, self._num_summed + 1
+        self._sum, self._num_summed = None, 0
+        if loss is None or not self._is_automatic:
+            return None
+        whole = loss if earlier is None else loss + earlier
+        return whole if self._accumulate == 1 else whole * (self._accumulate / count)
+
+
+class _Backward:
+    """Lets :class:`heal.micro_batch.MicroBatcher` backpropagate by Lightning, hooks included."""
+
+    def __init__(self, backward_fn: Callable[[Tensor], None], loss: Tensor) -> None:
+        self._backward_fn = backward_fn
+        self._loss = loss
+
+    def backward(self) -> None:
+        self._backward_fn(self._loss)

@@ -1,0 +1,37 @@
+"""What healing itself could not do: told once, and never a reason to stop training."""
+
+from collections.abc import Callable
+
+from heal.actions import CannotHeal
+from heal.journal import Journal
+
+MAX_NOTES = 100  # different things that may go wrong with healing itself before we fall silent
+
+
+class Notes:
+    """Collects notes, and runs our own code so that its failures become notes.
+
+    Args:
+        journal: where they are written too.
+        step: returns the number of the present step.
+    """
+
+    def __init__(self, journal: Journal, step: Callable[[], int]) -> None:
+        self.texts: list[str] = []
+        self._journal = journal
+        self._step = step
+
+    def add(self, text: str) -> None:
+        """Tell something, once."""
+        if text not in self.texts and len(self.texts) < MAX_NOTES:
+            self.texts.append(text)
+            self._journal.event("note", self._step(), text=text)
+
+    def contain(self, action: Callable[[], None]) -> None:
+        """Run our own code. If it fails, training goes on without what it was for, and hears so."""
+        try:
+            action()
+        except CannotHeal:
+            raise
+        except Exception as error:
+            self.add(f"healing failed and was left out: {error!r}")

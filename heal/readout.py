@@ -1,0 +1,101 @@
+"""What a healer knows and tells: numbers to log, what was done, where one could return to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from heal.actions import Plan
+from heal.diagnose import Diagnosis
+from heal.guarded_step import GuardedStep
+from heal.journal import Journal
+from heal.listener import Listener
+from heal.micro_batch import MicroBatcher
+from heal.run import TorchRun
+from heal.snapshots import Snapshot
+from heal.treatment import Treatment
+from heal.verdict import Record
+from zclip import ClippedOptimizer
+
+
+class Readout:
+    """The half of a Healer that only answers."""
+
+    journal: Journal
+    _run: TorchRun
+    _guarded: GuardedStep
+    _listener: Listener
+    _treatment: Treatment
+    _micro: MicroBatcher
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers to log; those of the device are ``lag`` steps old."""
+        history, latest = self._treatment.history, self._listener.latest
+        metrics = {
+            "healing/recovery_attempts": float(history.total_attempts),
+            "healing/nan_count": float(history.nan_count),
+            **self._listener.watch.metrics(),
+        }
+        if latest is not None:
+            metrics |= {
+                "zclip/raw_grad_norm": latest.norm,
+                "zclip/clipped_grad_norm": latest.clipped_norm,
+                "zclip/z_score": latest.z,
+                "zclip/threshold": latest.threshold,
+                "zclip/total_clips": float(latest.clips),
+                "zclip/total_skips": float(latest.skips),
+            }
+        return metrics
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what a plot needs: the newest record, and the series since the last call."""
+        latest = self.latest
+        seen = {} if latest is None else {"seen_at": latest.step, "loss": latest.loss}
+        series = self._listener.series.take()
+        return {**seen, "lr_scale": self._run.lr_scale, **self.metrics(), **series}
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step taken, from 0; -1 before the first."""
+        return self._run.step - 1
+
+    @property
+    def latest(self) -> Record | None:
+        """The newest record that was heard."""
+        return self._listener.latest
+
+    @property
+    def lr_scale(self) -> float:
+        """The factor on the learning rate, 1 unless healing lowered it."""
+        return self._run.lr_scale
+
+    @property
+    def attempts(self) -> int:
+        """How often ``run`` tried to take a step, those that were repeated included."""
+        return self._micro.attempts
+
+    @property
+    def micro_batches(self) -> int:
+        """Into how many pieces batches should be cut; ``run`` does it, a loop of yours may."""
+        return self._micro.pieces
+
+    @property
+    def history(self) -> Sequence[tuple[int, Diagnosis, Plan]]:
+        """Every diagnosis: the step that came next, what it was, and what was done."""
+        return self._treatment.log
+
+    @property
+    def recoveries(self) -> list[dict[str, Any]]:
+        """What was done about trouble, as the postmortem lists it."""
+        return self.journal.recoveries
+
+    @property
+    def optimizers(self) -> Sequence[ClippedOptimizer]:
+        """The optimizers as they are stepped: those that were given, wrapped."""
+        return self._guarded.optimizers
+
+    def snapshots(self) -> list[int]:
+        """Return the steps that this rank could return to, newest first."""
+        return self._run.ring.good_steps()
+
+    def newest_snapshot(self) -> Snapshot | None:
+        """Return the newest good snapshot itself, for drills; None if there is none."""
+        return self._run.ring.newest_good()

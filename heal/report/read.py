@@ -1,0 +1,151 @@
+"""Finds and reads the files of a run: several ranks, rotated, torn, live or damaged.
+
+Lines are yielded one at a time: metrics of a million steps are never in memory together. Nothing
+that a line may hold raises.
+"""
+
+import heapq
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+LINES = re.compile(r"(events|metrics)(?:\.rank(\d+))?\.jsonl(\.1)?")
+POSTMORTEM = re.compile(r"postmortem(?:\.rank(\d+))?\.json")
+MAX_LINE = 4 * 2**20  # bytes; a longer one is no line of ours
+
+
+class NotARun(ValueError):
+    """The folder holds no journal; the message says what was found."""
+
+
+@dataclass(slots=True)
+class RunFiles:
+    """Which file of which rank is where, oldest first."""
+
+    folder: Path
+    events: dict[int, list[Path]] = field(default_factory=dict)
+    metrics: dict[int, list[Path]] = field(default_factory=dict)
+    postmortems: dict[int, Path] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({*self.events, *self.metrics, *self.postmortems})
+
+
+@dataclass(slots=True)
+class Damage:
+    """What could not be read."""
+
+    bad_lines: dict[str, int] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+    def sentences(self) -> list[str]:
+        """Return it for people, a sentence per file."""
+        counted = [
+            f"{name}: {count} line{'s' if count > 1 else ''} could not be read."
+            for name, count in self.bad_lines.items()
+        ]
+        return counted + [f"{name}: {why}." for name, why in self.unreadable.items()]
+
+
+def find_files(run_dir: str | os.PathLike[str]) -> RunFiles:
+    """Return the files of a run.
+
+    Raises:
+        NotARun: there is no such folder, or nothing of a run in it.
+    """
+    folder = Path(run_dir)
+    if not folder.exists():
+        raise NotARun(f"{folder} does not exist; wanted the run_dir that was given to Healer")
+    if not folder.is_dir():
+        raise NotARun(f"{folder} is a file; wanted the run_dir that was given to Healer")
+    found = RunFiles(folder)
+    for path in sorted(folder.iterdir(), key=lambda path: (path.suffix != ".1", path.name)):
+        if match := LINES.fullmatch(path.name):
+            of_kind = found.events if match[1] == "events" else found.metrics
+            of_kind.setdefault(int(match[2] or 0), []).append(path)
+        elif match := POSTMORTEM.fullmatch(path.name):
+            found.postmortems[int(match[1] or 0)] = path
+    if not found.ranks:
+        raise NotARun(
+            f"{folder} has no events.jsonl, metrics.jsonl or postmortem.json; "
+            "wanted the run_dir that was given to Healer"
+        )
+    return found
+
+
+def read_lines(path: Path, damage: Damage) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file that can be read; count the others."""
+    try:
+        with open(path, "rb") as file:
+            for raw in iter(lambda: file.readline(MAX_LINE), b""):
+                line = parse_line(raw)
+                if line is not None:
+                    yield line
+                elif raw.strip():
+                    damage.bad_lines[path.name] = damage.bad_lines.get(path.name, 0) + 1
+    except OSError as error:
+        damage.unreadable[path.name] = error.strerror or str(error)
+
+
+def parse_line(raw: bytes) -> dict[str, Any] | None:
+    """Return a line as a dict, None if it is none."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets without end
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def read_events(files: RunFiles, damage: Damage) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield rank and event of all ranks together, in the order of their times."""
+
+    def of_rank(rank: int) -> Iterator[tuple[float, int, int, dict[str, Any]]]:
+        last, count = -math.inf, 0
+        for path in files.events[rank]:
+            for line in read_lines(path, damage):
+                time = seconds_of(line.get("time"))
+                last = last if time is None else max(last, time)
+                count += 1  # so that two lines are never compared themselves
+                yield last, rank, count, line
+
+    for _, rank, _, line in heapq.merge(*(of_rank(rank) for rank in sorted(files.events))):
+        yield rank, line
+
+
+def read_postmortem(path: Path, damage: Damage) -> dict[str, Any] | None:
+    """Return a postmortem, None if it cannot be read."""
+    try:
+        page = parse_line(path.read_bytes())
+    except OSError as error:
+        damage.unreadable[path.name] = error.strerror or str(error)
+        return None
+    if page is None:
+        damage.unreadable[path.name] = "it is not a JSON object"
+    return page
+
+
+def seconds_of(time: Any) -> float | None:
+    """Return the seconds since 1970 of an ISO time; None if it is none."""
+    try:
+        moment = datetime.fromisoformat(str(time).replace("Z", "+00:00"))
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=timezone.utc)
+        return moment.timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def whole(value: Any) -> int | None:
+    """Return a step or a count; None if it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return int(value) if abs(value) < 2**53 else None

@@ -1,0 +1,173 @@
+"""Plain words for causes, actions and evidence, for readers who have never seen the project."""
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from heal.causes import ABOUT, Cause, Family
+from heal.json_lines import number
+
+TITLES = {
+    "nonfinite_gradient": "Gradients were not numbers",
+    "nonfinite_loss": "The loss was not a number",
+    "scaler_overflow": "Gradients overflowed in half precision",
+    "gradient_spike": "A gradient was unusually large",
+    "gradient_explosion": "Gradients exploded",
+    "loss_spike": "The loss jumped",
+    "divergence": "The loss kept rising",
+    "lr_spike": "The learning rate jumped",
+    "weight_corruption": "Weights were damaged",
+    "optimizer_corruption": "The optimizer's memory was damaged",
+    "optimizer_reset": "The optimizer lost its memory",
+    "weight_drift": "A weight left its course",
+    "plateau": "The loss stopped improving",
+    "overfitting": "Evaluation fell behind training",
+    "throughput_collapse": "Steps became slow",
+    "oom": "Memory ran out",
+    "memory_pressure": "Memory was nearly used up",
+    "data_error": "A batch of data could not be used",
+    "network_error": "The network did not answer",
+    "storage_error": "The disk could not be written",
+    "collective_error": "Ranks lost each other",
+    "device_error": "The device failed",
+    "preempted": "The job was told to stop",
+    "unknown": "An unknown error",
+    "kl_blowup": "The policy left its reference",
+    "likelihood_collapse": "Chosen answers became unlikely",
+    "preference_inversion": "The model prefers rejected answers",
+    "reward_collapse": "Rewards collapsed",
+    "desync": "Ranks fell out of step",
+}
+
+EVIDENCE = {
+    "tensor": "tensor",
+    "norm": "gradient norm",
+    "loss": "loss",
+    "lr": "learning rate",
+    "ratio": "times the usual",
+    "usual_norm": "usual norm",
+    "usual_loss": "usual loss",
+    "usual_lr": "usual learning rate",
+    "usual_seconds": "usual seconds per step",
+    "seconds": "seconds per step",
+    "type": "exception",
+    "message": "message",
+    "phase": "raised in",
+    "elements": "bad elements",
+    "tensors": "bad tensors",
+    "norm_before": "norm before",
+    "counter": "step counter",
+    "counter_before": "step counter before",
+    "suspect": "suspected cause",
+    "suspect_step": "suspected since step",
+    "kind": "found",
+    "epoch": "epoch",
+    "batch": "batch",
+}
+"""Names of evidence that is shown; other entries are shown under their own names."""
+
+HIDDEN = {"tensor_index", "matched", "measured", "also", "applied"}
+KINDS_OF_NUMBER = {"HAS_NAN": "NaN", "HAS_INF": "Inf", "OVERFLOW": "overflow", "LOSS_NAN": "NaN"}
+UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of Unicode
+MAX_TEXT = 400  # characters of any one thing that a journal says
+
+
+def title(failure: str) -> str:
+    """Return what happened, in four or five words."""
+    return TITLES.get(failure, shorten(failure.replace("_", " ").capitalize(), 60))
+
+
+def family(failure: str) -> str:
+    """Return the family of a cause; its own name if it is none of ours."""
+    try:
+        return ABOUT[Cause(failure)].family.value
+    except ValueError:
+        return failure
+
+
+def is_numeric(failure: str) -> bool:
+    """Tell whether a cause is one of those that explain each other."""
+    return family(failure) == Family.NUMERIC.value
+
+
+def evidence_words(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what was measured, as names and values."""
+    told = []
+    for name, value in evidence.items():
+        if name in HIDDEN:
+            continue
+        if name == "kind" and isinstance(value, Sequence) and not isinstance(value, str):
+            value = ", ".join(KINDS_OF_NUMBER.get(str(flag), str(flag)) for flag in value)
+        told.append((EVIDENCE.get(name, shorten(str(name), 40).replace("_", " ")), show(value)))
+    return told
+
+
+def action_words(action: Mapping[str, Any], resumed_at: int | None) -> str:
+    """Return what was done, as a phrase."""
+    name = str(action.get("action", ""))
+    first, last = show(action.get("first_step")), show(action.get("last_step"))
+    phrase = {
+        "Refuse": "refused the step on the device; nothing was changed",
+        "TightenClip": f"clipped harder (limit x {show(action.get('factor'))})",
+        "ScaleLr": f"lowered the learning rate (x {show(action.get('factor'))}, "
+        f"back within {show(action.get('ramp_steps'))} steps)",
+        "Rollback": "returned to the snapshot of step "
+        + show(action.get("before_step") if resumed_at is None else resumed_at),
+        "SkipBatches": f"skipped the data of step {first}"
+        + (f" to {last}" if last != first else ""),
+        "ShrinkBatch": "cut batches into twice as many pieces",
+        "CheckpointActivations": "traded time for memory (activation checkpointing)",
+        "ClearCache": "cleared the cache",
+        "Backoff": f"waited {show(action.get('seconds'))} s and tried again",
+        "PerturbWeights": "nudged the weights",
+        "Halt": f"stopped the run: {show(action.get('reason'))}",
+    }.get(name, shorten(name, 60))
+    return phrase if action.get("effect", True) else f"{phrase} (without effect)"
+
+
+def show(value: Any) -> str:
+    """Return a value of the journal for people: numbers short, text not endless."""
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if value in ("NaN", "Infinity", "-Infinity"):
+        return f"{number(value):.4g}".replace("nan", "NaN").replace("inf", "Inf")
+    if isinstance(value, Mapping):
+        value = ", ".join(f"{name} {show(entry)}" for name, entry in value.items())
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        value = ", ".join(show(entry) for entry in value)
+    return shorten(str(value), MAX_TEXT)
+
+
+def shorten(text: str, length: int) -> str:
+    """Return a text cut to a length, without what could steer a terminal or a page."""
+    return clean(text if len(text) <= length else text[: length - 3] + "...")
+
+
+def clean(text: str) -> str:
+    """Return a text without control characters, direction marks and halves of characters."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        " " if c in "\n\r\t" else "\ufffd" if unicodedata.category(c) in UNSAFE else c for c in text
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return a time span as people say it."""
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    if minutes < 120:
+        return f"{minutes:.0f} min"
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """Return "1 step", "2 steps", "1,000 steps"."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -1,0 +1,96 @@
+"""A healed run that crashed goes on from its checkpoint as if nothing had happened."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from heal.actions import CannotHeal
+from heal.exit_codes import ExitCode
+from tests.heal.trainers import failures, tiny
+from tests.heal.trainers.runs import Healed, assert_same, fingerprint, log, losses
+
+SAVING = {"save_strategy": "steps", "save_steps": 4, "max_steps": 10}
+
+
+@pytest.mark.parametrize("zclip_enabled", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_resumed_run_is_bit_by_bit_the_one_that_was_not_interrupted(zclip_enabled, tmp_path):
+    whole = Healed(tiny.plain(tmp_path / "whole", **SAVING), zclip_enabled=zclip_enabled)
+    crashed = tiny.plain(tmp_path / "crashed", **SAVING)
+    failures.raises(crashed, lambda: AttributeError("a bug"), at=6)
+    assert isinstance(Healed(crashed, zclip_enabled=zclip_enabled).error, AttributeError)
+    again = tiny.plain(tmp_path / "crashed", **SAVING)
+    resumed = Healed(again, zclip_enabled=zclip_enabled, resume=True)
+    assert resumed.error is None
+    assert resumed.healer.notes == []
+    assert_same(fingerprint(whole.trainer), fingerprint(again))
+    assert losses(again)[4:] == losses(whole.trainer)[4:]
+
+
+def test_a_rollback_after_a_resume_finds_its_data_again(tmp_path):
+    def corrupt(trainer, at):
+        def on_call(call, inputs, loss):
+            if call == at:
+                with torch.no_grad():
+                    next(iter(trainer.model.parameters())).fill_(float("nan"))
+            return loss()
+
+        failures.Injection(trainer, on_call)
+
+    settings = {**SAVING, "max_steps": 28, "save_steps": 6}
+    whole = Healed(tiny.plain(tmp_path / "run", **settings)).trainer
+    again = tiny.plain(tmp_path / "run", **settings)
+    corrupt(again, at=8)
+    checkpoint = str(tmp_path / "run" / "checkpoint-6")
+    resumed = Healed(again, resume=checkpoint, check_interval=1, data="replay")
+    assert resumed.told[-1] == ("weight_corruption", ["Rollback"])
+    assert_same(fingerprint(whole)[:-2], fingerprint(again)[:-2])
+    assert [line["step"] for line in log(again)] == [*range(1, 29), 28]
+
+
+def test_a_checkpoint_made_without_healing_can_be_resumed_with_it(tmp_path):
+    tiny.plain(tmp_path, **SAVING).train()
+    resumed = Healed(tiny.plain(tmp_path, **SAVING), resume=str(tmp_path / "checkpoint-4"))
+    assert resumed.output.global_step == 10
+    assert resumed.healer.notes == []
+
+
+def test_healing_state_that_cannot_be_read_is_told_and_training_goes_on(tmp_path):
+    Healed(tiny.plain(tmp_path, **SAVING))
+    (tmp_path / "checkpoint-4" / "healing.pt").write_bytes(b"torn")
+    resumed = Healed(tiny.plain(tmp_path, **SAVING), resume=str(tmp_path / "checkpoint-4"))
+    assert resumed.output.global_step == 10
+    assert "cannot be read" in resumed.healer.notes[0]
+
+
+def test_a_lowered_learning_rate_survives_the_resume(tmp_path):
+    trainer = tiny.plain(tmp_path, **{**SAVING, "max_steps": 16})
+    failures.nan_loss(trainer, at=5, times=2)
+    healed = Healed(trainer, nan_patience=2, lr_ramp_steps=1000)
+    assert healed.healer.lr_scale == pytest.approx(0.5, abs=0.02)
+    again = Healed(
+        tiny.plain(tmp_path, **{**SAVING, "max_steps": 16}),
+        resume=str(tmp_path / "checkpoint-12"),
+        lr_ramp_steps=1000,
+    )
+    assert again.healer.lr_scale == healed.healer.lr_scale
+
+
+def test_sigterm_saves_a_checkpoint_and_says_so(tmp_path):
+    trainer = tiny.plain(tmp_path, max_steps=50)
+
+    def harm(call, inputs, loss):
+        if call == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss()
+
+    failures.Injection(trainer, harm)
+    before = signal.getsignal(signal.SIGTERM)
+    healed = Healed(trainer)
+    assert isinstance(healed.error, CannotHeal)
+    assert healed.error.exit_code == ExitCode.PREEMPTED
+    assert signal.getsignal(signal.SIGTERM) is before
+    stopped_at = trainer.state.global_step
+    assert 5 < stopped_at < 50
+    assert (tmp_path / f"checkpoint-{stopped_at}" / "healing.pt").is_file()

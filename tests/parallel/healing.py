@@ -1,0 +1,398 @@
+"""Healing with several ranks: what happens to one is heard, decided and done by all alike."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from heal import Healer, HealingConfig
+from heal.actions import CannotHeal
+from heal.exit_codes import ExitCode
+from heal.verdict import Flag
+from tests.parallel.layouts import CountCollectives, same_on_all_ranks
+from tests.parallel.registry import check
+from zclip.layout import STEPS
+
+QUICK = {"snapshot_interval": 5, "quarantine_steps": 2, "check_interval": 5, "lr_ramp_steps": 10}
+
+
+class Setup:
+    """A small model on every rank, other data on each, and faults by attempt on one of them."""
+
+    def __init__(self, wrap="ddp", *, norm=False, scheduler=False, zclip_enabled=False, **config):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.ReLU()]
+        model = nn.Sequential(*layers, nn.Linear(8, 1))
+        if wrap == "ddp":
+            self.model = DistributedDataParallel(model)
+        else:
+            fully_shard(model[0])
+            self.model = fully_shard(model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        schedule = torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0) if scheduler else None
+        settings = {**QUICK, "zclip_enabled": zclip_enabled, **config}
+        self.healer = Healer(
+            self.model,
+            self.optimizer,
+            schedule,
+            HealingConfig(**settings),
+            rank=dist.get_rank(),
+            sleep=lambda seconds: None,
+        )
+        self.healer.exits.dismiss()
+        self.healer.exits.catch_signals = lambda: None
+        self.faults = {}
+        self.pieces = []
+        torch.manual_seed(dist.get_rank())
+        self.loader = [torch.randn(8, 4) for _ in range(200)]
+
+    def fault(self, rank, attempt, do):
+        """Have ``do(batch)`` called before the loss of an attempt, on one rank."""
+        if dist.get_rank() == rank:
+            self.faults[attempt] = do
+
+    def ask_to_stop(self, batch):
+        self.healer.request_stop()
+
+    def train_step(self, batch):
+        fault = self.faults.pop(self.healer.attempts - 1, None)
+        self.pieces.append(len(batch))
+        if fault is not None:
+            changed = fault(batch)
+            batch = batch if changed is None else changed
+        return self.model(batch).square().mean()
+
+    def run(self, steps=30, loader=None):
+        self.healer.run(self.train_step, loader or self.loader, steps, progress=False)
+        return self
+
+    @property
+    def done(self):
+        """Step, cause and actions of everything that was found."""
+        return [
+            (at, d.cause.value, d.bad_step, [type(a).__name__ for a in plan])
+            for at, d, plan in self.healer.history
+        ]
+
+    def assert_alike(self):
+        told = self.healer._guarded.ranks.gather((self.done, self.healer.last_step))
+        assert all(one == told[0] for one in told), told
+        assert self.healer.notes == []
+        weights = [getattr(p, "_local_tensor", p).detach() for p in self.model.parameters()]
+        assert all(w.isfinite().all() for w in weights)
+        if isinstance(self.model, DistributedDataParallel):
+            assert same_on_all_ranks(*weights)
+
+    def causes(self):
+        return [cause for _, cause, _, _ in self.done]
+
+    def actions(self):
+        return {name for *_, names in self.done for name in names}
+
+
+def out_of_memory(batch):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (injected)")
+
+
+@check(2)
+def an_undisturbed_ddp_run_is_the_bare_one_and_costs_one_message():
+    setup, bare = Setup(norm=True), Setup(norm=True)
+    with CountCollectives() as usual:
+        for batch in bare.loader[:12]:
+            bare.optimizer.zero_grad()
+            bare.model(batch).square().mean().backward()
+            bare.optimizer.step()
+    with CountCollectives() as counted:
+        setup.run(12)
+    health_checks = 12 // QUICK["check_interval"]
+    assert len(counted.names) == len(usual.names) + 12 + health_checks
+    theirs = bare.model.state_dict()
+    for name, ours in setup.model.state_dict().items():
+        assert torch.equal(ours, theirs[name]), name
+    assert setup.done == []
+
+
+@check(2)
+def every_rank_hears_of_the_mean_loss_and_of_seconds_alike():
+    setup = Setup()
+    for step in range(6):
+        setup.optimizer.zero_grad()
+        setup.model(setup.loader[step]).square().mean().backward()
+        setup.healer.step(torch.tensor(2.0 + 2.0 * dist.get_rank()))
+    assert setup.healer.latest.loss == 3.0
+    told = setup.healer._guarded.ranks.gather(repr(setup.healer.latest))
+    assert told[0] == told[1]
+
+
+@check(2)
+def a_nan_loss_on_one_rank_is_refused_by_all():
+    setup = Setup()
+    for step in range(10):
+        setup.optimizer.zero_grad()
+        before = [p.detach().clone() for p in setup.model.parameters()]
+        loss = setup.model(setup.loader[step]).square().mean()
+        loss.backward()  # the gradients are sound; only the number that is told is not
+        is_bad = step == 4
+        setup.healer.step(loss * math.nan if is_bad and dist.get_rank() == 1 else loss)
+        assert all(map(torch.equal, before, setup.model.parameters())) == is_bad
+    setup.assert_alike()
+    assert setup.causes() == ["nonfinite_loss"]
+
+
+@check(2)
+def a_step_without_a_loss_on_any_rank_is_taken():
+    setup = Setup()
+    for step in range(6):
+        setup.optimizer.zero_grad()
+        before = [p.detach().clone() for p in setup.model.parameters()]
+        setup.model(setup.loader[step]).square().mean().backward()
+        setup.healer.step()
+        assert not all(map(torch.equal, before, setup.model.parameters()))
+    assert math.isnan(setup.healer.latest.loss)
+    assert setup.done == []
+
+
+@check(2)
+def a_stop_that_one_rank_asks_for_stops_all_at_the_same_step():
+    for wrap in ("ddp", "fsdp"):
+        setup = Setup(wrap)
+        setup.fault(1, 7, setup.ask_to_stop)
+        with pytest.raises(CannotHeal) as halted:
+            setup.run()
+        assert halted.value.exit_code == ExitCode.PREEMPTED
+        setup.assert_alike()
+        assert setup.healer.last_step == 7 + setup.healer.config.lag
+
+
+@check(2)
+def a_snapshot_that_one_rank_asks_for_is_taken_by_all_at_the_same_step():
+    setup = Setup(snapshot_interval=100)
+    setup.fault(0, 3, lambda batch: setup.healer.request_snapshot())
+    setup.run(12)
+    told = setup.healer._guarded.ranks.gather(setup.healer.snapshots())
+    assert told[0] == told[1] == [3 + setup.healer.config.lag + 2, 0]
+
+
+@check(2)
+def a_source_of_flags_is_asked_on_every_rank():
+    setup = Setup()
+    asked = []
+
+    def pressure():
+        asked.append(1)
+        return Flag.MEMORY_PRESSURE if len(asked) == 5 and dist.get_rank() == 1 else Flag(0)
+
+    setup.healer.add_source(pressure)
+    setup.run(12)
+    setup.assert_alike()
+    assert setup.causes() == ["memory_pressure"]
+    assert setup.healer.micro_batches == 2
+
+
+@check(2)
+def memory_that_runs_out_on_one_rank_shrinks_the_pieces_of_all():
+    for norm in (False, True):
+        setup = Setup(norm=norm)
+        setup.fault(1, 6, out_of_memory)
+        setup.run(20)
+        setup.assert_alike()
+        assert setup.causes() == ["oom"]
+        assert setup.done[0][3] == ["ClearCache", "ShrinkBatch"]
+        assert setup.pieces[-1] == 4
+        told = setup.healer._guarded.ranks.gather(setup.healer.micro_batches)
+        assert told == [2, 2]
+
+
+@check(2)
+def memory_that_runs_out_within_forward_does_not_send_buffers_twice():
+    setup = Setup(norm=True)
+    calls = []
+
+    def fail(module, arguments, output):
+        calls.append(1)
+        if len(calls) == 6 and dist.get_rank() == 0:
+            out_of_memory(None)
+
+    setup.model.module[3].register_forward_hook(fail)
+    setup.run(20)
+    setup.assert_alike()
+    assert setup.causes() == ["oom"]
+
+
+@check(2)
+def memory_that_runs_out_while_accumulating_is_no_loss_either():
+    setup = Setup()
+    setup.healer._micro.pieces = 4
+
+    def fail(batch):
+        setup.faults[6] = None  # armed again: the next piece of the same attempt
+
+    class Armed:
+        count = 0
+
+        def __call__(self, grad):
+            Armed.count += 1
+            if Armed.count == 22 and dist.get_rank() == 1:  # in the backward of a piece held back
+                out_of_memory(None)
+
+    setup.model.module[3].bias.register_hook(Armed())
+    setup.run(20)
+    setup.assert_alike()
+    assert setup.causes() == ["oom"]
+
+
+@check(2)
+def a_batch_that_one_rank_cannot_use_is_refused_by_all():
+    for wrap in ("ddp", "fsdp"):
+        setup = Setup(wrap)
+        if wrap == "ddp":
+            setup.fault(0, 6, lambda batch: batch[:, :0])
+        else:  # fails before the model is called: after that its messages could not be matched
+
+            def torn(batch):
+                raise ValueError("shapes do not match")
+
+            setup.fault(0, 6, torn)
+        setup.run(20)
+        setup.assert_alike()
+        assert setup.causes() == ["data_error"]
+        assert setup.healer.last_step == 19
+
+
+@check(2)
+def a_loader_that_fails_on_one_rank_costs_all_one_step():
+    class Torn:
+        def __init__(self, batches):
+            self.batches = batches
+
+        def __iter__(self):
+            self.at = -1
+            return self
+
+        def __next__(self):
+            self.at += 1
+            if self.at == 6 and dist.get_rank() == 1:
+                raise ValueError("torn sample")
+            if self.at == len(self.batches):
+                raise StopIteration
+            return self.batches[self.at]
+
+    setup = Setup()
+    setup.run(20, Torn(setup.loader))
+    setup.assert_alike()
+    assert setup.causes() == ["data_error"]
+    assert setup.healer._stream.ordinal == 20
+
+
+@check(2)
+def an_error_without_a_cure_on_one_rank_ends_all_at_the_same_step():
+    setup = Setup()
+
+    def bug(batch):
+        raise AttributeError("no such thing")
+
+    setup.fault(1, 6, bug)
+    with pytest.raises(AttributeError if dist.get_rank() == 1 else CannotHeal):
+        setup.run(20)
+    setup.assert_alike()
+    assert setup.healer.last_step == 6 + setup.healer.config.lag
+
+
+@check(2)
+def memory_that_runs_out_in_the_step_of_one_rank_returns_all_to_a_snapshot():
+    setup = Setup()
+
+    def arm(batch):
+        def fail(*ignored):
+            handle.remove()
+            with torch.no_grad():
+                next(setup.model.parameters()).add_(1.0)
+            out_of_memory(None)
+
+        handle = setup.optimizer.register_step_pre_hook(fail)
+
+    setup.fault(1, 12, arm)
+    setup.run(30)
+    setup.assert_alike()
+    assert "Rollback" in setup.actions()
+    assert setup.causes()[0] == "oom"
+
+
+@check(2)
+def a_snapshot_that_is_corrupt_on_one_rank_is_used_by_none():
+    setup = Setup(snapshot_memory_fraction=4.0).run(19)
+    if dist.get_rank() == 0:  # all but the oldest; which of them is chosen is the policy's affair
+        for snapshot in setup.healer._run.ring._kept[1:]:
+            next(iter(snapshot.tensors.values())).view(-1)[0] += 1.0
+
+    def damage(batch):
+        with torch.no_grad():
+            next(setup.model.parameters())[0, 0] = math.nan
+
+    for rank in range(2):
+        setup.fault(rank, setup.healer.attempts, damage)
+    resumed = []
+    setup.healer.on_instability(lambda d, plan: resumed.append((setup.healer.last_step, plan)))
+    setup.run(40)
+    told = setup.healer._guarded.ranks.gather((setup.done, resumed, setup.healer.last_step))
+    assert told[0] == told[1]
+    assert "Rollback" in setup.actions()
+    assert same_on_all_ranks(*[p.detach() for p in setup.model.parameters()])
+    if dist.get_rank() == 0:
+        assert any("falling back" in note for note in setup.healer.notes), resumed
+
+
+@check(2)
+def ranks_at_different_steps_return_to_the_same_and_halt_if_it_comes_again():
+    setup = Setup(incident_steps=50)
+
+    def shift(batch):
+        setup.healer.optimizers[0].clipper._state.states[0][STEPS] += 1
+
+    setup.fault(1, 15, shift)
+    setup.run(25)
+    setup.assert_alike()
+    assert set(setup.causes()) == {"desync"}
+    assert setup.done[0][3] == ["Rollback", "SkipBatches"]
+    if dist.get_rank() == 1:
+        setup.faults[setup.healer.attempts + 1] = shift
+    with pytest.raises(CannotHeal) as halted:
+        setup.run(60)
+    assert halted.value.exit_code == ExitCode.DISTRIBUTED
+
+
+@check(2)
+def what_is_corrupt_in_one_shard_is_found_and_undone_by_all():
+    setup = Setup("fsdp")
+
+    def corrupt(batch):
+        for state in setup.optimizer.state.values():
+            local = state["exp_avg"]._local_tensor
+            if local.numel():
+                local.view(-1)[0] = math.nan
+                return
+
+    setup.fault(1, 17, corrupt)
+    setup.run(40)
+    setup.assert_alike()
+    assert set(setup.causes()) & {"optimizer_corruption", "weight_corruption"}
+    assert "Rollback" in setup.actions()
+
+
+@check(2)
+def a_learning_rate_that_leaps_on_one_rank_is_undone_by_all():
+    setup = Setup(scheduler=True)
+
+    def leap(batch):
+        setup.optimizer.param_groups[0]["lr"] *= 100
+
+    setup.fault(0, 16, leap)
+    setup.run(40)
+    setup.assert_alike()
+    assert setup.causes()[0] == "lr_spike"
+    assert "Rollback" in setup.actions()
+    assert setup.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)

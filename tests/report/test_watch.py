@@ -1,0 +1,210 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from heal.cli import main
+from heal.journal import Journal
+from heal.watch.follow import closing_line, follow, quiet_words
+from heal.watch.live import LiveRun
+from heal.watch.tail import START_BYTES, Tail
+from tests.report.journals import (
+    act,
+    at,
+    calm_metrics,
+    metrics,
+    postmortem,
+    sick_run,
+    started,
+    trouble,
+    write,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_tail_reads_lines_once_and_only_whole_ones(tmp_path):
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path)
+    assert tail.lines() == []
+    write(path, [{"a": 1}])
+    with open(path, "ab") as file:
+        file.write(b'{"b"')
+    assert tail.lines() == [{"a": 1}]
+    with open(path, "ab") as file:
+        file.write(b': 2}\nnonsense\n{"c": 3}\n')
+    assert tail.lines() == [{"b": 2}, {"c": 3}]
+    assert (tail.lines(), tail.bad_lines) == ([], 1)
+
+
+def test_a_tail_follows_the_journal_through_rotations(tmp_path):
+    journal = Journal(tmp_path, max_bytes=1500)
+    tail, seen = Tail(tmp_path / "events.jsonl"), []
+    for step in range(60):
+        journal.event("note", step, text="x" * 50)
+        if step % 3 == 0:
+            seen += tail.lines()
+    seen += tail.lines()
+    assert [line["step"] for line in seen] == list(range(60))
+
+
+def test_a_line_written_between_reading_and_rotation_is_not_lost(tmp_path, monkeypatch):
+    path = tmp_path / "events.jsonl"
+    write(path, [{"a": 1}])
+    tail = Tail(path)
+    ask = tail._was_replaced
+
+    def rotated_meanwhile():
+        write(path, [{"b": 2}])
+        path.rename(tmp_path / "events.jsonl.1")
+        write(path, [{"c": 3}])
+        return ask()
+
+    monkeypatch.setattr(tail, "_was_replaced", rotated_meanwhile)
+    assert tail.lines() == [{"a": 1}, {"b": 2}, {"c": 3}]
+
+
+def test_a_tail_notices_a_file_that_was_begun_anew(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"a": i} for i in range(9)])
+    tail = Tail(path)
+    assert len(tail.lines()) == 9
+    write(path, [{"b": 1}], mode="w")
+    assert tail.lines() == [{"b": 1}]
+    path.unlink()
+    assert tail.lines() == []
+    write(path, [{"c": 1}])
+    assert tail.lines() == [{"c": 1}]
+
+
+def test_a_tail_of_a_long_file_begins_near_its_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"i": i, "x": "y" * 1000} for i in range(3 * START_BYTES // 1000)])
+    found = [line["i"] for line in Tail(path).lines()]
+    assert 100 < len(found) < 1100
+    assert found == list(range(found[0], 3 * START_BYTES // 1000))
+
+
+def test_a_finished_run_prints_its_outcome_and_ends(tmp_path, capsys):
+    assert main(["watch", str(sick_run(tmp_path))]) == 0
+    out = capsys.readouterr().out
+    assert "step 57: The loss was not a number. returned to the snapshot of step 40" in out
+    assert "102 of 100 steps  loss 1.5  norm 0.5  lr x 1" in out
+    assert "the run finished after 102 steps and was treated 1 time." in out
+    assert out.endswith(f"For the whole story: heal report {tmp_path}\n")
+
+
+def test_a_run_that_was_stopped_says_why(tmp_path, capsys):
+    postmortem(tmp_path, exit_reason="nan", exit_code=41, exception_message="enough\x1b[2J")
+    assert main(["watch", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "was stopped because its numbers broke (exit code 41: enough\ufffd[2J)" in told
+
+
+def test_a_run_is_followed_from_before_its_folder_exists_to_its_end(tmp_path, capsys):
+    folder = tmp_path / "later" / "run"
+    happenings = iter(
+        [
+            lambda: None,
+            lambda: folder.mkdir(parents=True),
+            lambda: write(folder / "events.jsonl", [started()]),
+            lambda: write(folder / "metrics.jsonl", calm_metrics(20)),
+            lambda: write(folder / "events.jsonl", [trouble("oom", 15, act("ShrinkBatch"))]),
+            lambda: write(folder / "metrics.jsonl", [metrics(29, ["NaN"] * 10)]),
+            lambda: postmortem(folder, last_step=29),
+        ]
+    )
+    follow(folder, sleep=lambda seconds: next(happenings)())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{folder} does not exist yet: waiting (Ctrl-C ends)"
+    assert lines[1] == "started on node0"
+    assert lines[2].startswith("22 steps  loss 2.449")
+    assert lines[3] == "step 15: Memory ran out. cut batches into twice as many pieces"
+    assert "loss NaN" in lines[-2]
+    assert lines[-1].startswith("the run finished after 32 steps")
+
+
+def test_an_old_ending_does_not_end_a_run_that_was_started_again(tmp_path):
+    sick_run(tmp_path)
+    postmortem(tmp_path, timestamp=at(50))
+    write(tmp_path / "events.jsonl", [started(seconds=100)])
+    run = LiveRun(tmp_path)
+    run.poll()
+    assert not run.ended
+    postmortem(tmp_path, timestamp=at(200))
+    run.poll()
+    assert run.ended
+
+
+def test_ranks_are_shown_and_the_slowest_counts(tmp_path, capsys):
+    for rank, steps in ((0, 100), (1, 60)):
+        suffix = f".rank{rank}" if rank else ""
+        write(tmp_path / f"metrics{suffix}.jsonl", calm_metrics(steps))
+        write(tmp_path / f"events{suffix}.jsonl", [started(rank), trouble("oom", 5, rank=rank)])
+    postmortem(tmp_path)
+    main(["watch", str(tmp_path), "--plain"])
+    out = capsys.readouterr().out
+    assert "rank 1, step 5: Memory ran out. noted" in out
+    assert "62 steps" in out
+    assert "2 ranks" in out
+
+
+def test_the_screen_shows_progress_ranks_and_news(tmp_path):
+    rich = pytest.importorskip("rich.console")
+    from heal.watch.screen import Screen
+
+    sick_run(tmp_path / "[bold]run", ranks=3)
+    run = LiveRun(tmp_path / "[bold]run")
+    run.poll()
+    console = rich.Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(Screen(run, console).view())
+    text = console.export_text()
+    assert "[bold]run" in text  # names are no markup
+    assert "treated 3, noted 3" in text
+    assert "throughput" not in text
+    assert "rank 2, step 90: Steps became slow. noted" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_silence_is_told():
+    run = LiveRun(Path("x"), began=100.0)
+    assert quiet_words(run, 130.0) == ""
+    assert quiet_words(run, 700.0) == "no news for 10 min: busy, stuck or killed"
+    assert closing_line(run).startswith("the run goes on")
+
+
+@pytest.mark.parametrize("words", [["--interval", "0"], ["--interval", "nan"]])
+def test_an_interval_that_makes_no_sense_is_refused(tmp_path, words, capsys):
+    assert main(["watch", str(tmp_path), *words]) == 2
+    assert "wanted 0.05 to 3600 seconds" in capsys.readouterr().err
+
+
+def test_a_file_is_no_run(tmp_path, capsys):
+    (tmp_path / "x").touch()
+    assert main(["watch", str(tmp_path / "x")]) == 2
+    assert "is a file; wanted a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_ctrl_c_ends_the_watching_without_a_traceback(tmp_path, is_there):
+    folder = tmp_path / "run"
+    if is_there:
+        write(folder / "metrics.jsonl", calm_metrics(20))
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "heal", "watch", str(folder), "--interval", "0.05"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    first = process.stdout.readline()
+    assert ("22 steps" if is_there else "does not exist yet") in first
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    assert "stopped watching; the run goes on without us" in out

@@ -1,0 +1,58 @@
+"""The benchmarks run, on tiny shapes; there is a file for every operator that users call."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import update_readme
+from tests.bench.test_results import document, result
+from zclip.bench.catalogue import OPS, RULES
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_operator_and_rule_has_a_file():
+    files = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    assert set(OPS) - {"rule"} <= files
+    assert {f"{rule}_" for rule in RULES if rule != "global_norm"} <= files
+
+
+def test_they_run_check_and_print_one_table():
+    words = ["-q", "benchmarks", "--shapes", "tiny", "--quick", "--benchmark-quiet"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "one contender after the other" in done.stdout
+    for case in (
+        "clip_grad_norm_, tiny, float32, clipped",
+        "adagc, tiny",
+        "step, tiny",
+        "flags, tiny",
+    ):
+        assert case in done.stdout
+
+
+def test_the_table_of_the_readme_has_the_rows_it_should():
+    made = document(result(case=update_readme.ROWS[0]), result(case="another"))
+    page = update_readme.updated((ROOT / "README.md").read_text(), made)
+    assert f"| {update_readme.ROWS[0]} | 1.00 | torch foreach 3.00 | 3.00x |" in page
+    assert "| another |" not in page
+    with pytest.raises(SystemExit, match="no place for the table"):
+        update_readme.updated("# README", made)
+
+
+def test_a_noisy_run_does_not_change_the_readme(tmp_path, monkeypatch, capsys):
+    noisy = document(result(case=update_readme.ROWS[0], noise="load 9 on 2 cores"))
+    (tmp_path / "bench.json").write_text(noisy.as_json())
+    monkeypatch.setattr("sys.argv", ["update_readme", str(tmp_path)])
+    before = (ROOT / "README.md").read_text()
+    update_readme.main()
+    assert (ROOT / "README.md").read_text() == before
+    assert "left as it is: no result, load 9 on 2 cores" in capsys.readouterr().out

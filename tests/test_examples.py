@@ -1,0 +1,76 @@
+"""Every recipe in ``examples/`` runs as it stands, and heals what it breaks."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ALONE = {
+    "plain_pytorch": {"nonfinite_loss", "Rollback"},
+    "accelerate_loop": {"nonfinite_loss"},
+    "lightning_fit": {"nonfinite_loss", "Rollback"},
+}
+RANKS = ("ddp", "fsdp2")
+UNTRAINED = 0.9  # what the loss of these models is before training, about
+
+
+def final_loss(output):
+    return float(re.search(r"loss after .*: (\d+\.\d+)", output).group(1))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ALONE)
+def test_a_recipe_for_one_process(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    healer = found["healer"] if "healer" in found else found["callback"].healer
+    told = {diagnosis.cause.value for _, diagnosis, _ in healer.history}
+    told |= {type(action).__name__ for _, _, plan in healer.history for action in plan}
+    assert told >= ALONE[name]
+    assert found["final_loss"] < UNTRAINED / 2
+    assert final_loss(capsys.readouterr().out) == pytest.approx(found["final_loss"], abs=1e-4)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What each recipe for two ranks printed."""
+    folder = tmp_path_factory.mktemp("recipes")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "-m", "tests.run_examples"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(
+        [*command, *(str(EXAMPLES / f"{name}.py") for name in RANKS)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert list(folder.iterdir()) == []
+    return {name: done.stdout.split(f"{name}.py\n")[-1].split("recipe: ")[0] for name in RANKS}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_recipe_for_two_ranks(name, two_ranks):
+    output = two_ranks[name]
+    assert "the device refused the step" in output
+    assert final_loss(output) < UNTRAINED / 2
+    if name == "ddp":
+        assert "replicas are the same: True" in output
+
+
+def test_every_recipe_is_tested_and_in_the_docs():
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == {*ALONE, *RANKS}
+    page = (EXAMPLES.parent / "docs" / "recipes.md").read_text()
+    assert {name for name in names if f"examples/{name}.py" in page} == names
