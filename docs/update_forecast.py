@@ -77,6 +77,20 @@ def architectures_table() -> str:
     return "\n".join(rows)
 
 
+def limits_table() -> str:
+    """The shipped network on runs that it has not seen, of architectures that it has, by limit."""
+    rows = [
+        "| `forecast_false_alarms` | warned in time | median lead, steps | false per 10,000 |",
+        "|---|---|---|---|",
+    ]
+    for share, entry in results("forecast")["limits"].items():
+        rows.append(
+            f"| {share} | {_percent(entry['detection'])} | {entry['median_lead']:.0f} | "
+            f"{entry['false_per_10k']:.2f} |"
+        )
+    return "\n".join(rows)
+
+
 def coverage_table() -> str:
     """Wanted and found coverage."""
     told = results("forecast")
@@ -118,6 +132,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "detection": detection_table,
         "kinds": kinds_table,
         "architectures": architectures_table,
+        "limits": limits_table,
         "coverage": coverage_table,
         "helps": helps_table,
     },

@@ -14,6 +14,14 @@ from heal.forecast.score import from_json
 pytest.importorskip("sklearn")
 
 
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    """Enough for a hundred runs."""
+    monkeypatch.setattr(train, "POSITIVES", 3_000)
+    monkeypatch.setattr(train, "NEGATIVES", 6_000)
+    monkeypatch.setattr(train, "EPOCHS", 9)
+
+
 @pytest.fixture(scope="module")
 def tiny():
     torch.set_num_threads(1)
