@@ -9,9 +9,10 @@ import torch
 from heal import HealingConfig
 from heal.cluster import gpu_health
 from heal.cluster.watch import ClusterWatch, find_replicas
+from heal.detectors.pace import HostNews
 from heal.exit_codes import ExitCode
 from heal.journal import Journal
-from heal.verdict import Flag
+from heal.verdict import Flag, Record
 from tests.cluster import healed
 from tests.cluster.fake_nvml import FakeNvml
 from tests.cluster.jobs import Job, read_json
@@ -88,3 +89,10 @@ def test_an_xid_of_the_hardware_stops_all_ranks_and_one_of_the_program_does_not(
 
 def test_only_what_ddp_or_a_mesh_replicates_is_compared():
     assert find_replicas(torch.nn.Linear(2, 2)) == ([], None)
+
+
+def test_damage_is_dated_to_the_last_comparison_that_found_none():
+    """Compared at 50 and 100, read two steps later, told in the record of step 102."""
+    config = HealingConfig(check_interval=0, fingerprint_interval=50, lag=2)
+    finding = HostNews(config).observe(Record(step=102, flags=Flag.WEIGHTS_BAD))
+    assert finding.bad_step == 50
