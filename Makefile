@@ -46,6 +46,7 @@ bench: $(VENV)/built
 	$(BIN)/python benchmarks/bench_step.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/spikes_gpt.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/bench_heal.py
+	$(BIN)/python benchmarks/bench_checkpoint.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python -m pytest -q benchmarks $(BENCH) --benchmark-quiet
 
 # The documentation, into site/. A warning is an error.

@@ -169,9 +169,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=256, help="of parameters and moments")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="see whether it works at all")
     parser.add_argument("--dir", type=Path, help="on the disk in question; a temporary folder")
     parser.add_argument("--save", type=Path, help="folder for the table, as checkpoint.md")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.mib, arguments.rounds = 16, 2
     warnings.simplefilter("ignore")
     model, optimizer = built(arguments.mib)
     with tempfile.TemporaryDirectory(dir=arguments.dir) as name:

@@ -50,7 +50,7 @@ def measured(name, rounds, seconds):
         error = made.check(contender)
         if made.is_wrong(contender, error):
             raise AssertionError(f"{name}, {contender}: off by {error}")
-    meter = LoadMeter()
+    meter = LoadMeter(torch.get_num_threads())
     timings = interleaved(made.contenders, rounds, seconds)
     load = meter.read()
     return {

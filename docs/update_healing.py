@@ -23,6 +23,7 @@ CURES = {
     Family.DATA: "skip the batch",
     Family.WAIT: "wait and try again",
     Family.STOP: "halt",
+    Family.WARNING: "snapshot, tighter clip, closer watch",
     Family.ALERT: "alert only",
 }
 

@@ -67,6 +67,14 @@ class Run(Protocol):
         """Wait. Tests give a clock of their own."""
         ...
 
+    def take_snapshot(self) -> bool:
+        """Take a snapshot now, out of turn; False if there is no room for it."""
+        ...
+
+    def watch_closely(self, steps: int) -> None:
+        """Check weights and optimizer state ten times as often for so many steps."""
+        ...
+
     def perturb_weights(self, std: float, seed: int) -> None:
         """Add normal noise of ``std`` times each tensor's own spread; alike on every rank."""
         ...
@@ -203,6 +211,25 @@ class Backoff:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Keep the state as it is now: trouble is expected, and every step before it counts."""
+
+    def apply(self, run: Run) -> bool:
+        return run.take_snapshot()
+
+
+@dataclass(frozen=True, slots=True)
+class WatchClosely:
+    """Check weights and optimizer state more often for a while."""
+
+    steps: int
+
+    def apply(self, run: Run) -> bool:
+        run.watch_closely(self.steps)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
 class PerturbWeights:
     """Nudge the weights off a point that fails every time; off unless asked for."""
 
@@ -236,6 +263,8 @@ Action = (
     | CheckpointActivations
     | ClearCache
     | Backoff
+    | TakeSnapshot
+    | WatchClosely
     | PerturbWeights
     | Halt
 )
@@ -254,5 +283,5 @@ def action_to_json(action: Action) -> dict[str, Any]:
 
 def changes_training(plan: Plan) -> bool:
     """Tell whether a plan touches weights, learning rate, clipping, batches or data."""
-    harmless = (Refuse, ClearCache, Backoff, Halt)
+    harmless = (Refuse, ClearCache, Backoff, TakeSnapshot, WatchClosely, Halt)
     return any(not isinstance(action, harmless) for action in plan)

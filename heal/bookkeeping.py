@@ -1,6 +1,7 @@
 """What happens before and after each step: snapshots, checks, mail and metrics, when due."""
 
 from heal.config import HealingConfig
+from heal.durable import Durable
 from heal.journal import Journal
 from heal.listener import Listener
 from heal.notes import Notes
@@ -21,6 +22,9 @@ class Bookkeeping:
         journal: gets the metrics.
         notes: told of what could not be done.
         readout: has the metrics.
+
+    Attributes:
+        durable: saves to disk when it is time; None if nothing is saved.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Bookkeeping:
         self._notes = notes
         self._readout = readout
         self._wants_snapshot = False
+        self.durable: Durable | None = None
 
     def first_snapshot(self) -> None:
         """Take one before anything happens, unless there is one."""
@@ -64,11 +69,14 @@ class Bookkeeping:
         if self._wants_snapshot or self._run.step % self._interval == 0:
             self._wants_snapshot = False
             self._capture()
+        step = self._run.step
         self._listener.listen()
+        if self.durable is not None and self._run.step == step:  # else the step was taken back
+            self.durable.after_step()
         if self._listener.wants_snapshot:
             self._listener.wants_snapshot = False
             self._wants_snapshot = True
-        if self._run.step % METRICS_INTERVAL == 0:
+        if self._run.step % METRICS_INTERVAL == 0 and self._journal.is_heard:
             self._journal.metrics(self._readout.last_step, self._readout.numbers())
 
     def _capture(self) -> None:

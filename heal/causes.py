@@ -21,6 +21,7 @@ class Family(str, Enum):
     DATA = "data"
     WAIT = "wait"
     STOP = "stop"
+    WARNING = "warning"
     ALERT = "alert"
 
 
@@ -39,6 +40,7 @@ class Cause(str, Enum):
     OPTIMIZER_CORRUPTION = "optimizer_corruption"
     OPTIMIZER_RESET = "optimizer_reset"
     WEIGHT_DRIFT = "weight_drift"
+    INSTABILITY_AHEAD = "instability_ahead"
     PLATEAU = "plateau"
     OVERFITTING = "overfitting"
     REWARD_COLLAPSE = "reward_collapse"
@@ -111,6 +113,9 @@ ABOUT: dict[Cause, About] = {
     ),
     Cause.WEIGHT_DRIFT: About(
         Family.ALERT, "A weight norm left its course faster than before.", SILENT_ERRORS
+    ),
+    Cause.INSTABILITY_AHEAD: About(
+        Family.WARNING, "The forecast expects the loss to double soon; nothing is damaged yet."
     ),
     Cause.PLATEAU: About(Family.ALERT, "The loss has stopped improving.", DPO),
     Cause.OVERFITTING: About(Family.ALERT, "The evaluation loss is far above the training loss."),

@@ -216,6 +216,19 @@ class HealingConfig:
     throughput_patience: int = setting(
         20, "Slow steps in a row that make the alert.", group="checks", least=1
     )
+    forecast: bool = setting(
+        False,
+        "Forecast slow failures; a warning takes a snapshot, tightens the clip and checks more "
+        "often.",
+        group="checks",
+    )
+    forecast_false_alarms: float = setting(
+        0.05,
+        "Share of healthy stretches of 500 steps that may have a false warning.",
+        group="checks",
+        least=0.01,
+        most=0.5,
+    )
     nccl_health_check_interval: int = setting(
         100, "Steps between pings of the process group; 0: never.", group="checks", least=0
     )
@@ -224,6 +237,29 @@ class HealingConfig:
     )
     gpu_health_check_interval: int = setting(
         1000, "Steps between checks of the GPU; 0: never.", group="checks", least=0
+    )
+    fingerprint_interval: int = setting(
+        100,
+        "Steps between comparisons of the bits of replicas, under DDP and HSDP; 0: never.",
+        group="checks",
+        least=0,
+    )
+    hang_timeout_seconds: float = setting(
+        600.0,
+        "Time without a step, in run() or with, after which all ranks dump their stacks; 0: never.",
+        group="checks",
+        least=0,
+    )
+    hang_exit: bool = setting(
+        False,
+        "End a rank that hangs, with exit code 50, once its stacks are dumped.",
+        group="checks",
+    )
+    shutdown_timeout_sec: float = setting(
+        600.0,
+        "Time from SIGTERM or SIGUSR1 to the end of the process, come what may; 0: no limit.",
+        group="checks",
+        least=0,
     )
 
     # Exceptions.
@@ -259,6 +295,20 @@ class HealingConfig:
         True,
         "Recompute activations when out of memory at the smallest micro-batch.",
         group="exceptions",
+    )
+
+    # Checkpoints on disk, where the healer was given a checkpoint_dir.
+    checkpoint_interval: int = setting(
+        1000, "Steps between checkpoints; 0: only at the end.", group="checkpoints", least=0
+    )
+    checkpoint_keep: int = setting(
+        3,
+        "Checkpoints to keep; the newest that was verified is never removed.",
+        group="checkpoints",
+        least=1,
+    )
+    checkpoint_async: bool = setting(
+        True, "Write in a thread, beside the training.", group="checkpoints"
     )
 
     def __post_init__(self) -> None:

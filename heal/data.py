@@ -4,7 +4,7 @@ It draws from a loader exactly as a ``for`` loop would, and from no generator of
 a run that needs no healing sees the same batches with it as without.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,11 @@ class BatchStream:
 
         After a rewind into an earlier epoch the rest of that one comes first.
         """
-        self._begin_epoch(loader)
+        if self._loader is None and self._rewind_to is not None:
+            self._loader = loader  # resumed: an epoch that was begun elsewhere
+            self._carry_out_rewind(self._rewind_to)
+        else:
+            self._begin_epoch(loader)
         own = self._epoch
         self._on_begin()
         while True:
@@ -97,6 +101,8 @@ class BatchStream:
 
     def position(self) -> DataPosition:
         """Return where the stream is, to return to later."""
+        if self._rewind_to is not None:
+            return self._rewind_to  # it will be there before the next batch is drawn
         state = None
         if self._loader is not None and _is_stateful(self._loader):
             state = self._loader.state_dict()
@@ -105,6 +111,15 @@ class BatchStream:
     def rewind(self, position: DataPosition) -> None:
         """Return to a position; the loader is touched when the next batch is asked for."""
         self._rewind_to = position
+
+    def resume(self, position: DataPosition, unwanted: Iterable[int]) -> None:
+        """Begin where another process was, which no batch was drawn from yet."""
+        self._rewind_to = position if position.start is not None else None
+        self._unwanted.update(unwanted)
+
+    def unwanted(self) -> list[int]:
+        """Return the numbers of batches to come that will not be given out."""
+        return sorted(self._unwanted)
 
     def abandon_from(self, step: int) -> None:
         """Forget, with the next batch, which batches went to steps from ``step`` on."""

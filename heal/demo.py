@@ -79,6 +79,7 @@ def demonstrate(
     console.print(outcome_table(drill.outcomes))
     _print_losses(console, found)
     console.print(_plot(run_dir / PLOT, calm, drill))
+    console.print(f"the whole story on one page: heal report {run_dir}", soft_wrap=True)
     return found
 
 

@@ -5,9 +5,10 @@ returns with it, so that after a rollback nothing is remembered of steps that di
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from heal.causes import Finding
+from heal.causes import Finding, Severity
 from heal.config import HealingConfig
 from heal.detectors.divergence import Divergence
 from heal.detectors.gradients import GradientExplosion, RefusedSteps
@@ -15,6 +16,7 @@ from heal.detectors.health import StateHealth
 from heal.detectors.loss_spike import LossSpike
 from heal.detectors.pace import HostNews, LrSpike, ThroughputCollapse
 from heal.detectors.progress import OverfittingGap, Plateau
+from heal.forecast.watch import ForecastWatch
 from heal.verdict import HealthRow, Record
 
 __all__ = ["Detector", "Finding", "Watch"]
@@ -58,6 +60,9 @@ class Watch:
             "overfitting_gap": self._gap,
             "throughput_collapse": ThroughputCollapse(config),
         }
+        self.forecast = ForecastWatch.of(config) if config.forecast else None
+        if self.forecast is not None:
+            self.detectors["forecast"] = self.forecast
 
     def observe(self, record: Record) -> list[Finding]:
         """Return what the detectors find in the record of a step; records come in order."""
@@ -76,11 +81,21 @@ class Watch:
         finding = self._gap.observe_eval(step, eval_loss, train_loss)
         return [] if finding is None else [finding]
 
+    def take_moves(self, step: int, findings: Sequence[Finding]) -> list[tuple[int, str, str]]:
+        """Return how the forecast's view of the run changed with a step: step, before, after."""
+        if self.forecast is None:
+            return []
+        if any(finding.severity >= Severity.ERROR for finding in findings):
+            self.forecast.note_failure(step)
+        return [(at, old.value, new.value) for at, old, new in self.forecast.take_moves()]
+
     def metrics(self) -> dict[str, float]:
         """Return what is worth a plot."""
         metrics = {"healing/loss_spike_ratio": self._spike.ratio}
         if math.isfinite(self._gap.gap):
             metrics["healing/eval_gap"] = self._gap.gap
+        if self.forecast is not None and math.isfinite(self.forecast.probability):
+            metrics["healing/forecast"] = self.forecast.probability
         return metrics
 
     def state(self) -> dict[str, Any]:

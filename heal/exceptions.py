@@ -110,6 +110,7 @@ DATA_TEXT = re.compile(
     r"|index(?:es)? out of|out of range|out of bounds|inhomogeneous|too many dimensions"
     r"|must match the size|batch[_ ]size|expected scalar type|found dtype|must have the same dtype"
     r"|default_collate|\bcollate|DataLoader worker|DataLoader timed out|Expected (?:input|target)"
+    r"|input size per channel|kernel size can't|output size is too small|optional 0 dim batch size"
     r"|only batches of spatial targets|Target \d+ is out|invalid for input of size",
     re.IGNORECASE,
 )

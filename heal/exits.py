@@ -7,10 +7,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heal.actions import CannotHeal
+from heal.cluster.shutdown import ShutdownHandler
 from heal.exit_codes import ExitCode
 from heal.journal import Journal
 
@@ -35,18 +35,23 @@ class Exits:
         self._clock = clock
         self._began = clock()
         self._closed = False
-        self._previous: dict[int, Any] = {}
+        self._shutdown: ShutdownHandler | None = None
         atexit.register(_close_at_exit, weakref.ref(self))
 
     def catch_signals(self) -> None:
-        """Stop after a step when told to. A second signal does what it would without us."""
+        """Stop all ranks after a step when one is told to; see :class:`ShutdownHandler`."""
         self._closed = False
-        if threading.current_thread() is not threading.main_thread():
+        healer = self._healer()
+        if healer is None or threading.current_thread() is not threading.main_thread():
             return
-        for name in SIGNALS:
-            number = getattr(signal, name, None)
-            if number is not None and number not in self._previous:
-                self._previous[number] = signal.signal(number, self._on_signal)
+        if self._shutdown is None:
+            self._shutdown = ShutdownHandler(
+                healer,
+                shutdown_timeout_sec=healer.config.shutdown_timeout_sec,
+                signals=SIGNALS,
+                run_dir=self._journal.run_dir,
+            )
+            self._shutdown.install()
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the postmortem, once, and give the signals back."""
@@ -84,18 +89,11 @@ class Exits:
         """Close a run that nobody closed; an exception nobody caught is in ``sys``."""
         self.close(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Only take note: whatever else a handler does may find locks held."""
-        self._release_signals()
-        healer = self._healer()
-        if healer is not None:
-            healer.request_stop()
-
     def _release_signals(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in self._previous.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-            self._previous.clear()
+        if self._shutdown is not None:
+            if threading.current_thread() is threading.main_thread():
+                self._shutdown.restore()
+            self._shutdown = None
 
 
 def _close_at_exit(reference: "weakref.ref[Exits]") -> None:

@@ -35,12 +35,27 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         return self._clip(loss, None, extra)
 
     def step_if_allowed(self, result: ClipResult) -> None:
-        """Step unless the result says that it is refused."""
+        """Step unless the result says that it is refused.
+
+        A verdict in host memory is simply read: that is no wait, and cheaper than to have the
+        optimizer look at it.
+        """
         refused = self._refused(result, None)
+        if refused.is_cpu and self.apply == "inplace":
+            if not float(refused):
+                self._step_inner()
+            return
         if not self.guards_on_device:
             self._waiting_step(refused)
         elif not self._must_wait() or not bool(refused):
             self._guarded_step(result, refused, None)
+
+    def _step_inner(self) -> None:
+        if self.lr_scale == 1.0:
+            self.inner.step()
+            return
+        with self._scaled_lr():
+            self.inner.step()
 
     def _clip(
         self, loss: Tensor | None, grad_scale: Tensor | None, extra: Tensor | None = None
@@ -71,7 +86,7 @@ class LossWatch:
     def judge(self, loss: Tensor, verdict: Tensor) -> None:
         """Write into the verdict what the loss says. Rises are left to the host, which has time."""
         loss = loss.detach()
-        if loss.numel() != 1:
+        if loss.dim() and loss.numel() != 1:
             loss = loss.mean()
         if loss.device != self.state.device:
             loss = loss.to(self.state.device, non_blocking=True)
@@ -135,7 +150,6 @@ class GuardedStep:
             _add_record_group(self.optimizers[0].clipper, self.ranks)
         self._no_scale = torch.full((1,), NO_LOSS_SCALE, device=device)
 
-    @torch.no_grad()
     def step(self, step: int, loss: Tensor | None, facts: HostFacts | None = None) -> bool:
         """Take the step, or refuse it on the device; False if there were no gradients at all.
 
@@ -160,6 +174,11 @@ class GuardedStep:
 
     def _post(self, step: int, verdict: Tensor, told: Tensor | None) -> None:
         scale = getattr(self.scaler, "_scale", None)
+        if verdict.is_cpu and (scale is None or scale.is_cpu):
+            row: list[float] = verdict.tolist()  # host memory: reading it is no wait
+            row.append(NO_LOSS_SCALE if scale is None else float(scale))
+            self.mailbox.post_row(step, row if told is None else row + told.tolist())
+            return
         tail = self._no_scale if scale is None else scale.reshape(1).to(verdict)
         parts = [verdict, tail] if told is None else [verdict, tail, told]
         self.mailbox.post(step, torch.cat(parts))

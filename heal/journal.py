@@ -86,6 +86,11 @@ class Journal:
             except OSError as error:
                 self.report_failure(self.run_dir, error)
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether a line goes anywhere: to a file, or to somebody who subscribed."""
+        return self.run_dir is not None or bool(self._subscribers)
+
     def path(self, name: str) -> Path | None:
         """Return where the lines of a kind go; None without a run_dir."""
         if self.run_dir is None:

@@ -3,9 +3,11 @@
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from heal.causes import Finding
+from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.detect import Watch
 from heal.guarded_step import NO_LOSS_SCALE, GuardedStep
@@ -17,6 +19,8 @@ from heal.series import Series
 from heal.treatment import Treatment, is_suspect
 from heal.verdict import NO_FLAG, Flag, Record
 from zclip.layout import NUM_VERDICT
+
+CLOSE_WATCH = 10  # times as often as usual, weights are checked after a warning
 
 
 class Listener:
@@ -37,6 +41,7 @@ class Listener:
         series: every record since the last line of metrics.
         sources: asked before every step for flags of the host; quick functions that do not wait.
         wants_snapshot: whether a record asked for one; alike on every rank.
+        cluster: looks after other ranks and the hardware; None where nobody is to.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Listener:
         self.series = Series()
         self.sources: list[Callable[[], Flag]] = []
         self.wants_snapshot = False
+        self.cluster: ClusterWatch | None = None
         # A deque, because signal handlers and threads append to it while a step reads it.
         self._reported: deque[Flag] = deque()
         self._rates = rates
@@ -108,6 +114,8 @@ class Listener:
     def check_health(self) -> None:
         """Have weights and optimizer state measured, if it is time."""
         interval = self._config.check_interval
+        if self._run.step < self._run.close_watch_until:
+            interval = math.ceil(interval / CLOSE_WATCH)
         if interval and self._run.step % interval == 0 and not self._guarded.has_stages:
             self._health.post(self._run.step)
 
@@ -119,6 +127,7 @@ class Listener:
             findings = self.watch.observe(record)
             self._judge_snapshots(record, findings)
             self._treatment.treat(findings)
+            self._treatment.note_moves(self.watch.take_moves(record.step, findings))
             if self._rolled_back:
                 return  # the rest of the mail is of steps that did not happen
         for health in self._health.read(self._run.step):
@@ -128,6 +137,8 @@ class Listener:
             self._treatment.treat(findings)
             if self._rolled_back:
                 return
+        if self.cluster is not None:
+            self._treatment.treat(self.cluster.look(self._run.step))
 
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
@@ -149,10 +160,9 @@ class Listener:
             host |= ranks.facts(row[NUM_VERDICT + 1 :])
         if row[NUM_VERDICT] != NO_LOSS_SCALE:
             host["loss_scale"] = row[NUM_VERDICT]
-        record = Record.decode(step, row[:NUM_VERDICT], **host)
+        record = Record.decode(step, row, **host)
         if record.blocked or record.has(Flag.SPIKE):
-            host["worst_name"] = self._guarded.name_of(record.worst)
-            record = Record.decode(step, row[:NUM_VERDICT], **host)
+            record = replace(record, worst_name=self._guarded.name_of(record.worst))
         self.latest = record
         self.series.note(record)
         if record.has(Flag.SNAPSHOT_WANTED):
@@ -178,3 +188,5 @@ class Listener:
         self._host.clear()
         self._health.clear()
         self.watch.load_state(saved)
+        if self.cluster is not None:
+            self.cluster.clear()

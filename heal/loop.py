@@ -18,10 +18,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from heal.actions import CannotHeal
 from heal.attempts import Attempts
 from heal.bookkeeping import Bookkeeping
+from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.data import BatchStream
 from heal.dry_run import DryRunReport, dry_run
 from heal.environment import describe_machine, describe_training
+from heal.exit_codes import ExitCode
 from heal.exits import Exits
 from heal.guarded_step import GuardedStep
 from heal.integrations.trackers import attach
@@ -33,6 +35,7 @@ from heal.notes import Notes
 from heal.progress import Progress
 from heal.ranks import HostFacts
 from heal.readout import Readout
+from heal.resuming import Resuming
 from heal.run import TorchRun
 from heal.training_state import TrainingState
 from heal.treatment import Hook, Treatment
@@ -40,7 +43,7 @@ from heal.verdict import Flag
 from heal.whole_loop import WholeLoop
 
 
-class Healer(Readout):
+class Healer(Readout, Resuming):
     """Watches a training run, and heals it.
 
     A healthy run is bit by bit what it would be without (clipping apart, see ``zclip_enabled``),
@@ -55,6 +58,8 @@ class Healer(Readout):
         config: how patient to be, and how hard to push back.
         scaler: a GradScaler; ``step`` then steps and updates it.
         run_dir: where the journal goes; without it only the postmortem of a failure is written.
+        checkpoint_dir: where checkpoints go, seen by all ranks; without it none are saved. See
+            :meth:`resume` and ``checkpoint_interval``.
         rank: of this process; the environment's ``RANK`` if None.
         process_group: the ranks that act alike, where ``torch.distributed`` is in use; all if None.
         trackers: names such as "trackio,tensorboard", or objects; see
@@ -86,6 +91,7 @@ class Healer(Readout):
         *,
         scaler: Any = None,
         run_dir: str | Path | None = None,
+        checkpoint_dir: str | Path | None = None,
         rank: int | None = None,
         process_group: Any = None,
         trackers: Any = None,
@@ -102,6 +108,8 @@ class Healer(Readout):
         self._schedulers = _listed(scheduler)
         attach(self.journal, trackers, self.config.to_dict(), self._note)
         self._build(model, optimizer, scaler, process_group, sleep, clock)
+        if checkpoint_dir is not None:
+            self._save_to(checkpoint_dir, process_group)
         self.exits = Exits(self, self.journal, clock)
         trained = describe_training(model, self._guarded.optimizers, self.config)
         self.journal.event("started", self._run.step, **describe_machine(), **trained)
@@ -135,6 +143,9 @@ class Healer(Readout):
         names = {id(p): name for name, p in model.named_parameters()}
         rates = LearningRates(wrapped, self._schedulers, note)
         listener = Listener(run, guarded, treatment, config, names, rates, clock)
+        listener.cluster = ClusterWatch(
+            model, config, self.journal, listener.report, note, process_group
+        )
         self._guarded, self._state, self._micro, self._stream = guarded, state, micro, stream
         self._run, self._treatment, self._listener = run, treatment, listener
         self._attempts = Attempts(run, guarded, micro, treatment, stream, self.journal, self)
@@ -195,6 +206,8 @@ class Healer(Readout):
                 self._books.after_step(facts, posted, loss is not None)
             except CannotHeal as halt:
                 self._attempts.raise_own_error(halt)
+                if halt.exit_code == ExitCode.PREEMPTED and self._books.durable is not None:
+                    self._books.durable.save_last()
                 raise
             except Exception as error:
                 self._note(f"healing failed and was left out: {error!r}")
@@ -244,10 +257,14 @@ class Healer(Readout):
 
     def close(self, error: BaseException | None = None) -> None:
         """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you."""
+        if self._listener.cluster is not None:
+            self._listener.cluster.stop()
         self.exits.close(error)
 
     def __enter__(self) -> "Healer":
         self.exits.catch_signals()
+        if self._listener.cluster is not None:
+            self._listener.cluster.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -298,6 +315,8 @@ class Healer(Readout):
             )
             if not loop.train():
                 self._note("the loader has no batches; stopped before all steps were done")
+            elif self._books.durable is not None:
+                self._books.durable.save_last()
 
     def dry_run(
         self, train_step: TrainStep, loader: Any, steps: int = 2, *, accumulate: int = 1
@@ -307,9 +326,11 @@ class Healer(Readout):
 
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
+        if self._books.durable is not None:
+            self._notes.contain(self._books.durable.finish)
         self._notes.contain(self._listener.hear_the_rest)
-        if self.last_step >= 0:
-            self.journal.metrics(self.last_step, self.numbers())
+        if len(self._listener.series):
+            self.journal.metrics(self.last_step, self._listener.series.take())
 
     def _note(self, text: str) -> None:
         self._notes.add(text)

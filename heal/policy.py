@@ -21,7 +21,9 @@ from heal.actions import (
     ScaleLr,
     ShrinkBatch,
     SkipBatches,
+    TakeSnapshot,
     TightenClip,
+    WatchClosely,
 )
 from heal.causes import Cause, Family, Severity
 from heal.config import HealingConfig
@@ -86,6 +88,8 @@ def decide(
         return _skip_bad_batch(diagnosis, history, config)
     if diagnosis.family is Family.NUMERIC:
         return _heal_numbers(diagnosis, history, config, snapshots)
+    if diagnosis.family is Family.WARNING:
+        return _brace(config)
     return ()
 
 
@@ -99,6 +103,12 @@ def _halt(diagnosis: Diagnosis, why: str, code: ExitCode) -> Halt:
     at = f" at step {diagnosis.step}" if diagnosis.step >= 0 else ""
     reason = f"{diagnosis.cause.value}{at}{where}"
     return Halt(f"{why}; last trouble: {reason}" if why else reason, int(code))
+
+
+def _brace(config: HealingConfig) -> Plan:
+    """Return what a forecast may do: nothing that could not be taken back, never a rollback."""
+    watch = WatchClosely(config.incident_steps)
+    return (TakeSnapshot(), TightenClip(config.clip_factor), watch)
 
 
 def _heal_numbers(

@@ -14,13 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import zclip
 from heal.checkpoint import strict_json
 from heal.checkpoint.ranks import Ranks
 from heal.guarded_step import GuardedStep
+from heal.journal import Journal
 from heal.micro_batch import MicroBatcher, TrainStep
+from heal.ranks import HostFacts
 from heal.rng import RngState
+from heal.run import TorchRun
 from heal.snapshots import Snapshot, fingerprints
 from heal.training_state import Key, TrainingState
 
@@ -221,3 +225,41 @@ def _same_rng(first: RngState, second: RngState) -> bool:
 def _plain(state: Any) -> list[Any]:
     """The state of numpy's generator as lists, which compare as a whole."""
     return [part.tolist() if hasattr(part, "tolist") else part for part in state or ()]
+
+
+def recompute(
+    state: TrainingState,
+    guarded: GuardedStep,
+    micro: MicroBatcher,
+    run: TorchRun,
+    schedulers: Sequence[Any],
+    journal: Journal,
+    train_step: TrainStep,
+    steps: Sequence[Sequence[Any]],
+    losses: Sequence[Tensor] | None,
+) -> Recomputation:
+    """Compute the last steps of a run again; see :meth:`heal.Healer.recompute`."""
+    begin = run.step - len(steps)
+    snapshot = run.ring.of_step(begin) if steps else None
+    if snapshot is None:
+        raise CannotRecompute(
+            f"there is no snapshot of step {begin}, where the batches given begin; call "
+            "request_snapshot() before steps that may have to be computed again"
+        )
+    if run.lr_scale != 1.0:
+        raise CannotRecompute(
+            f"healing has the learning rate at {run.lr_scale:g} of its schedule, and had it "
+            "elsewhere in these steps; wait until it is back"
+        )
+
+    def take(step: int, loss: Tensor) -> None:
+        guarded.step(step, loss, HostFacts())
+        for scheduler in schedulers:
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step()
+
+    found = Replay(state, guarded, micro, take, Ranks(guarded.ranks.group)).compare(
+        snapshot, train_step, steps, losses
+    )
+    journal.event("recompute", run.step - 1, **found.to_json())
+    return found

@@ -30,18 +30,21 @@ class Window:
 
     def push(self, value: float) -> None:
         """Add a value, let go of the oldest; NaN, Inf and the like are not taken."""
-        if not abs(value) < LARGEST:
+        if not -LARGEST < value < LARGEST:
             return
-        if len(self._arrived) == self.size:
-            del self._sorted[bisect_left(self._sorted, self._arrived.popleft())]
-        self._arrived.append(value)
-        insort(self._sorted, value)
+        arrived, ordered = self._arrived, self._sorted
+        if len(arrived) == self.size:
+            del ordered[bisect_left(ordered, arrived.popleft())]
+        arrived.append(value)
+        insort(ordered, value)
 
     def quantile(self, share: float) -> float:
         """Return the value that ``share`` of the others lie below; NaN if there is none."""
-        if not self._sorted:
+        ordered = self._sorted
+        if not ordered:
             return math.nan
-        return self._sorted[min(int(share * len(self._sorted)), len(self._sorted) - 1)]
+        place = int(share * len(ordered))
+        return ordered[place] if place < len(ordered) else ordered[-1]
 
     @property
     def median(self) -> float:

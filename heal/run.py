@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,22 @@ RECENT_NORMS = 101  # gradient norms whose median is taken for the usual one
 CLIP_LIMITS = ("max_grad_norm", "max_norm")  # what clippers call their limit
 
 
+class Checkpoints(Protocol):
+    """What the run needs of checkpoints on disk."""
+
+    def steps(self) -> list[int]:
+        """Return the steps of finished ones, newest first."""
+        ...
+
+    def snapshot(self, step: int) -> Snapshot | None:
+        """Return one in the form of a snapshot; None if it is damaged."""
+        ...
+
+    def abandon_after(self, step: int) -> None:
+        """Put those of later steps aside."""
+        ...
+
+
 class TorchRun:
     """What may be done to a run, and its state where actions changed it.
 
@@ -42,6 +58,7 @@ class TorchRun:
         step: the number of the step that comes next.
         on_restore: called with the plain healing state that was saved, after a rollback.
         healing_state: returns that state, to be saved.
+        durable: checkpoints on disk, for where no snapshot is old enough; None if there are none.
     """
 
     def __init__(
@@ -57,6 +74,7 @@ class TorchRun:
         self.step = 0
         self.on_restore: Callable[[dict[str, Any]], None] = lambda saved: None
         self.healing_state: Callable[[], dict[str, Any]] = dict
+        self.durable: Checkpoints | None = None
         self.ring = SnapshotRing(
             config.snapshot_interval,
             config.snapshot_count,
@@ -76,6 +94,7 @@ class TorchRun:
         self._limits: dict[int, tuple[Any, str, Any]] = {}  # clipper, attribute, first value
         self._relax_in = 0
         self._norms: deque[float] = deque(maxlen=RECENT_NORMS)
+        self.close_watch_until = 0
         self._frozen: Tensor | None = None
         self._signature = state.signature()
 
@@ -100,8 +119,10 @@ class TorchRun:
         self._micro.pieces = value
 
     def snapshots(self) -> Sequence[int]:
-        """Return the steps of snapshots that are good on every rank, newest first."""
-        return self._ranks.common(self.ring.good_steps())
+        """Return the steps that every rank can return to, in memory or on disk, newest first."""
+        kept = self.ring.good_steps()
+        saved = [] if self.durable is None else self.durable.steps()
+        return self._ranks.common(sorted({*kept, *saved}, reverse=True))
 
     def capture(self) -> bool:
         """Take a snapshot of the state before the step that comes next."""
@@ -115,6 +136,41 @@ class TorchRun:
         if self._frozen is None:
             self._frozen = fingerprints(self._state.frozen())
         return self.ring.capture(self.step, self._state.tensors(), values)
+
+    def state(self) -> dict[str, Any]:
+        """Return what healing changed about the run, as plain values; see :meth:`resume`."""
+        optimizers = self._guarded.optimizers
+        limits = [
+            (o, *self._limits[id(optimizer.clipper)][1:])
+            for o, optimizer in enumerate(optimizers)
+            if id(optimizer.clipper) in self._limits
+        ]
+        tightened = [(o, name, getattr(optimizers[o].clipper, name)) for o, name, _ in limits]
+        return {
+            "lr_scale": self._lr_scale,
+            "ramp": self._ramp,
+            "relax_in": self._relax_in,
+            "limits": limits,
+            "tightened": tightened,
+            "norms": list(self._norms),
+            "micro_batches": self.micro_batches,
+        }
+
+    def resume(self, step: int, saved: dict[str, Any]) -> None:
+        """Go on at a step of another process, with what :meth:`state` returned there."""
+        self.step = step
+        self.lr_scale, self._ramp = saved["lr_scale"], saved["ramp"]
+        self._relax_in, self.micro_batches = saved["relax_in"], saved["micro_batches"]
+        self._norms.extend(saved["norms"])
+        for o, name, limit in saved["limits"]:
+            clipper = self._guarded.optimizers[o].clipper
+            self._limits[id(clipper)] = (clipper, name, limit)
+        for o, name, limit in saved["tightened"]:
+            setattr(self._guarded.optimizers[o].clipper, name, limit)
+        self._guarded.mailbox.clear()
+        self.ring.drop_all()
+        self._frozen = None
+        self._signature = self._state.signature()
 
     def has_changed_shape(self) -> bool:
         """Return whether parameters came, went, froze or thawed since last asked.
@@ -152,6 +208,8 @@ class TorchRun:
         self.step = snapshot.step
         self.ring.drop_after(snapshot.step)
         self.on_restore(snapshot.values["healing"])
+        if self.durable is not None:
+            self.durable.abandon_after(snapshot.step)
 
     def _misfit(self, snapshot: Snapshot) -> str:
         """Return why the run cannot return to a snapshot; empty if it can."""
@@ -234,6 +292,14 @@ class TorchRun:
         """Wait."""
         self._sleep(seconds)
 
+    def take_snapshot(self) -> bool:
+        """Take a snapshot now; it is quarantined like any other."""
+        return self.ring.newest_step() == self.step or self.capture()
+
+    def watch_closely(self, steps: int) -> None:
+        """Have weights and optimizer state checked more often up to a step."""
+        self.close_watch_until = self.step + steps
+
     @torch.no_grad()
     def perturb_weights(self, std: float, seed: int) -> None:
         """Add normal noise to trainable weights, from a generator of its own."""
@@ -254,8 +320,10 @@ class TorchRun:
         try:
             return self.ring.take(step)
         except SnapshotCorrupt as error:
-            self._note(f"{error}; falling back to an older one")
-            return None
+            self._note(f"{error}; falling back to the disk, or to an older one")
+        except KeyError:
+            pass  # it is on the disk only
+        return None if self.durable is None else self.durable.snapshot(step)
 
     def _relax_clip(self) -> None:
         for clipper, name, limit in self._limits.values():

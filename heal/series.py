@@ -26,11 +26,18 @@ COLUMNS = {
 was at the last record."""
 
 
+SLOW = ("threshold", "mean", "std")
+"""What is told once a line."""
+
+
 class Series:
     """Collects records until they are taken."""
 
     def __init__(self) -> None:
         self._records: deque[Record] = deque(maxlen=MAX_RECORDS)
+
+    def __len__(self) -> int:
+        return len(self._records)
 
     def note(self, record: Record) -> None:
         """Keep a record."""
@@ -43,11 +50,9 @@ class Series:
         if not records:
             return {}
         newest = records[-1]
-        return {
-            "norm_mean": newest.mean,
-            "norm_std": newest.std,
-            "series": {name: _column(records, field) for name, field in COLUMNS.items()},
-        }
+        series = {name: _column(records, field) for name, field in COLUMNS.items()}
+        slow = {name: _short(getattr(newest, name)) for name in SLOW}
+        return {"series": {**series, **slow}}
 
 
 def _column(records: list[Record], field: str) -> Any:

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import zclip
+from heal.pieces import cut, helpings, uncut_of
 from heal.side_stream import SideStream, host_memory
 from heal.training_state import Key, copy_by_kind
-from zclip.layout import NAN
 from zclip.ops import by_device
 
 AGE_RATIO = 4  # each snapshot kept is about this many times older than the next younger one
 YOUNGEST_AGE = 1.5  # intervals; between 1 and 2, so that two snapshots are of different ages
 PATIENCE = 4  # quarantines that a snapshot may take before it makes way for another
 MEASURED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # by grad_stats
+HALF = (torch.bfloat16, torch.float16)  # whose own range a sum may leave
 FREE_SHARE = 0.5  # of the memory now free, that all snapshots together may take
 
 
@@ -37,12 +37,13 @@ class Snapshot:
     step: int
     tensors: dict[Key, Tensor]
     values: dict[str, Any]
-    hashes: Tensor  # int64 [len(tensors)], of the source, on the host
-    num_bad: Tensor  # float64 [], NaN and Inf in parameters and optimizer state, on the host
+    hashes: Tensor  # int64 [pieces], of the source, on the host; pieces as in heal.pieces
+    num_bad: Tensor  # int64 [], parameters and moments, or pieces, with NaN or Inf; on the host
     landed: torch.Event | None
     clean_steps: int = 0
     is_good: bool = False
     buffers: dict[Key, Tensor] = field(default_factory=dict, repr=False)
+    uncut: frozenset[Key] = frozenset()  # tensors that were hashed in one piece
 
     def wait(self) -> None:
         """Wait until the copies are there."""
@@ -59,10 +60,11 @@ class Snapshot:
         self.wait()
         if not self.tensors:
             return
-        now = torch.ops.zclip.fingerprint(list(self.tensors.values()))
+        keys, pieces = cut(self.tensors, whole=self.uncut)
+        now = torch.ops.zclip.fingerprint(pieces)
         differs = (now != self.hashes).nonzero()
         if len(differs):
-            key = list(self.tensors)[int(differs[0])]
+            key = keys[int(differs[0])]
             raise SnapshotCorrupt(
                 f"snapshot of step {self.step}: {' '.join(map(str, key))} changed in host memory"
             )
@@ -140,7 +142,8 @@ class SnapshotRing:
         slot.clear()
         slot.update(copies)
         hashes, num_bad, landed = self._copy(copies, tensors)
-        snapshot = Snapshot(step, copies, values, hashes, num_bad, landed, buffers=slot)
+        uncut = uncut_of(tensors)
+        snapshot = Snapshot(step, copies, values, hashes, num_bad, landed, 0, False, slot, uncut)
         self._kept = [s for s in self._kept if s.step < step] + [snapshot]
         return True
 
@@ -272,15 +275,14 @@ class SnapshotRing:
         """Copy, hash and measure the sources; on the device without waiting for it."""
         device = next((t.device for t in tensors.values() if t.device.type == "cuda"), None)
         if device is None:
-            copy_by_kind(list(copies.values()), list(tensors.values()), non_blocking=False)
-            hashes, num_bad = fingerprints(tensors.values()), _num_bad(tensors)
-            return hashes.cpu(), num_bad.cpu(), None
+            hashes, num_bad = _copy_on_host(copies, tensors)
+            return hashes, num_bad, None
         # Buffers are written by the next forward, which nothing here can hold back: they are
         # copied in the stream of the run. The rest is not written before the next update.
         early = [key for key in tensors if key[0] not in ("parameter", "state")]
         late = [key for key in tensors if key[0] in ("parameter", "state")]
         copy_by_kind([copies[k] for k in early], [tensors[k] for k in early], non_blocking=True)
-        there = fingerprints(tensors.values()), _num_bad(tensors)
+        there = fingerprints(cut(tensors, whole=uncut_of(tensors))[1]), _num_bad(tensors.items())
         hashes, num_bad = (host_memory(t).copy_(t, non_blocking=True) for t in there)
         if device not in self._sides:
             self._sides[device] = SideStream(device)
@@ -290,6 +292,24 @@ class SnapshotRing:
             )
         )
         return hashes, num_bad, self._copied
+
+
+def _copy_on_host(
+    copies: Mapping[Key, Tensor], tensors: Mapping[Key, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Copy, hash and measure one helping at a time, while it is in the cache; return the latter."""
+    uncut = uncut_of(tensors)
+    keys, sources = cut(tensors, whole=uncut)
+    _, targets = cut(copies, whole=uncut)
+    hashes: list[Tensor] = []
+    num_bad = torch.zeros((), dtype=torch.int64)
+    for helping in helpings(sources):
+        here = sources[helping]
+        copy_by_kind(targets[helping], here, non_blocking=False)
+        hashes.append(fingerprints(here))
+        num_bad += _num_bad(zip(keys[helping], here, strict=True))
+    found = torch.cat(hashes) if hashes else torch.empty(0, dtype=torch.int64)
+    return found.cpu(), num_bad
 
 
 def available_bytes() -> int | None:
@@ -337,11 +357,19 @@ def fingerprints(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(rows)
 
 
-def _num_bad(tensors: Mapping[Key, Tensor]) -> Tensor:
-    """How many NaN and Inf are in parameters and moments. Buffers may hold Inf: masks do."""
-    measured = [
-        t for key, t in tensors.items() if key[0] in ("parameter", "state") and t.dtype in MEASURED
+def _num_bad(tensors: Iterable[tuple[Key, Tensor]]) -> Tensor:
+    """How many parameters and moments have NaN or Inf in them. Buffers may hold Inf: masks do.
+
+    A sum is finite only if all it adds up is. It reads memory at full speed whatever the numbers;
+    sums of squares do not where they underflow, as those of second moments may.
+    """
+    sums = [
+        t.sum(dtype=torch.float32 if t.dtype in HALF else None)
+        for key, t in tensors
+        if key[0] in ("parameter", "state") and t.dtype in MEASURED
     ]
-    if not measured:
-        return torch.zeros((), dtype=torch.float64)
-    return zclip.grad_stats(measured)[:, NAN:].sum()  # NaN and Inf are the last two columns
+    if not sums:
+        return torch.zeros((), dtype=torch.int64)
+    device = sums[0].device
+    together = torch.stack([total.to(device, torch.float64, non_blocking=True) for total in sums])
+    return together.isfinite().logical_not().sum()

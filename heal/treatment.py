@@ -83,6 +83,11 @@ class Treatment:
             self._write_down(diagnosis, plan, effects, time.monotonic() - began, at)
         return plan
 
+    def note_moves(self, moves: Sequence[tuple[int, str, str]]) -> None:
+        """Write down that the forecast finds the run in another condition."""
+        for step, before, after in moves:
+            self._journal.event("forecast", step, before=before, after=after)
+
     def _apply(self, action: Action) -> bool:
         try:
             return action.apply(self._run)

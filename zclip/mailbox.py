@@ -22,7 +22,7 @@ METRICS: Mapping[str, int] = {
 
 class _Letter(NamedTuple):
     step: int
-    slot: Tensor
+    slot: Tensor | list[float]
     landed: torch.Event | None
 
 
@@ -55,12 +55,15 @@ class Mailbox:
         """Send the verdict of a step; the copy runs behind the work already enqueued."""
         device = verdict.device
         on_host = device.type == "cpu"
-        if len(self._sent) > self.lag:
-            self._free.append(self._sent.popleft().slot)
-            self.dropped += 1
+        self._make_room()
         slot = self._free.pop() if self._free else self._new_slot(pinned=not on_host)
         slot.copy_(verdict, non_blocking=True)
         self._sent.append(_Letter(step, slot, None if on_host else _record_event(device)))
+
+    def post_row(self, step: int, row: list[float]) -> None:
+        """Send numbers that the host has already; they are read as late as all others."""
+        self._make_room()
+        self._sent.append(_Letter(step, row, None))
 
     def poll(self) -> list[tuple[int, list[float]]]:
         """Return ``(step, verdict)`` for every verdict that is ``lag`` posts old, oldest first."""
@@ -69,8 +72,11 @@ class Mailbox:
             letter = self._sent.popleft()
             if letter.landed is not None:
                 letter.landed.synchronize()
-            self._latest = letter.slot.tolist()
-            self._free.append(letter.slot)
+            if isinstance(letter.slot, list):
+                self._latest = letter.slot
+            else:
+                self._latest = letter.slot.tolist()
+                self._free.append(letter.slot)
             arrived.append((letter.step, self._latest))
         return arrived
 
@@ -87,6 +93,13 @@ class Mailbox:
         """
         self._sent.clear()
         self._latest = None
+
+    def _make_room(self) -> None:
+        if len(self._sent) > self.lag:
+            slot = self._sent.popleft().slot
+            if not isinstance(slot, list):
+                self._free.append(slot)
+            self.dropped += 1
 
     def _new_slot(self, pinned: bool) -> Tensor:
         return torch.empty(self.width, dtype=torch.float32, pin_memory=pinned)

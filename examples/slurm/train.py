@@ -73,8 +73,10 @@ def main() -> None:
                 if not health.ok:
                     print(health.reason)
                     raise SystemExit(int(ExitCode.DISTRIBUTED))
-            for mismatch in replicas.read():
-                print(mismatch)
+            mismatches = replicas.read()
+            if mismatches:
+                print(*mismatches, sep="\n")
+                raise SystemExit(int(ExitCode.REPLICAS_DIFFER))
 
             stop = shutdown.should_stop()
             if stop or (step + 1) % options.save_every == 0:

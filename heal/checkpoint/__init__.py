@@ -15,6 +15,7 @@ from heal.checkpoint.errors import (
     CheckpointRefused,
     NoSpace,
     SaveFailed,
+    StillWriting,
 )
 
 NEEDS_TORCH: dict[str, str] = {
@@ -34,6 +35,7 @@ __all__ = [
     "NoSpace",
     "Resumed",
     "SaveFailed",
+    "StillWriting",
     "load",
     "save",
 ]

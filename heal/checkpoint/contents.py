@@ -173,18 +173,42 @@ def put_back(
             changed.
     """
     names = Names(state)
-    buffers = {plain_name(name): name for name, _ in state.model.named_buffers()}
-    keys = {t: names.key(t, buffers) for t in tensors if not t.startswith("value/")}
-    saved = {key: tensors[text] for text, key in keys.items() if key is not None}
+    saved = _by_key(state, names, tensors)
     frozen = _check_parameters(state, names, saved)
-    strange = next((text for text, key in keys.items() if key is None), None)
-    if strange is not None:
-        raise StateMismatch(f"the checkpoint holds {strange!r}, which this run does not have")
+    _check_known(saved)
     _check_values(state, values)
     _make_sharded_state(state, names, saved)
     for param, tensor in frozen:
         getattr(param, "_local_tensor", param).copy_(tensor)
     state.restore(saved, values)
+
+
+def keyed(state: TrainingState, names: Names, tensors: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+    """Return saved tensors under the keys of a run, without those of frozen parameters.
+
+    Raises:
+        StateMismatch: the run is made of other parameters.
+    """
+    saved = _by_key(state, names, tensors)
+    _check_parameters(state, names, saved)
+    _check_known(saved)
+    return saved
+
+
+def _by_key(state: TrainingState, names: Names, tensors: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+    """What the run does not have stays under its name."""
+    buffers = {plain_name(name): name for name, _ in state.model.named_buffers()}
+    return {
+        names.key(text, buffers) or (text,): tensor
+        for text, tensor in tensors.items()
+        if not text.startswith("value/")
+    }
+
+
+def _check_known(saved: Mapping[Key, Tensor]) -> None:
+    strange = next((key[0] for key in saved if "/" in str(key[0])), None)
+    if strange is not None:
+        raise StateMismatch(f"the checkpoint holds {strange!r}, which this run does not have")
 
 
 def _check_parameters(

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from heal.checkpoint.errors import CannotEncode, CheckpointRefused
-from heal.data import DataPosition, EpochStart
+from heal.data import DataPosition
+from heal.epoch_start import EpochStart
 from heal.rng import RngState
 
 TAG = "$"

@@ -8,6 +8,7 @@ __all__ = [
     "CheckpointRefused",
     "NoSpace",
     "SaveFailed",
+    "StillWriting",
 ]
 
 
@@ -33,6 +34,10 @@ class SaveFailed(CheckpointError):
 
 class NoSpace(SaveFailed):
     """The disk has no room for another checkpoint; nothing was written."""
+
+
+class StillWriting(SaveFailed):
+    """The save before is not on the disk yet, so that this one was left out."""
 
 
 class CannotEncode(TypeError):

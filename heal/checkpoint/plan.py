@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from heal.checkpoint import strict_json
-from heal.checkpoint.errors import NoSpace, SaveFailed
+from heal.checkpoint.errors import NoSpace, SaveFailed, StillWriting
 from heal.checkpoint.files import free_bytes
 from heal.checkpoint.folders import StepFolder, folder_for, list_folders
 from heal.checkpoint.manifest import Entry
@@ -20,6 +20,7 @@ from heal.checkpoint.shards import placed
 
 SPARE_BYTES = 16 * 2**20  # left free for manifests, the journal, and whoever else writes
 MAX_RETRY = 9999
+BUSY = "the save before is still being written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ def agree(
     for rank, proposal in enumerate(said):
         if proposal.trouble:
             who = f"rank {rank}: " if ranks.size > 1 else ""
-            raise SaveFailed(f"step {step} was not saved: {who}{proposal.trouble}")
+            kind = StillWriting if proposal.trouble == BUSY else SaveFailed
+            raise kind(f"step {step} was not saved: {who}{proposal.trouble}")
     held = share([p.entries for p in said])
     needed = sum(e.num_bytes for r, es in enumerate(held) for e in es.values() if e.held_by == r)
     free = min(p.free for p in said)

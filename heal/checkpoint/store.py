@@ -12,7 +12,7 @@ from heal.checkpoint.errors import CannotEncode, CheckpointError, SaveFailed
 from heal.checkpoint.files import make_folder
 from heal.checkpoint.folders import StepFolder, abandon, committed
 from heal.checkpoint.latest import newest_common
-from heal.checkpoint.plan import SavePlan, agree
+from heal.checkpoint.plan import BUSY, SavePlan, agree
 from heal.checkpoint.ranks import Ranks
 from heal.checkpoint.reading import CheckpointReader, Restored, Want
 from heal.checkpoint.retention import retain
@@ -209,7 +209,7 @@ class CheckpointStore:
         """Agree with all ranks and copy what this one writes."""
         contents, trouble = _made(make)
         if in_thread and self._writer.is_busy:
-            trouble = trouble or "the save before is still being written"
+            trouble = trouble or BUSY
         measured = Measured(contents)
         alone = self.ranks.size == 1
         try:

@@ -133,6 +133,8 @@ class Job:
                 raise SaveFailed(
                     f"{folder.name} was not committed: rank {int(failed[0][7:])} failed"
                 )
+            if not folder.exists():
+                raise SaveFailed(f"{folder} was removed while it was being written")
             if time.monotonic() > until:
                 raise SaveFailed(
                     f"{folder.name} was not committed: {trouble} within {self.wait_seconds:g} s; "

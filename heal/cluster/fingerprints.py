@@ -78,6 +78,9 @@ class ReplicaCheck:
         group: the ranks that hold copies of plain tensors (under DDP); all of them if None.
         lag: calls of :meth:`read` after which an answer is looked at; 0 waits for it.
 
+    Attributes:
+        agreed_at: step of the newest check that found no difference; None if there is none.
+
     Raises:
         ValueError: the lag is negative.
 
@@ -98,6 +101,7 @@ class ReplicaCheck:
     ) -> None:
         if lag < 0:
             raise ValueError(f"lag is {lag}; wanted 0 or more")
+        self.agreed_at: int | None = None
         self._named = list(named_tensors)
         self._group = group
         self._lag = lag
@@ -120,12 +124,15 @@ class ReplicaCheck:
     def read(self) -> list[Mismatch]:
         """Return what differed in the checks that are ``lag`` calls old."""
         found: list[Mismatch] = []
+        read = set()
         while self._sent and self._sent[0].read_at <= self._calls:
             sent = self._sent.popleft()
+            read.add(sent.step)
             for step, differs in sent.mailbox.poll():
                 bad = [i for i, value in enumerate(differs) if value]
                 if bad:  # on all ranks of the group, for all have read the same
                     found += _name_them(step, sent, bad)
+        self.agreed_at = max(read - {m.step for m in found}, default=self.agreed_at)
         self._calls += 1
         return found
 

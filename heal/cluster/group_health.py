@@ -57,33 +57,57 @@ class GroupPing:
         self._group = group
         self._timeout = timeout_seconds
         self._count = 0
+        self._began = 0.0
         self._failed = ""
+        self._under_way: Any = None
         self._peers: tuple[Any, Any, Tensor] | None = None
+
+    def connect(self) -> None:
+        """Make the group now; else the first ping does, which a rank that is gone would hold up."""
+        if has_peers(self._group):
+            self._connect()
 
     def ping(self) -> GroupHealth:
         """Wait until all have answered, or the time is up; all ranks have to call it alike."""
-        if not has_peers(self._group):
-            return GroupHealth(True, 0.0)
-        if self._failed:
-            return GroupHealth(False, 0.0, (), f"an earlier ping failed: {self._failed}")
+        self.start()
+        return self.finish()
+
+    def start(self) -> None:
+        """Send a ping and go on; all ranks have to call it alike."""
+        if self._under_way is not None:
+            self.finish()
+        if self._failed or not has_peers(self._group):
+            return
         side, store, one = self._connect()
-        began = time.monotonic()
         self._count += 1
+        self._began = time.monotonic()
         store.set(f"{self._count}/{dist.get_rank()}", "here")
         one.fill_(1)
         try:
-            work = dist.all_reduce(one, group=side, async_op=True)
+            self._under_way = dist.all_reduce(one, group=side, async_op=True)
+        except RuntimeError as error:
+            self._failed = f"the ping could not be sent: {error}"
+
+    def finish(self) -> GroupHealth:
+        """Return what came back of the ping that was sent; waits if it is still under way."""
+        if self._under_way is None:
+            reason = f"an earlier ping failed: {self._failed}" if self._failed else ""
+            return GroupHealth(not self._failed, 0.0, (), reason)
+        _, store, one = self._connect()
+        work, self._under_way = self._under_way, None
+        began = time.monotonic()
+        try:
             arrived = self._wait(work, began)
         except RuntimeError as error:  # gloo raises at once if a peer's connection is closed
-            return self._failure(store, began, f"the ping failed: {error}")
+            return self._failure(store, f"the ping failed: {error}")
         if not arrived:
-            return self._failure(store, began, f"no answer within {self._timeout:g} s")
+            return self._failure(store, f"no answer within {self._timeout:g} s")
         size, total = dist.get_world_size(self._group), int(one.item())
         if total != size:
-            return self._failure(store, began, f"{size} ranks sent a 1 and the sum is {total}")
+            return self._failure(store, f"{size} ranks sent a 1 and the sum is {total}")
         # Only now, for a rank that still waits may look for it: the keys of the ping before.
         store.delete_key(f"{self._count - 1}/{dist.get_rank()}")
-        return GroupHealth(True, time.monotonic() - began)
+        return GroupHealth(True, time.monotonic() - self._began)
 
     def _wait(self, work: Any, began: float) -> bool:
         pause = SHORTEST_PAUSE
@@ -95,13 +119,13 @@ class GroupPing:
         work.wait()  # raises if it ended badly
         return True
 
-    def _failure(self, store: Any, began: float, reason: str) -> GroupHealth:
+    def _failure(self, store: Any, reason: str) -> GroupHealth:
         self._failed = reason
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         missing = tuple(r for r in ranks if not store.check([f"{self._count}/{r}"]))
         if missing:
             reason += f"; missing: rank {', '.join(map(str, missing))}"
-        return GroupHealth(False, time.monotonic() - began, missing, reason)
+        return GroupHealth(False, time.monotonic() - self._began, missing, reason)
 
     def _connect(self) -> tuple[Any, Any, Tensor]:
         """Make group and number when first needed, by all ranks together."""

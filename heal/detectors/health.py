@@ -14,13 +14,16 @@ class StateHealth:
 
     A leap is judged by what the tensor did before: its norm must have grown twentyfold between two
     checks, by far more than in any earlier interval, and to a size that matters in this model. So
-    neither fast early training nor a bias that starts at zero is one. What no norm shows, such as
-    a few bits flipped in a large tensor, is not found here; snapshots have checksums for theirs.
+    neither fast early training nor a bias that starts at zero is one. Where most tensors drift in
+    the same interval, that is corruption too: no update moves a whole model so. What no norm
+    shows, such as a few bits flipped in a large tensor, is not found here; snapshots have
+    checksums for theirs.
     """
 
     LEAP = 20.0  # times its norm, and times its largest earlier change
     MATTERS = 5.0  # times the median norm of the model's tensors
     DRIFT = 5.0  # times the largest earlier change
+    TOGETHER, FEWEST = 0.75, 4  # share and number of tensors that drift at once
     CALM = 3  # earlier intervals from which a tensor's habits are known
     NEGLIGIBLE = 1e-3  # of the median norm: a tensor that small may become zero
     LOST = 0.5  # share of tensors whose moments are gone
@@ -78,6 +81,7 @@ class StateHealth:
             return None
         typical = median(self.weights)
         drifted: Finding | None = None
+        leapt_together = 0
         for index, (before, now) in enumerate(zip(self.weights, row.weight_norms, strict=True)):
             change, usual = abs(now - before), self.changes[index]
             evidence: dict[str, object] = {"norm_before": before, "norm": now}
@@ -89,8 +93,15 @@ class StateHealth:
                 return self._found(cause, row, index, Severity.ERROR, evidence)
             ratio = now / before if before > 0.0 else 1.0
             left = max(ratio, 1.0 / ratio if ratio > 0.0 else ratio) > self.drift_factor
-            if drifted is None and left and usual > 0.0 and change > self.DRIFT * usual:
+            has_drifted = left and usual > 0.0 and change > self.DRIFT * usual
+            leapt_together += has_drifted
+            if drifted is None and has_drifted:
                 drifted = self._found(Cause.WEIGHT_DRIFT, row, index, Severity.WARN, evidence)
+        most = max(self.FEWEST, self.TOGETHER * len(self.weights))
+        if drifted is not None and leapt_together >= most:
+            told = {**drifted.evidence, "tensors": leapt_together}
+            index = int(str(told.pop("tensor_index")))
+            return self._found(Cause.WEIGHT_CORRUPTION, row, index, Severity.ERROR, told)
         return drifted
 
     def _found(

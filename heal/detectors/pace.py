@@ -121,7 +121,8 @@ class HostNews:
     DAMAGE = Flag.WEIGHTS_BAD | Flag.OPTIMIZER_STATE_BAD
 
     def __init__(self, config: HealingConfig) -> None:
-        self.interval = max(config.check_interval, 1)
+        compared = config.fingerprint_interval + config.lag if config.fingerprint_interval else 0
+        self.interval = max(config.check_interval, compared, 1)
 
     def observe(self, record: Record) -> Finding | None:
         if record.flags < Flag.DESYNC:

@@ -5,6 +5,7 @@ is the gradient of each. ``batch`` draws fresh data from a task of the run's own
 each run from its first task to its second, as a curriculum does.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -141,7 +142,7 @@ def _recurrent_init(runs: int, generator: torch.Generator) -> Params:
 
 
 def _recurrent_tasks(runs: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(runs, 2, 2, LENGTH, generator=generator) / LENGTH**0.5
+    return torch.randn(runs, 2, 2, LENGTH, generator=generator) / math.sqrt(LENGTH)
 
 
 def _series(tasks: Tensor, shift: Tensor, size: int, generator: torch.Generator) -> Batch:

@@ -35,6 +35,11 @@ def limit(highest: Sequence[float], share: float) -> float:
     return sorted(highest)[rank - 1]
 
 
+def affordable(runs: int) -> tuple[float, ...]:
+    """Return the shares of :data:`SHARES` that so many calibration runs can promise."""
+    return tuple(share for share in SHARES if math.ceil((runs + 1) * (1.0 - share)) <= runs)
+
+
 def exceeding(highest: Sequence[float], level: float) -> float:
     """Return the share of runs above a level: one minus the coverage; 0 if there are no runs."""
     return sum(value > level for value in highest) / len(highest) if highest else 0.0

@@ -148,15 +148,10 @@ def damaged_at(losses: NDArray[np.float32], onset: int) -> int:
     noise = float(np.nanmedian(np.abs(np.diff(recent)))) / 0.954  # of normal noise: its deviation
     limit = level + max(abs(level), NOISES * noise)
     values = np.where(np.isfinite(losses), losses, np.inf)
-    for step in range(onset, len(losses)):
-        if np.median(values[max(step - MEDIAN_OF + 1, 0) : step + 1]) > limit:
-            return step
-    return -1
-
-
-def is_healthy(streams: Streams) -> NDArray[np.bool_]:
-    """Return which runs had no fault and did not fail by themselves (see :func:`failed`)."""
-    return (streams.onset < 0) & ~failed(streams)
+    begin = max(onset - MEDIAN_OF + 1, 0)
+    windows = np.lib.stride_tricks.sliding_window_view(values[begin:], MEDIAN_OF)
+    above = np.flatnonzero(np.median(windows, axis=1) > limit)
+    return int(above[0]) + begin + MEDIAN_OF - 1 if len(above) else -1
 
 
 def failed(streams: Streams) -> NDArray[np.bool_]:

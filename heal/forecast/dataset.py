@@ -48,6 +48,11 @@ class Dataset:
         """Return some of the runs."""
         return Dataset(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
 
+    def joined(self, other: "Dataset") -> "Dataset":
+        """Return the runs of both."""
+        names = self.__dataclass_fields__
+        return Dataset(*(np.concatenate([getattr(self, n), getattr(other, n)]) for n in names))
+
     def labels(self, run: int) -> NDArray[np.int8]:
         """Return 1, 0, or -1 for steps to leave out, for every step of a run."""
         labels = np.zeros(self.features.shape[1], np.int8)

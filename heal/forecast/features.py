@@ -6,106 +6,75 @@ Inf or missing leaves the numbers that need it as they were.
 """
 
 import math
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from heal.forecast.names import ABOUT, NAMES
 from heal.robust import LARGEST
 from heal.verdict import Flag, Record
-
-ABOUT: dict[str, str] = {
-    "loss_rise": "Mean loss of 8 steps above that of 32, in deviations of its noise.",
-    "loss_climb": "Mean loss of 32 steps above that of 128, in deviations of its noise.",
-    "loss_rise_share": "Mean loss of 8 steps above that of 32, as a share of its level.",
-    "loss_climb_share": "Mean loss of 8 steps above that of 128, as a share of its level.",
-    "loss_undone": "Share of what was learned since the start that the last 8 steps have lost.",
-    "loss_trend": "How many more of the last 16 steps raised the mean of 8 than lowered it.",
-    "loss_curvature": "Rise of late minus climb before it, in deviations of the noise.",
-    "loss_volatility": "Log of the step-to-step noise of 10 steps over that of 100.",
-    "loss_autocorrelation": "Correlation of a loss's residual with the one before; -1: zigzag.",
-    "loss_reversals": "Share of the last 16 steps that turned round, less the 2/3 of pure noise.",
-    "norm_growth": "Log of the gradient norm: mean of 8 steps above that of 128.",
-    "norm_rate": "Log of the gradient norm: mean of 8 steps above that of 32.",
-    "norm_record": "Log of the gradient norm: mean of 8 steps above the highest of 32 ever.",
-    "norm_volatility": "Log of the noise of the log norm, 10 steps over 100.",
-    "z_run": "Log of how many steps in a row had a norm more than one deviation above usual.",
-    "clip_rate": "Share of clipped steps: of the last 16 less of the last 128.",
-    "refused_rate": "Share of refused steps among the last 32.",
-    "lr_ratio": "Log of the learning rate over its mean of 128 steps.",
-    "lr_growth": "Growth of the learning rate per step, in percent, mean of 16.",
-    "lr_beyond": "Log of the learning rate over its highest mean of 32 steps.",
-    "lr_override": "Log of the learning rate over the scheduled one, where that is known.",
-    "step_growth": "Log of rate times clipped norm, in place of update over weight, 8 above 128.",
-    "coupling": "Correlation of loss and log norm, both against their means of 32.",
-    "throughput": "Log of the seconds per step, 8 over 128. Differs by rank: in no shipped model.",
-    "age": "Log of the number of steps, in thousands' logs.",
-}
-"""Every feature, in order, with its meaning."""
-
-NAMES = tuple(ABOUT)
 
 FAST, MID, SLOW = 1.0 / 8, 1.0 / 32, 1.0 / 128
 NOISE_FAST, NOISE_SLOW, SHARE = 1.0 / 10, 1.0 / 100, 1.0 / 16
 DEVIATION = 0.886  # of normal noise, per mean distance of neighbours
 LIMIT = 8.0  # of every feature: beyond it more says nothing new
 SETTLED = 16  # steps until a level counts as one
+FADE = 0.97  # per step, of the largest rises
 TINY = 1e-30
 
-_STATE = (
-    "n",
-    "fast",
-    "mid",
-    "slow",
-    "noise_fast",
-    "noise_slow",
-    "last_loss",
-    "last_change",
-    "last_residual",
-    "first",
-    "best",
-    "trend",
-    "reversals",
-    "product",
-    "square",
-    "m",
-    "norm_fast",
-    "norm_mid",
-    "norm_slow",
-    "norm_noise_fast",
-    "norm_noise_slow",
-    "last_norm",
-    "norm_peak",
-    "z_run",
-    "clip_fast",
-    "clip_slow",
-    "refused",
-    "k",
-    "lr_mid",
-    "lr_slow",
-    "lr_change",
-    "last_lr",
-    "lr_peak",
-    "override",
-    "j",
-    "step_fast",
-    "step_slow",
-    "coupled",
-    "norm_square",
-    "loss_square",
-    "i",
-    "second_fast",
-    "second_slow",
-    "steps",
-)
+__all__ = ["ABOUT", "NAMES", "Features"]
 
 
+@dataclass(slots=True)
 class Features:
     """Follows one run; :meth:`observe` returns its features after each step, see :data:`NAMES`."""
 
-    __slots__ = _STATE
-
-    def __init__(self) -> None:
-        for name in _STATE:
-            setattr(self, name, 0.0)
-        self.best = self.norm_peak = self.lr_peak = math.nan
+    n: float = 0.0
+    fast: float = 0.0
+    mid: float = 0.0
+    slow: float = 0.0
+    noise_fast: float = 0.0
+    noise_slow: float = 0.0
+    last_loss: float = 0.0
+    last_change: float = 0.0
+    last_residual: float = 0.0
+    magnitude: float = 0.0
+    leap: float = 0.0
+    first: float = 0.0
+    best: float = math.nan
+    trend: float = 0.0
+    reversals: float = 0.0
+    product: float = 0.0
+    square: float = 0.0
+    m: float = 0.0
+    norm_fast: float = 0.0
+    norm_mid: float = 0.0
+    norm_slow: float = 0.0
+    norm_noise_fast: float = 0.0
+    norm_noise_slow: float = 0.0
+    last_norm: float = 0.0
+    norm_peak: float = math.nan
+    z_run: float = 0.0
+    clip_fast: float = 0.0
+    clip_slow: float = 0.0
+    refused: float = 0.0
+    k: float = 0.0
+    lr_mid: float = 0.0
+    lr_slow: float = 0.0
+    lr_change: float = 0.0
+    last_lr: float = 0.0
+    lr_leap: float = 0.0
+    lr_peak: float = math.nan
+    override: float = 0.0
+    j: float = 0.0
+    step_fast: float = 0.0
+    step_slow: float = 0.0
+    coupled: float = 0.0
+    norm_square: float = 0.0
+    loss_square: float = 0.0
+    i: float = 0.0
+    second_fast: float = 0.0
+    second_slow: float = 0.0
+    steps: float = 0.0
 
     def observe(self, record: Record) -> list[float]:
         """Hear of a step, in order."""
@@ -167,6 +136,9 @@ class Features:
         cap = 5.0 * self.noise_slow + 1e-3 * abs(self.slow) + TINY if self.n > 8.0 else LARGEST
         self.noise_fast += max(share, NOISE_FAST) * (distance - self.noise_fast)
         self.noise_slow += max(share, NOISE_SLOW) * (min(distance, cap) - self.noise_slow)
+        self.magnitude += max(share, SLOW) * (abs(loss) - self.magnitude)
+        rise = change / (noise + 1e-4 * abs(self.slow) + TINY)
+        self.leap = max(FADE * self.leap, min(rise, 1e6) if self.n > SETTLED else 0.0)
         residual = loss - self.mid
         before = self.fast
         self.fast += max(share, FAST) * (loss - self.fast)
@@ -215,6 +187,7 @@ class Features:
         log_lr = math.log(lr)
         if self.k == 1.0:
             self.last_lr = log_lr
+        self.lr_leap = max(FADE * self.lr_leap, log_lr - self.last_lr)
         self.lr_change += SHARE * (log_lr - self.last_lr - self.lr_change)
         self.last_lr = log_lr
         self.lr_mid += max(share, MID) * (log_lr - self.lr_mid)
@@ -240,14 +213,15 @@ class Features:
         values = (
             _compressed(rise / noise),
             _compressed(climb / noise),
-            _compressed(4.0 * rise / max(abs(self.mid), noise)),
-            _compressed(4.0 * (self.fast - self.slow) / max(abs(self.slow), noise)),
+            _compressed(4.0 * rise / max(self.magnitude, noise)),
+            _compressed(4.0 * (self.fast - self.slow) / max(self.magnitude, noise)),
             _compressed(4.0 * undone),
             self.trend,
             _compressed((rise - climb) / noise),
             volatility if self.n > 2.0 else 0.0,
             self.product / self.square if self.square > TINY else 0.0,
             self.reversals,
+            _compressed(self.leap),
             self.norm_fast - self.norm_slow,
             self.norm_fast - self.norm_mid,
             high,
@@ -258,6 +232,7 @@ class Features:
             self.last_lr - self.lr_slow,
             100.0 * self.lr_change,
             self.last_lr - self.lr_peak if self.k else 0.0,
+            self.lr_leap,
             self.override,
             self.step_fast - self.step_slow,
             self.coupled / spread if spread > TINY else 0.0,
@@ -268,14 +243,13 @@ class Features:
 
     def state(self) -> dict[str, Any]:
         """Return all that is remembered, as values that JSON has."""
-        values = {name: getattr(self, name) for name in _STATE}
-        return {name: value if value == value else None for name, value in values.items()}
+        return {n: value if value == value else None for n, value in asdict(self).items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Remember what :meth:`state` returned, and nothing else."""
-        for name in _STATE:
-            value = state[name]
-            setattr(self, name, math.nan if value is None else float(value))
+        for field in fields(self):
+            value = state[field.name]
+            setattr(self, field.name, math.nan if value is None else float(value))
 
 
 def _compressed(value: float) -> float:

@@ -15,6 +15,7 @@ HEALTHY = ("plain", "warmup", "cosine", "restarts", "steps_down", "curriculum", 
 SLOW = ("growing_lr", "creeping_noise", "creeping_scale", "oscillation", "drift")
 INSTANT = ("nan_batch", "corrupt_weights")
 
+DRIFT_RAMP = 100  # steps in which a drift grows to its full rate
 MAX_LR_FACTOR = 1e4  # a growing rate stops somewhere; by then every run has diverged
 
 
@@ -37,7 +38,15 @@ class Scenario:
 
 
 def plan(kinds: list[str], steps: int, random: np.random.Generator) -> Scenario:
-    """Return arrays for runs of these kinds, each with a schedule and sizes of its own."""
+    """Return arrays for runs of these kinds, each with a schedule and sizes of its own.
+
+    Raises:
+        ValueError: a kind is unknown.
+    """
+    known = HEALTHY + SLOW + INSTANT
+    for kind in kinds:
+        if kind not in known:
+            raise ValueError(f"{kind!r} is unknown; wanted one of {', '.join(known)}")
     runs = len(kinds)
     ones = np.ones((runs, steps))
     none = np.full(runs, -1)
@@ -89,8 +98,8 @@ def _schedule(kind: str, steps: int, random: np.random.Generator) -> Array:
 def _shift(made: Scenario, run: int, steps: int, random: np.random.Generator) -> None:
     """Move to the second task, at once or over a while, wholly or in part."""
     at = int(random.integers(80, steps - 50))
-    length = int(random.choice([1, 1, 20, 100]))
-    share = random.uniform(0.2, 1.0)
+    length = int(random.choice([1, 1, 50, 200]))
+    share = random.uniform(0.05, 0.5)
     made.shift[run] = share * np.clip((np.arange(steps) - at) / length, 0.0, 1.0)
 
 
@@ -102,11 +111,11 @@ def _break(made: Scenario, run: int, kind: str, steps: int, random: np.random.Ge
         rate = 10.0 ** random.uniform(-2.1, -1.2)
         made.lr[run] *= np.minimum((1.0 + rate) ** since, MAX_LR_FACTOR)
     elif kind == "creeping_noise":
-        rate = 10.0 ** random.uniform(-1.9, -1.2)
-        grown = 0.2 * ((1.0 + rate) ** since - 1.0)
+        rate = 10.0 ** random.uniform(-1.7, -1.1)
+        grown = 0.5 * ((1.0 + rate) ** since - 1.0)
         made.noise[run] = np.minimum(grown, MAX_LR_FACTOR)
     elif kind == "creeping_scale":
-        rate = 10.0 ** random.uniform(-2.0, -1.2)
+        rate = 10.0 ** random.uniform(-1.9, -1.1)
         made.scale[run] = np.minimum((1.0 + rate) ** since, MAX_LR_FACTOR)
     elif kind == "oscillation":
         period = random.uniform(6.0, 40.0)
@@ -114,11 +123,9 @@ def _break(made: Scenario, run: int, kind: str, steps: int, random: np.random.Ge
         swing = depth * np.sin(2 * np.pi * since / period)
         made.lr[run] *= np.exp(np.clip(swing, -9.0, 9.0))
     elif kind == "drift":
-        rate = 10.0 ** random.uniform(-2.6, -1.5)
-        made.drift[run] = np.where(np.arange(steps) >= onset, 1.0 + rate, 1.0)
+        rate = 10.0 ** random.uniform(-2.2, -1.4) * np.minimum(since / DRIFT_RAMP, 1.0)
+        made.drift[run] = 1.0 + rate
     elif kind == "nan_batch":
         made.nan_at[run] = onset
-    elif kind == "corrupt_weights":
-        made.corrupt_at[run] = onset
     else:
-        raise ValueError(f"{kind!r} is no fault; wanted one of {', '.join(SLOW + INSTANT)}")
+        made.corrupt_at[run] = onset

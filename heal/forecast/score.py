@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from operator import mul
 from pathlib import Path
@@ -18,6 +18,10 @@ SHIPPED = Path(__file__).with_name("model.json")
 LARGEST_LOGIT = 30.0
 
 
+Layer = tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
+"""Rows of weights, and a bias for each."""
+
+
 class ModelError(ValueError):
     """A model file is not one that this version can use."""
 
@@ -27,30 +31,36 @@ class Model:
     """Standardise, then layers of weights with tanh between them, then a calibrated sigmoid.
 
     ``limits`` has, by share of healthy stretches of ``stretch_steps`` steps that may raise a false
-    alarm, the evidence from which one is raised; ``drift`` is what evidence loses every step.
+    alarm, the evidence from which one is raised. Evidence is the mean log-odds of about ``memory``
+    steps.
     """
 
     names: tuple[str, ...]
     indices: tuple[int, ...]
     means: tuple[float, ...]
     scales: tuple[float, ...]  # reciprocal standard deviations
-    layers: tuple[tuple[tuple[tuple[float, ...], ...], tuple[float, ...]], ...]
+    layers: tuple[Layer, ...]
     slope: float  # of the calibration, on the logit
     offset: float
-    drift: float
-    ceiling: float
+    memory: float
     limits: dict[float, float]
     stretch_steps: int
     card: dict[str, Any]
+    folded: tuple[Layer, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Fold the standardisation into the first layer: a fifth of the work of every step."""
+        weights, biases = self.layers[0]
+        rows = tuple(tuple(map(mul, row, self.scales)) for row in weights)
+        shifts = (sum(map(mul, row, self.means)) for row in rows)
+        first = rows, tuple(bias - shift for bias, shift in zip(biases, shifts, strict=True))
+        object.__setattr__(self, "folded", (first, *self.layers[1:]))
 
     def logit(self, features: Sequence[float]) -> float:
         """Return the log-odds of failure soon, not calibrated."""
-        values = [
-            (features[i] - mean) * scale
-            for i, mean, scale in zip(self.indices, self.means, self.scales, strict=True)
-        ]
-        last = len(self.layers) - 1
-        for depth, (weights, biases) in enumerate(self.layers):
+        values = [features[i] for i in self.indices]
+        last = len(self.folded) - 1
+        for depth, (weights, biases) in enumerate(self.folded):
             values = [sum(map(mul, row, values), bias) for row, bias in zip(weights, biases)]  # noqa: B905
             if depth < last:
                 values = [math.tanh(value) for value in values]
@@ -63,14 +73,16 @@ class Model:
     def limit(self, share: float) -> float:
         """Return the evidence for an alarm if this share of healthy stretches may have a false one.
 
+        Of the shares that the model was calibrated for, the largest that is not above it is taken.
+
         Raises:
-            ModelError: the model was not calibrated for that share.
+            ModelError: all of them are above it.
         """
-        for known, limit in self.limits.items():
-            if math.isclose(known, share, rel_tol=1e-6):
-                return limit
-        told = ", ".join(f"{known:g}" for known in self.limits)
-        raise ModelError(f"no limit for a false-alarm share of {share:g}; the model has {told}")
+        usable = [known for known in self.limits if known <= share * (1.0 + 1e-9)]
+        if not usable:
+            told = ", ".join(f"{known:g}" for known in self.limits) or "none"
+            raise ModelError(f"no limit for a false-alarm share of {share:g}; the model has {told}")
+        return self.limits[max(usable)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of a model file."""
@@ -84,8 +96,7 @@ class Model:
             ],
             "slope": self.slope,
             "offset": self.offset,
-            "drift": self.drift,
-            "ceiling": self.ceiling,
+            "memory": self.memory,
             "limits": {f"{share:g}": limit for share, limit in self.limits.items()},
             "stretch_steps": self.stretch_steps,
             "card": self.card,
@@ -109,31 +120,23 @@ def from_json(content: Mapping[str, Any]) -> Model:
             (tuple(_numbers(row) for row in layer["weights"]), _numbers(layer["biases"]))
             for layer in content["layers"]
         )
-        made = Model(
+        means, scales = _numbers(content["means"]), _numbers(content["scales"])
+        _check_shapes(layers, len(names), len(means), len(scales))
+        return Model(
             names=names,
             indices=tuple(NAMES.index(name) for name in names),
-            means=_numbers(content["means"]),
-            scales=_numbers(content["scales"]),
+            means=means,
+            scales=scales,
             layers=layers,
             slope=_numbers([content["slope"]])[0],
             offset=_numbers([content["offset"]])[0],
-            drift=_numbers([content["drift"]])[0],
-            ceiling=_numbers([content["ceiling"]])[0],
+            memory=_numbers([content["memory"]])[0],
             limits={float(share): float(limit) for share, limit in content["limits"].items()},
             stretch_steps=int(content["stretch_steps"]),
             card=dict(content["card"]),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"not a model of heal: {error!r}") from error
-    width = len(names)
-    for depth, (weights, biases) in enumerate(layers):
-        rows = len(weights)
-        if len(biases) != rows or any(len(row) != width for row in weights):
-            raise ModelError(f"layer {depth}: wanted rows of {width} weights and as many biases")
-        width = rows
-    if width != 1 or len(made.means) != len(names) or len(made.scales) != len(names):
-        raise ModelError("wanted one mean and one scale per feature, and one number at the end")
-    return made
 
 
 def read(path: str | Path = SHIPPED) -> Model:
@@ -156,6 +159,16 @@ def read(path: str | Path = SHIPPED) -> Model:
 def shipped() -> Model:
     """Return the model that comes with the package, read once."""
     return read(SHIPPED)
+
+
+def _check_shapes(layers: Sequence[Layer], features: int, means: int, scales: int) -> None:
+    width = features
+    for depth, (weights, biases) in enumerate(layers):
+        if len(biases) != len(weights) or any(len(row) != width for row in weights):
+            raise ModelError(f"layer {depth}: wanted rows of {width} weights and as many biases")
+        width = len(weights)
+    if width != 1 or not layers or means != features or scales != features:
+        raise ModelError("wanted one mean and one scale per feature, and one number at the end")
 
 
 def _numbers(values: Sequence[Any]) -> tuple[float, ...]:

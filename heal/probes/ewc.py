@@ -3,6 +3,7 @@
 Off unless asked for; whether it helps is in docs/forecast.md.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,7 @@ class Anchor:
     def __call__(self, loss: Tensor) -> Tensor:
         """Return a loss of the same value with the gradient of the anchored one."""
         penalty = self.penalty().to(loss)
-        return loss + penalty - penalty.detach()
+        return loss + (penalty - penalty.detach())
 
 
 class AnchoredRecovery:
@@ -59,6 +60,9 @@ class AnchoredRecovery:
         strength: of the anchor.
         steps: how long it holds.
 
+    Attributes:
+        make_anchor: takes model, Fisher and strength; :class:`Anchor` unless replaced.
+
     Example:
         >>> recovery = AnchoredRecovery(healer, strength=10.0, steps=100)
         >>> healer.run(recovery.wrap(train_step), loader, steps=10_000)
@@ -68,6 +72,7 @@ class AnchoredRecovery:
         self.healer = healer
         self.strength = strength
         self.steps = steps
+        self.make_anchor: Callable[[Module, dict[str, Tensor], float], Anchor] = Anchor
         self._anchor: Anchor | None = None
         self._left = 0
         self._known = len(healer.recoveries)
@@ -83,7 +88,7 @@ class AnchoredRecovery:
         def anchored(batch: Any) -> Tensor:
             if self._was_rolled_back():
                 fisher = fisher_diagonal(self.healer.model, train_step, batch)
-                self._anchor = Anchor(self.healer.model, fisher, self.strength)
+                self._anchor = self.make_anchor(self.healer.model, fisher, self.strength)
                 self._left = self.steps
             loss = train_step(batch)
             if self._anchor is None or self._left <= 0:

@@ -15,7 +15,7 @@ SECONDS = COLUMNS.index("seconds")
 QUICK = COLUMNS[2:8]
 """Columns with a value per step; ``seconds`` is the last."""
 
-SLOW = ("zclip/threshold", "norm_mean", "norm_std")
+SLOW = COLUMNS[8:]
 """Columns with a value per line."""
 
 MAX_DURATIONS = 4096  # step durations kept for their median
@@ -60,8 +60,9 @@ class RankCurves:
             self.first_time = time if self.first_time is None else min(self.first_time, time)
             self.last_time = time if self.last_time is None else max(self.last_time, time)
         self.newest = line
-        slow = [_value(line.get(name)) for name in SLOW]
         series = line.get("series")
+        told = series if isinstance(series, Mapping) else {"threshold": line.get("zclip/threshold")}
+        slow = [_value(told.get(name)) for name in SLOW]
         steps = series.get("step") if isinstance(series, Mapping) else None
         if not isinstance(series, Mapping) or not isinstance(steps, list):
             seen = whole(line.get("seen_at"))
@@ -72,8 +73,8 @@ class RankCurves:
             return
         columns = [_column(series, name, len(steps)) for name in QUICK]
         times = _times(time, columns[-1])
-        told = zip(map(whole, steps), times, *columns, strict=True)
-        self._add([(*row, *slow) for row in told if row[0] is not None])
+        rows = zip(map(whole, steps), times, *columns, strict=True)
+        self._add([(*row, *slow) for row in rows if row[0] is not None])
 
     def rows(self) -> list[Row]:
         """Return what was kept."""

@@ -77,7 +77,16 @@ def _first(report: RunReport, totals: dict[str, Any], ending: str) -> str:
     took = f" in {duration(report.live_for)}" if report.live_for else ""
     restarts = totals["starts"] - 1
     again = f" It was started {count(totals['starts'], 'time')}." if restarts > 0 else ""
-    return f"The run took {reached}{on}{took} and {ending}.{again}"
+    silent = [rank for rank in report.ranks if rank not in report.postmortems]
+    lost = ""
+    if silent and report.postmortems:
+        names = ", ".join(map(str, silent[:MAX_KINDS])) + (
+            " ..." if len(silent) > MAX_KINDS else ""
+        )
+        lost = (
+            f" Rank {names} left no ending." if len(silent) == 1 else f" Ranks {names} left none."
+        )
+    return f"The run took {reached}{on}{took} and {ending}.{again}{lost}"
 
 
 def _troubles(

@@ -124,14 +124,15 @@ class LiveRun:
             if seconds > 0 and steps > 0:
                 state.steps_per_second = steps / seconds
         state.step, state.time = step, time if time is not None else state.time
-        state.loss = words.show(line.get("loss"))
-        state.norm = words.show(line.get("zclip/raw_grad_norm"))
-        state.lr_scale = words.show(line.get("lr_scale"))
+        series = line.get("series")
+        if not isinstance(series, dict):
+            series = {"norm": line.get("zclip/raw_grad_norm"), **line}
+        state.loss = words.show(_newest(series.get("loss")))
+        state.norm = words.show(_newest(series.get("norm")))
+        state.lr_scale = words.show(_newest(series.get("lr_scale")))
+        state.pieces = words.show(_newest(series.get("micro_batches")))
         nans = number(line.get("healing/nan_count"))
         state.nans = int(nans) if abs(nans) < 2**53 else state.nans
-        series = line.get("series")
-        pieces = series.get("micro_batches") if isinstance(series, dict) else None
-        state.pieces = words.show(pieces[-1] if isinstance(pieces, list) and pieces else pieces)
 
     def _look_for_ending(self, postmortems: dict[int, Path]) -> None:
         """Believe a postmortem unless the run has started again since."""
@@ -147,6 +148,10 @@ class LiveRun:
         if reason != "completed":
             message = words.show(page.get("exception_message"))
             self.ending += f" (exit code {words.show(page.get('exit_code'))}: {message})"
+
+
+def _newest(column: Any) -> Any:
+    return column[-1] if isinstance(column, list) and column else column
 
 
 def _suffix(rank: int) -> str:

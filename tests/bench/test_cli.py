@@ -191,11 +191,40 @@ def test_the_users_own_model_is_measured_in_its_own_dtype(tmp_path, capsys):
 
 
 def test_a_case_that_does_not_fit_is_left_out_and_said_so(monkeypatch, capsys):
-    monkeypatch.setattr("zclip.bench.run._free_bytes", lambda device: 10**9)
-    assert run("--shapes", "llama-8b", "tiny", "--rounds", "3") == 0
+    monkeypatch.setattr("zclip.bench.run._free_bytes", lambda device: 350_000_000)
+    assert run("--shapes", "resnet-50", "tiny", "--rounds", "3") == 0
     printed = capsys.readouterr().out
-    assert "clip_grad_norm_, llama-8b, float32: left out, it takes" in printed
-    assert "tiny" in printed
+    assert "resnet-50, float32: left out, it takes 0.4 GB and 0.3 are free" in printed
+    assert "clip_grad_norm_ tiny f32" in printed
+
+
+def test_a_run_in_which_nothing_fits_ends_with_2(monkeypatch, capsys):
+    monkeypatch.setattr("zclip.bench.run._free_bytes", lambda device: 1000)
+    assert run(*TINY) == 2
+    printed = capsys.readouterr()
+    assert "left out, it takes" in printed.out
+    assert "nothing was measured" in printed.err
+
+
+def test_a_rival_that_raises_is_left_out_and_said_so(monkeypatch, capsys):
+    def broken(*words, **more):
+        raise RuntimeError("no kernel for this\nand a long story")
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", broken)
+    assert run(*TINY) == 0
+    printed = capsys.readouterr().out
+    for name in ("torch foreach", "torch loop"):
+        assert f"{name} takes no part: RuntimeError: no kernel for this\n" in printed
+    assert "long story" not in printed
+
+
+def test_an_operator_of_ours_that_raises_is_not_passed_over(monkeypatch):
+    def broken(*words):
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr("zclip.clip_grad_norm_", broken)
+    with pytest.raises(RuntimeError, match="ours"):
+        run(*TINY)
 
 
 def test_a_missing_rival_is_told_and_the_run_goes_on(capsys):

@@ -91,6 +91,22 @@ def test_syncs_are_those_that_the_sources_show(case, name, syncs):
     assert counted(case, name).syncs == syncs
 
 
+@pytest.mark.parametrize(
+    ("read", "syncs"),
+    [
+        (lambda t: t.sum().item(), 1),
+        (lambda t: bool((t > 0).any()), 1),
+        (lambda t: torch.equal(t, t + 1), 1),
+        (lambda t: t.nonzero(), 1),
+        (lambda t: t[t > 0], 1),
+        (lambda t: torch.where(t > 0, t, 0.0).sum().sqrt(), 0),
+    ],
+    ids=["item", "bool", "equal", "nonzero", "mask", "none"],
+)
+def test_every_way_of_reading_a_value_is_counted(read, syncs):
+    assert cost.cost_of(lambda: read(torch.ones(4)), CPU).syncs == syncs
+
+
 def test_our_operators_do_not_multiply_with_the_tensors_and_a_loop_does():
     case = Case("clip_grad_norm_", "x")
     assert counted(case, "zclip", 5).launches == counted(case, "zclip", 50).launches
@@ -105,17 +121,20 @@ def test_the_peak_of_memory_is_seen_once_and_again():
 
 
 @pytest.mark.parametrize(
-    ("average", "others", "problem"),
+    ("average", "others", "threads", "problem"),
     [
-        (0.5, 0.01, None),
-        (1e6, 0.01, None),  # of the last minute: over by now
-        (0.5, 0.5, "other processes used 50% of the machine"),
-        (1e6, None, "load 1000000.0 on"),
-        (0.5, None, None),
+        (0.5, 0.01, 8, None),
+        (1e6, 0.01, 8, None),  # of the last minute: over by now
+        (0.5, 0.5, 8, "other processes used 50% of the machine"),
+        (0.5, 0.5, 2, None),  # there are cores to spare
+        (0.5, 0.95, 2, "other processes used 95% of the machine"),
+        (1e6, None, 8, "load 1000000.0 on 8 cores"),
+        (0.5, None, 8, None),
     ],
 )
-def test_a_busy_machine_is_called_one(average, others, problem):
-    found = load.Load(average, others).problem
+def test_a_busy_machine_is_called_one(monkeypatch, average, others, threads, problem):
+    monkeypatch.setattr(load.os, "cpu_count", lambda: 8)
+    found = load.Load(average, others, threads).problem
     assert found is None if problem is None else problem in found
 
 
@@ -124,4 +143,4 @@ def test_our_own_work_is_not_that_of_others(monkeypatch):
     monkeypatch.setattr(load.time, "monotonic", iter([0.0, 10.0]).__next__)
     monkeypatch.setattr(load, "_busy_seconds", iter([100.0, 112.0]).__next__)
     monkeypatch.setattr(load, "_own_seconds", iter([3.0, 11.0]).__next__)
-    assert load.LoadMeter().read().others == pytest.approx(4.0 / 20.0)
+    assert load.LoadMeter(2).read().others == pytest.approx(4.0 / 20.0)

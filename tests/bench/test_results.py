@@ -97,6 +97,20 @@ def test_a_document_comes_back_from_its_file(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["bench.json"]
 
 
+def test_writing_that_is_interrupted_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "bench.json"
+    results.write_whole(path, "old")
+
+    def interrupted(number):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results.os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        results.write_whole(path, "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["bench.json"]
+    assert path.read_text() == "old"
+
+
 def test_the_csv_has_one_line_per_contender():
     rows = list(csv.DictReader(io.StringIO(document(result()).as_csv())))
     assert [row["contender"] for row in rows] == [OURS, "torch foreach"]

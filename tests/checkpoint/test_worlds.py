@@ -15,6 +15,8 @@ CHECKS = {
     "replicas": 2,
     "failures": 2,
     "thread": 2,
+    "healer": 2,
+    "recompute": 2,
 }
 
 

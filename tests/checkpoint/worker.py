@@ -1,5 +1,6 @@
 """What one rank does in ``test_worlds.py``: rank, size, folder and names of checks on the line."""
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,12 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from heal import checkpoint
+from heal import Healer, HealingConfig, checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, writer
 from heal.checkpoint.api import _state
 from heal.checkpoint.ranks import Ranks
 from heal.checkpoint.seeds import restore_rng
+from heal.recompute import Origin
 from heal.rng import RngState
 
 torch.set_num_threads(1)
@@ -194,6 +197,76 @@ def check_thread(rank, size, directory):
     assert [r.error for r in store.news()] == [None]
     assert load(directory, model, optimizer, Ranks())[0] == 1
     assert_equal(whole(model, optimizer), truth)
+
+
+def check_healer(rank, size, directory):
+    """Ranks that were killed go on bit by bit, also from the checkpoint before a damaged one."""
+    data = TensorDataset(torch.randn(64, 5, generator=torch.Generator().manual_seed(7)))
+
+    def healed(folder, seed):
+        torch.manual_seed(seed)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.3)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        config = HealingConfig(checkpoint_interval=3, checkpoint_async=False)
+        healer = Healer(model, optimizer, config=config, checkpoint_dir=folder, rank=rank)
+        healer.exits.dismiss()
+        torch.manual_seed(seed + rank)
+        sampler = DistributedSampler(data, size, rank, seed=1)
+        loader = DataLoader(data, batch_size=4, sampler=sampler)
+        return healer, lambda b: model(b[0]).square().mean(), loader, model
+
+    def finish(folder, seed, steps):
+        healer, train_step, loader, model = healed(folder, seed)
+        first = healer.resume()
+        healer.run(train_step, loader, steps, progress=False)
+        bits = [p.detach().clone() for p in model.parameters()]
+        return first, [*bits, torch.get_rng_state()], healer.notes
+
+    _, truth, _ = finish(directory / "whole", 0, 14)
+    assert finish(directory / "cut", 0, 7)[0] == 0
+    dist.barrier()
+    if rank == 0:  # the end of a run is saved; take that away, as a crash would
+        shutil.rmtree(directory / "cut" / "step-000007")
+        shard = directory / "cut" / "step-000006" / "rank-00001.safetensors"
+        data_bytes = bytearray(shard.read_bytes())
+        data_bytes[-1] ^= 128
+        shard.write_bytes(data_bytes)
+    dist.barrier()
+    first, bits, notes = finish(directory / "cut", 9, 14)
+    assert first == 3, "step 6 is damaged on one rank"
+    assert any("step-000006" in note for note in notes), notes
+    assert_equal(bits, truth)
+
+
+def check_recompute(rank, size, directory):
+    """Steps computed again name the rank that failed, on all ranks."""
+
+    def recomputed(fault):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        config = HealingConfig(snapshot_interval=5, zclip_enabled=False, check_interval=0)
+        healer = Healer(model, optimizer, config=config, rank=rank)
+        healer.exits.dismiss()
+        torch.manual_seed(rank)
+        data = [torch.randn(8, 4) for _ in range(7)]
+        losses = []
+        for step, x in enumerate(data):
+            optimizer.zero_grad()
+            is_wrong = fault == "activation" and rank == 1 and step == 6
+            loss = (model(x) * (1.001 if is_wrong else 1.0)).square().mean()
+            loss.backward()
+            healer.step(loss)
+            losses.append(loss.detach())
+            if fault == "weight" and rank == 1 and step == 5:
+                with torch.no_grad():
+                    model.module.weight[0, :1].view(torch.int32).bitwise_xor_(1 << 18)
+        found = healer.recompute(lambda x: (model(x) * 1.0).square().mean(), data[5:], losses[5:])
+        return found.origin, found.ranks
+
+    assert recomputed("none") == (Origin.REPRODUCIBLE, ())
+    assert recomputed("weight") == (Origin.TRANSIENT, (1,))
+    assert recomputed("activation") == (Origin.TRANSIENT, (1,))
 
 
 def main() -> None:

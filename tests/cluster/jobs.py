@@ -26,7 +26,7 @@ def free_port():
 
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "tests.cluster.trainer", "tests.cluster.ranks"])
+_context.set_forkserver_preload(["torch._dynamo", "tests.cluster.trainer", "tests.cluster.healed"])
 
 
 def _run(log, told, function, folder, arguments):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from heal import HealingConfig
+from heal.cli import main
 from heal.cluster import gpu_health
 from heal.doctor.cluster import (
     check_backend,
@@ -151,3 +152,15 @@ def test_a_config_that_is_not_there_says_how_to_make_one(tmp_path):
     path = tmp_path / "binary.toml"
     path.write_bytes(b"\xff\xfe")
     assert levels(check_config(path)) == ["error"]
+
+
+def test_the_command_looks_at_config_and_cluster(tmp_path, capsys, monkeypatch):
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    path = write(tmp_path, "lr_factr = 0.5")
+    assert main(["doctor", "--config", str(path)]) == 2
+    assert "wanted lr_factor" in capsys.readouterr().out
+    assert main(["doctor", "--cluster"]) == 0
+    assert "no launcher: a single process" in capsys.readouterr().out
+    assert main(["doctor"]) == 2
+    assert "--cluster" in capsys.readouterr().err

@@ -46,5 +46,12 @@ class FakeRun:
     def sleep(self, seconds):
         self.done.append(("sleep", seconds))
 
+    def take_snapshot(self):
+        self.done.append(("take_snapshot",))
+        return True
+
+    def watch_closely(self, steps):
+        self.done.append(("watch_closely", steps))
+
     def perturb_weights(self, std, seed):
         self.done.append(("perturb_weights", std, seed))

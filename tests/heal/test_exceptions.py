@@ -76,6 +76,8 @@ TABLE = [
     (OSError(errno.ENOMEM, "Cannot allocate memory"), OOM),
     # Traps: talk about memory that no smaller batch cures.
     (ValueError("out of memory budget for the replay buffer"), UNKNOWN),
+    (RuntimeError("Kernel size can't be greater than actual input size"), Cause.DATA_ERROR),
+    (RuntimeError("Given input size: (8x1x1). Output size is too small"), Cause.DATA_ERROR),
     (Dist(NCCL_OOM), COLLECTIVE),
     (RuntimeError(NCCL_OOM), COLLECTIVE),
     # Collectives: never the network's fault, whatever type they come in.

@@ -134,3 +134,14 @@ def test_state_is_json_and_goes_on_alike():
     other.load_state(json.loads(json.dumps(watch.state(), allow_nan=False)))
     bad = row(600, (10.5, 5.2e3, 0.5, 5.2))
     assert other.observe_health(bad) == watch.observe_health(bad) != []
+
+
+@pytest.mark.parametrize("factor", [0.25, 2.0, 4.0])
+def test_weights_that_all_drift_in_one_interval_are_corrupt(factor):
+    weights = np.array([10.0, 5.0, 0.5, 5.0]) * 1.05
+    (found,) = calm_watch().observe_health(row(600, weights * factor))
+    assert (found.cause, found.severity) == (Cause.WEIGHT_CORRUPTION, Severity.ERROR)
+    assert found.evidence["tensors"] == 4
+    half = np.where([True, True, False, False], weights * factor, weights)
+    (found,) = calm_watch().observe_health(row(600, half))
+    assert (found.cause, found.severity) == (Cause.WEIGHT_DRIFT, Severity.WARN)

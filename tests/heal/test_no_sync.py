@@ -100,6 +100,16 @@ def test_healthy_steps_with_snapshots_and_checks_wait_for_nothing(device, zclip_
     healer.exits._closed = True  # a fake run has no numbers for a postmortem
 
 
+def test_the_forecast_waits_for_nothing(device):
+    with fake_cuda():
+        model, healer = build(forecast=True, lag=0)
+        take_steps(model, healer, 25)
+    assert healer.notes == []
+    assert healer._listener.watch.forecast.features.steps == 25
+    assert Event.host_waits == 0
+    healer.exits._closed = True
+
+
 def test_the_whole_loop_waits_for_nothing(device):
     with fake_cuda():
         model, healer = build()

@@ -20,7 +20,7 @@ def test_records_are_taken_once_and_columns_that_do_not_change_are_told_once():
     assert taken["series"]["loss"] == [0.0, 1.23457, 2.46914]
     assert (taken["series"]["lr"], taken["series"]["micro_batches"]) == (0.1, 1)
     assert all(math.isnan(norm) for norm in taken["series"]["norm"])
-    assert taken["norm_mean"] == 5.0
+    assert taken["series"]["mean"] == 5.0
     assert series.take() == {}
 
 

@@ -295,3 +295,27 @@ def test_a_scaler_that_had_no_scale_yet_has_none_again():
     assert scaler.get_scale() == 65536.0
     state.restore(*old)
     assert scaler.get_scale() == 64.0
+
+
+@pytest.mark.parametrize("place", [0, (1 << 18) - 1, 1 << 18, (1 << 19) + 5])
+def test_a_change_in_any_piece_of_a_large_tensor_is_found_and_named(place):
+    large, transposed = torch.randn((1 << 19) + 6), torch.randn(600, 700).t()
+    tensors = {("parameter", 0): large, ("parameter", 1): transposed}
+    ring = SnapshotRing(1, 2, 2.0, 0)
+    assert ring.capture(1, tensors, {})
+    ring.note_clean(1)
+    snapshot = ring.take(1)  # intact
+    for key, tensor in tensors.items():
+        assert torch.equal(snapshot.tensors[key], tensor)
+    snapshot.tensors["parameter", 0][place] += 1.0
+    with pytest.raises(SnapshotCorrupt, match="parameter 0 changed"):
+        ring.take(1)
+
+
+def test_nan_in_the_last_piece_of_a_large_tensor_keeps_a_snapshot_from_being_good():
+    large = torch.randn((1 << 19) + 6)
+    large[-1] = float("nan")
+    ring = SnapshotRing(1, 2, 2.0, 0)
+    ring.capture(1, {("parameter", 0): large}, {})
+    ring.note_clean(1)
+    assert ring.good_steps() == []

@@ -70,8 +70,6 @@ def metrics(
         "zclip/raw_grad_norm": 0.5,
         "zclip/threshold": 1.0,
         "healing/nan_count": 0.0,
-        "norm_mean": 0.5,
-        "norm_std": 0.1,
         "series": {
             "step": steps,
             "loss": losses,
@@ -80,6 +78,9 @@ def metrics(
             "lr_scale": 1.0,
             "micro_batches": 1,
             "seconds": [0.1] * len(losses),
+            "threshold": 1.0,
+            "mean": 0.5,
+            "std": 0.1,
             **series,
         },
     }
@@ -141,6 +142,7 @@ def long_metrics(path: Path, steps: int, spike: int) -> None:
     """Metrics of a very long run with one spike of one step, quickly written."""
     line = json.dumps(metrics(9, [1.0] * 10))
     before, after = line.split('"series": ')
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         for last in range(9, steps, 10):
             chosen = range(last - 9, last + 1)

@@ -7,7 +7,16 @@ import pytest
 
 from heal.report.collect import read_run
 from heal.report.page import make_page
-from tests.report.journals import long_metrics, postmortem, sick_run, started, trouble, write
+from tests.report.journals import (
+    calm_metrics,
+    long_metrics,
+    metrics,
+    postmortem,
+    sick_run,
+    started,
+    trouble,
+    write,
+)
 from tests.report.test_page import hostile_run
 
 sync_api = pytest.importorskip(
@@ -192,6 +201,18 @@ def test_the_axis_can_be_time_and_the_scale_linear(show, tmp_path):
     assert page.locator(f"{LOSS} path.curve").get_attribute("d") != before
 
 
+def test_a_rank_that_was_silent_has_a_gap(show, tmp_path):
+    write(tmp_path / "run/metrics.jsonl", calm_metrics(400))
+    late = [metrics(s, [1.0] * 10, ended=s / 10 + 20) for s in range(109, 200, 10)]
+    write(tmp_path / "run/metrics.rank1.jsonl", [*calm_metrics(100), *late])
+    page = show(tmp_path / "run")
+    page.locator(".segmented label", has_text="time").click()
+    rows = page.locator("rect.heat").evaluate_all("e => e.map((r) => Number(r.getAttribute('y')))")
+    whole, broken = rows.count(min(rows)), rows.count(max(rows))
+    assert whole > 200
+    assert broken == pytest.approx(0.5 * whole, abs=4)
+
+
 def test_dark_follows_the_system_and_the_button(show, tmp_path):
     page = show(sick_run(tmp_path / "run"), color_scheme="dark")
     background = "getComputedStyle(document.body).backgroundColor"
@@ -234,5 +255,7 @@ def test_a_long_run_is_drawn_with_its_spike(show, tmp_path):
     page = show(tmp_path / "run")
     path = page.locator(f"{LOSS} path.curve").get_attribute("d")
     assert path.count("L") < 5000
+    lane = page.locator("rect.heat").evaluate_all("e => e.map((r) => +r.getAttribute('x')).sort()")
+    assert len(lane) > 200  # cells of four pixels: rows that were thinned out leave no gap
     highest = min(float(point.split(",")[1]) for point in path[1:].split("L"))
     assert highest < 30

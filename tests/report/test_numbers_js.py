@@ -34,6 +34,11 @@ def evaluate(expression):
         ("N.logTicks(0.5, 2e6, 4)", [1, 1e2, 1e4, 1e6]),
         ("N.logTicks(1.9, 32, 5)", [2, 3, 5, 10, 20, 30]),
         ("N.logTicks(1.9, 32, 3)", [2, 5, 10, 20]),
+        (
+            "N.countOnce([[5, 'a', 0], [5, 'a', 0], [5, 'a', 1], [6, 'a', 1]]"
+            ".map(([step, text, rank]) => ({ step, text, rank })))",
+            3,
+        ),
         ("N.nearest([1, 5, 9], 6.9)", 1),
         ("N.nearest([1, 5, 9], 7.1)", 2),
         ("N.nearest([], 3)", -1),
@@ -47,8 +52,11 @@ def evaluate(expression):
         ),
         (
             "[0.5, 90, 600, 8000, 2e5].map(N.duration)",
-            ["0.5 s", "90 s", "10 min 0 s", "2.2 h", "2.3 days"],
+            ["0.5 s", "90 s", "10 min", "2.2 h", "2.3 days"],
         ),
+        ("N.timeTicks(0, 1000, 5)", [0, 300, 600, 900]),
+        ("N.timeTicks(100, 101, 2)", [100, 100.5, 101]),
+        ("N.timeTicks(0, 4e5, 4)", [0, 172800, 345600]),
         ("N.extent([null, NaN, Infinity], false)", [0, 1]),
         ("N.extent([-1, 0], true)", [0.1, 1]),
         ("N.extent([5, 5], false)", [4.5, 5.5]),

@@ -78,9 +78,9 @@ def test_every_value_may_be_nonsense(tmp_path):
         for value in nonsense:
             line = {**trouble("oom", 3, act("Rollback", before_step=1)), name: value}
             write(tmp_path / "events.jsonl", [line])
-    for name in ("time", "step", "seen_at", "loss", "lr_scale", "series", "norm_mean"):
+    for name in ("time", "step", "seen_at", "loss", "lr_scale", "series", "zclip/threshold"):
         write(tmp_path / "metrics.jsonl", [{**metrics(9, [1.0] * 10), name: v} for v in nonsense])
-    for name in ("step", "loss", "norm", "lr", "seconds"):
+    for name in ("step", "loss", "norm", "lr", "seconds", "mean"):
         write(tmp_path / "metrics.jsonl", [metrics(9, [1.0] * 10, **{name: v}) for v in nonsense])
         write(tmp_path / "metrics.jsonl", [metrics(9, [1.0], **{name: [v] * 3}) for v in nonsense])
     (tmp_path / "postmortem.json").write_text(json.dumps({"exit_code": [], "last_step": "x"}))

@@ -137,6 +137,14 @@ def test_how_the_run_ended_is_told(tmp_path, page, state, words):
     assert "It met no trouble" in summary["sentences"][1]
 
 
+def test_a_rank_without_an_ending_is_named(tmp_path):
+    sick_run(tmp_path, ranks=3)
+    (tmp_path / "postmortem.rank1.json").unlink()
+    first = summarise(read_run(tmp_path))["sentences"][0]
+    assert "3 ranks" in first
+    assert first.endswith("and finished. Rank 1 left no ending.")
+
+
 def test_a_goal_not_reached_and_a_second_start_are_told(tmp_path):
     goal = {**started(), "event": "goal", "steps": 500}
     write(tmp_path / "events.jsonl", [started(), goal, started(seconds=5)])

@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report(plan, document, options.markdown)
     except ValueError as error:
         parser.exit(EXIT_BAD_INPUT, f"zclip-bench: {error}\n")
+    if document.complete and not document.results:
+        parser.exit(EXIT_BAD_INPUT, "zclip-bench: nothing was measured; the lines above say why\n")
     for line in document.wrong():
         print(f"WRONG: {line}")
         code = code or EXIT_WRONG
@@ -87,7 +89,14 @@ def one_case(plan: Plan, case: Case, document: results.Document) -> None:
     try:
         document.results.append(
             run_case(
-                case, found, plan.device, plan.rounds, plan.seconds, plan.backends, plan.rivals
+                case,
+                found,
+                plan.device,
+                plan.rounds,
+                plan.seconds,
+                plan.backends,
+                plan.rivals,
+                document.left_out,
             )
         )
     except TooLarge as problem:

@@ -109,7 +109,7 @@ class Gradients:
 
 
 def bytes_needed(elements: int, dtype: torch.dtype, reads_params: bool) -> int:
-    """Return how much memory a case takes: gradients, a float64 copy of a part, parameters.
+    """Return how much memory the gradients of a case take, and its parameters if they are read.
 
     Parameters that nobody reads are never touched, and take none.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BUSY_SHARE = 0.15
-"""Share of all cores that others may use before a run is called noise."""
+"""By how much the cores that are wanted, ours and others', may exceed those that there are."""
 
 
 @dataclass(frozen=True)
@@ -17,22 +17,25 @@ class Load:
     """Processes that wanted a core over the last minute; 0 where nobody counts."""
     others: float | None
     """Share of all cores that other processes used; None where nobody counts."""
+    threads: int
+    """Cores that we want ourselves. Others on a machine with cores to spare do little harm."""
 
     @property
     def problem(self) -> str | None:
         """Why timings taken meanwhile are not to be believed; None if they are."""
-        if self.others is not None and self.others > BUSY_SHARE:
-            return f"other processes used {self.others:.0%} of the machine"
         cores = os.cpu_count() or 1
+        if self.others is not None and self.others + self.threads / cores > 1 + BUSY_SHARE:
+            return f"other processes used {self.others:.0%} of the machine"
         if self.others is None and self.average > cores + 1:
             return f"load {self.average:.1f} on {cores} cores"
         return None
 
 
 class LoadMeter:
-    """Watches from its construction on."""
+    """Watches from its construction on, a run that wants so many threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
         self.started = time.monotonic()
         self.all, self.own = _busy_seconds(), _own_seconds()
 
@@ -41,10 +44,10 @@ class LoadMeter:
         average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
         busy = _busy_seconds()
         if self.all is None or busy is None:
-            return Load(average, None)
+            return Load(average, None, self.threads)
         span = (time.monotonic() - self.started) * (os.cpu_count() or 1)
         theirs = (busy - self.all) - (_own_seconds() - self.own)
-        return Load(average, max(0.0, theirs / span) if span > 0 else None)
+        return Load(average, max(0.0, theirs / span) if span > 0 else None, self.threads)
 
 
 def _busy_seconds() -> float | None:

@@ -13,7 +13,7 @@ from zclip.bench.load import LoadMeter
 from zclip.bench.measure import Timing, cpu_clock, cuda_clock, interleaved
 from zclip.bench.results import Measured, Result, fastest_rival
 from zclip.bench.shapes import Shape, elements
-from zclip.bench.work import OURS, Run, Work
+from zclip.bench.work import OURS, Run, Work, is_ours
 
 PROBE_BYTES = 256 << 20
 """Most memory that the bandwidth is measured on; larger than any cache."""
@@ -35,25 +35,28 @@ def run_case(
     seconds: float,
     backends: list[str],
     rivals: list[str],
+    left_out: list[str],
 ) -> Result:
     """Measure one case and let its memory go.
+
+    A rival that raises takes no part, and ``left_out`` gets a line that says so.
 
     Raises:
         TooLarge: it does not fit into memory; says how much it would take.
     """
     dtype = DTYPES[case.dtype]
-    _check_memory(case, shapes, dtype, device)
+    _check_memory(case, shapes, dtype, device, backends)
     gradients = Gradients(shapes, dtype, device)
     work = case.work(gradients, backends, rivals)
-    meter = LoadMeter()
-    errors = {name: work.check(name) for name in work.contenders}
+    meter = LoadMeter(torch.get_num_threads())
+    errors = _checked(case, work, left_out)
     costs = {name: cost_of(run, device) for name, run in work.contenders.items()}
     clock = cuda_clock if device.type == "cuda" else cpu_clock
     probes = _probes(gradients)
     timings = interleaved(
         {**work.contenders, **probes}, rounds, seconds, clock, work.between, LEAST_SECONDS
     )
-    hosts = _host_seconds(case, shapes, device, backends, rivals)
+    hosts = _host_seconds(case, shapes, device, backends, rivals, set(work.contenders))
     load = meter.read()
     probe_bytes = min(gradients.bytes, PROBE_BYTES)
     read_rate = probe_bytes / min(timings.pop(n).median_seconds for n in (READ, SUM))
@@ -83,6 +86,21 @@ def run_case(
         others=load.others,
         noise=noise,
     )
+
+
+def _checked(case: Case, work: Work, left_out: list[str]) -> dict[str, float]:
+    """Return the error of every contender; rivals that cannot do the work leave the case."""
+    errors = {}
+    for name in list(work.contenders):
+        try:
+            errors[name] = work.check(name)
+        except Exception as error:
+            if is_ours(name):
+                raise
+            del work.contenders[name]
+            reason = str(error).split("\n", 1)[0]
+            left_out.append(f"{case.name}: {name} takes no part: {type(error).__name__}: {reason}")
+    return errors
 
 
 def _measured(
@@ -126,19 +144,29 @@ def _probes(gradients: Gradients) -> dict[str, Run]:
 
 
 def _host_seconds(
-    case: Case, shapes: list[Shape], device: torch.device, backends: list[str], rivals: list[str]
+    case: Case,
+    shapes: list[Shape],
+    device: torch.device,
+    backends: list[str],
+    rivals: list[str],
+    names: set[str],
 ) -> dict[str, float]:
     """Return what each call costs with as many tensors of one element: all that is not memory."""
     if device.type == "cuda":
         return {}  # there the clock sees it
     gradients = Gradients([(1,) * max(1, len(s)) for s in shapes], DTYPES[case.dtype], device)
     work = case.work(gradients, backends, rivals)
-    timings = interleaved(work.contenders, HOST_ROUNDS, HOST_SECONDS, cpu_clock, work.between)
+    contenders = {name: run for name, run in work.contenders.items() if name in names}
+    timings = interleaved(contenders, HOST_ROUNDS, HOST_SECONDS, cpu_clock, work.between)
     return {name: timing.median_seconds for name, timing in timings.items()}
 
 
 def _check_memory(
-    case: Case, shapes: list[Shape], dtype: torch.dtype, device: torch.device
+    case: Case,
+    shapes: list[Shape],
+    dtype: torch.dtype,
+    device: torch.device,
+    backends: list[str],
 ) -> None:
     gc.collect()
     count = elements(shapes)
@@ -146,7 +174,7 @@ def _check_memory(
     if case.op == "step":
         needed += 2 * count * dtype.itemsize  # the moments of AdamW
     largest = max((elements([shape]) for shape in shapes), default=0)
-    needed += 3 * 8 * largest  # comparing with float64, a tensor at a time
+    needed += 8 * largest * (3 if "reference" in backends else 1)  # temporaries of contenders
     free = _free_bytes(device)
     if free is not None and needed > 0.9 * free:
         raise TooLarge(

@@ -16,6 +16,8 @@ EXPECTED_ENDS = ("sigterm", "sigint")
 OUR_NUMBERS = ("healing/", "zclip/")
 PLACE = ("v", "time", "rank", "step", "event")
 
+FACTS = ("started", "goal")  # events that are no news: nobody is alerted of them
+
 
 class FanOut:
     """A subscriber of the journal: metrics are logged, decisions become alerts.
@@ -48,7 +50,8 @@ class FanOut:
             if kind == "metrics":
                 self.log(line, int(line["step"]))
             elif kind == "events":
-                self.alert(*alert_for(line))
+                if line.get("event") not in FACTS:
+                    self.alert(*alert_for(line))
             else:
                 self._end(line)
         finally:

@@ -2,7 +2,7 @@
 const Chart = (() => {
   const SVG = "http://www.w3.org/2000/svg";
   const LEFT = 92, RIGHT = 14, TOP = 8, LABELS = 20;
-  const { isNumber, thin, extent, linearTicks, logTicks, format, duration } = Numbers;
+  const { isNumber, thin, extent, linearTicks, timeTicks, logTicks, format, duration } = Numbers;
 
   function svg(name, attributes, parent) {
     const element = document.createElementNS(SVG, name);
@@ -72,7 +72,7 @@ const Chart = (() => {
       this.clip = svg("svg", { x: LEFT, y: 0, width: this.right - LEFT, height: this.bottom, viewBox: `${LEFT} 0 ${this.right - LEFT} ${this.bottom}` }, this.svg);
       if (values) this.#scale(values);
       const many = Math.max(2, Math.floor((this.right - LEFT) / 110));
-      for (const tick of linearTicks(from, to, many)) {
+      for (const tick of view.axis === "time" ? timeTicks(from, to, many) : linearTicks(from, to, many)) {
         const x = this.x(tick);
         svg("line", { x1: x, x2: x, y1: TOP, y2: this.bottom, class: "grid" }, this.clip);
         if (labelled) {

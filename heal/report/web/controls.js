@@ -65,7 +65,7 @@
     const box = html("input", { type: "checkbox", checked: "", value: kind }, label);
     const shape = svg("svg", { viewBox: "-7 -7 14 14", "aria-hidden": "true" }, label);
     glyph(kind, 0, 0, shape);
-    label.append(`${data.kinds[kind]} ${data.events.filter((e) => e.kind === kind).length}`);
+    label.append(`${data.kinds[kind]} ${Numbers.countOnce(data.events.filter((e) => e.kind === kind))}`);
     box.addEventListener("change", () => {
       if (box.checked) state.kinds.add(kind); else state.kinds.delete(kind);
       filterTable();

@@ -67,6 +67,17 @@ const Numbers = (() => {
     return ticks;
   }
 
+  // Seconds, minutes, hours and days in parts that clocks have.
+  function timeTicks(low, high, wanted) {
+    const parts = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
+    const rough = (high - low) / Math.max(1, wanted);
+    const step = rough <= 1 ? null : parts.find((part) => part >= rough) ?? 86400 * Math.ceil(rough / 86400);
+    if (step === null) return linearTicks(low, high, wanted);
+    const ticks = [];
+    for (let i = Math.ceil(low / step); i * step <= high; i += 1) ticks.push(i * step);
+    return ticks;
+  }
+
   // As fine as there is room for: all of 1, 2, 3, 5, some of them, powers of ten, every other one.
   function logTicks(low, high, wanted) {
     const from = Math.floor(Math.log10(low)), to = Math.ceil(Math.log10(high));
@@ -99,9 +110,20 @@ const Numbers = (() => {
   function duration(seconds) {
     if (!isNumber(seconds)) return "-";
     if (seconds < 120) return `${Number(seconds.toFixed(seconds < 10 ? 2 : 1))} s`;
-    if (seconds < 7200) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
-    if (seconds < 172800) return `${(seconds / 3600).toFixed(1)} h`;
-    return `${(seconds / 86400).toFixed(1)} days`;
+    const rest = Math.round(seconds % 60);
+    if (seconds < 7200) return `${Math.floor(seconds / 60)} min${rest ? ` ${rest} s` : ""}`;
+    if (seconds < 172800) return `${Number((seconds / 3600).toFixed(1))} h`;
+    return `${Number((seconds / 86400).toFixed(1))} days`;
+  }
+
+  // How many events there were, where what several ranks tell alike is one.
+  function countOnce(events) {
+    const told = new Map();
+    for (const event of events) {
+      const ranks = told.get(`${event.step} ${event.text}`) ?? new Map();
+      told.set(`${event.step} ${event.text}`, ranks.set(event.rank, (ranks.get(event.rank) ?? 0) + 1));
+    }
+    return [...told.values()].reduce((sum, ranks) => sum + Math.max(...ranks.values()), 0);
   }
 
   // The place in a rising list that is nearest to x; -1 if it is empty.
@@ -122,6 +144,6 @@ const Numbers = (() => {
     return [start, start + width];
   }
 
-  return { decode, isNumber, undone, thin, extent, linearTicks, logTicks, format, duration, nearest, zoomed };
+  return { decode, isNumber, undone, thin, extent, linearTicks, timeTicks, logTicks, format, duration, countOnce, nearest, zoomed };
 })();
 if (typeof module !== "undefined") module.exports = Numbers;

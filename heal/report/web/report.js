@@ -3,6 +3,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const { decode, isNumber, undone, format, duration, nearest, zoomed } = Numbers;
   const { Panel, svg, html, glyph, LEFT, TOP } = Chart;
+  const SILENCE = 30; // times the usual duration of a step
   const byId = (id) => document.getElementById(id);
   const charts = byId("charts"), tooltip = byId("tooltip");
 
@@ -34,7 +35,7 @@
     norm: new Panel(charts, "Gradient norm", 190, [["norm before clipping", "curve"], ["usual range", "band", "M0,0H20V10H0Z"], ["clipping threshold", "limit"], nanKey], draw),
     lr: new Panel(charts, "Learning rate", 74, [["used", "lr"], ["scheduled", "wish"]], draw),
     micro: new Panel(charts, "Pieces that each batch is cut into", 48, [["pieces", "micro"]]),
-    ranks: new Panel(charts, "Ranks", 1, [["darker: slower steps", "heat", "M0,1H20V9H0Z"]]),
+    ranks: new Panel(charts, "Ranks", 1, [["stronger colour: slower steps", "heat", "M0,1H20V9H0Z"]]),
   };
   const all = ranks.flatMap((r) => r.loss).filter(isNumber).sort((a, b) => a - b);
   const isWide = (values) => values.length > 0 && values[0] > 0 && values[values.length - 1] > 8 * values[values.length >> 1];
@@ -58,12 +59,17 @@
     return points.map((p) => (p && p.x >= view.range[0] - margin && p.x <= view.range[1] + margin ? p : null));
   }
 
+  // Along steps what was undone leaves no gap, for it was done again; along time it does.
+  const withoutUndone = (points, rank) => (state.axis === "step"
+    ? points.filter((p) => p === null || !rank.undone[p.i])
+    : points.map((p) => (p === null || rank.undone[p.i] ? null : p)));
+
   function curve(panel, rank, values, className) {
     const points = around(rows(rank, (i) => values[i]));
     const gone = (p) => p !== null && rank.undone[p.i];
     const before = (p, i) => !gone(p) && points[i + 1] && gone(points[i + 1]);
     panel.line(points.map((p, i) => (gone(p) || before(p, i) ? p : null)), "ghost");
-    panel.line(points.filter((p) => p === null || !gone(p)), className);
+    panel.line(withoutUndone(points, rank), className);
     panel.crosses(points.filter((p) => p && p.y !== null && !isNumber(p.y)).map((p) => p.x), "nan");
   }
 
@@ -100,6 +106,14 @@
     }
   }
 
+  // Whether a rank was at work between two rows: rows are thinned out, so that those in between
+  // may be missing; a long silence is shown as one.
+  function follows(rank, i, usual) {
+    const before = i > 0 ? rank[state.axis][i - 1] : null, steps = i > 0 ? rank.step[i] - rank.step[i - 1] : 0;
+    if (before === null || before > rank[state.axis][i]) return false;
+    return state.axis === "step" || rank.time[i] - before <= SILENCE * Math.max(1, steps) * (usual || 1);
+  }
+
   function drawRanks(width) {
     const panel = panels.ranks, list = shown(), height = list.length > 32 ? 5 : list.length > 8 ? 10 : 18;
     panel.height = Math.max(1, list.length) * height;
@@ -109,9 +123,11 @@
       const y = TOP + order * height, cells = new Map();
       rank[state.axis].forEach((x, i) => {
         if (x === null || !inView(x)) return;
-        const cell = Math.floor(panel.x(x) / 4);
         const slow = isNumber(rank.seconds[i]) && usual ? rank.seconds[i] / usual : 1;
-        cells.set(cell, Math.max(cells.get(cell) ?? 0, slow));
+        const from = follows(rank, i, usual) ? Math.max(view.range[0], rank[state.axis][i - 1]) : x;
+        for (let cell = Math.floor(panel.x(from) / 4); cell <= Math.floor(panel.x(x) / 4); cell += 1) {
+          cells.set(cell, Math.max(cells.get(cell) ?? 0, slow));
+        }
       });
       for (const [cell, slow] of cells) {
         const opacity = Math.min(1, 0.18 + 0.25 * Math.max(0, Math.log2(slow)));
@@ -145,7 +161,7 @@
     panels.micro.begin(width, view, [1, ...values("micro_batches")], false);
     for (const panel of [panels.lr, panels.micro]) marks(panel, list);
     if (main) {
-      const kept = (values) => around(rows(main, (i) => values[i])).filter((p) => p === null || !main.undone[p.i]);
+      const kept = (values) => withoutUndone(around(rows(main, (i) => values[i])), main);
       panels.lr.line(kept(main.lr), "wish");
       curve(panels.lr, main, used(main), "lr");
       panels.micro.line(kept(main.micro_batches), "micro", true);

@@ -58,11 +58,15 @@ def test_a_probe_that_fails_leaves_no_trace_either():
     before = [p.grad for p in model.parameters()]
     buffers = [b.clone() for b in model.buffers()]
     rng = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="broken"), undisturbed(model):
+
+    def spoil():
         model.eval()
         model.layers[1].running_mean.add_(1.0)
         torch.rand(3)
         raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"), undisturbed(model):
+        spoil()
     assert all(a is b for a, b in zip(before, (p.grad for p in model.parameters()), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert torch.equal(rng, torch.get_rng_state())

@@ -1,0 +1,1 @@
+"""Every failure, injected into small real trainings, under healing and beside it."""

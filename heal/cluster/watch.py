@@ -1,0 +1,186 @@
+"""All checks of a cluster, each when it is due, for the healing loop."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from heal.causes import Cause, Finding, Severity
+from heal.cluster.fingerprints import Mismatch, ReplicaCheck
+from heal.cluster.gpu_health import check_gpu_health
+from heal.cluster.group_health import GroupPing
+from heal.cluster.watchdog import HangReport, HangWatchdog
+from heal.config import HealingConfig
+from heal.exit_codes import ExitCode
+from heal.journal import Journal
+from heal.verdict import Flag
+from zclip.parallel.placement import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+HARDWARE_XIDS = frozenset({48, 64, 74, 79, 95, 119, 120, 140})
+"""Double-bit ECC, failed remapping, NVLink, off the bus, uncontained ECC, GSP, unrecovered ECC.
+Others are often the program's own doing, and come with an exception."""
+
+
+class ClusterWatch:
+    """Looks around after every step; on the healthy path nothing waits.
+
+    What only this rank knows is reported, and reaches all ranks in the record of the next step.
+
+    Args:
+        model: whose parameters are compared across replicas, where DDP or DTensor says so.
+        config: intervals and timeouts.
+        journal: told of what was seen.
+        report: sends a flag to all ranks.
+        note: told of what cannot be checked.
+        group: the ranks that act alike; all if None.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        config: HealingConfig,
+        journal: Journal,
+        report: Callable[[Flag], None],
+        note: Callable[[str], None],
+        group: "ProcessGroup | None" = None,
+    ) -> None:
+        self._config = config
+        self._journal = journal
+        self._report = report
+        self._note = note
+        self._ping = GroupPing(group, config.nccl_timeout_seconds)
+        if config.nccl_health_check_interval:
+            self._ping.connect()
+        self._ping_read_at: int | None = None
+        replicated, over = find_replicas(model, group)
+        self._replicas = ReplicaCheck(replicated, group=over, lag=config.lag)
+        self._compares = bool(replicated and config.fingerprint_interval)
+        self._ecc_errors: int | None = None
+        self._watchdog: HangWatchdog | None = None
+
+    def look(self, step: int) -> list[Finding]:
+        """Do what is due before ``step``; return what must be treated here and now."""
+        if self._watchdog is not None:
+            self._watchdog.beat(step)
+        if _is_due(step, self._config.gpu_health_check_interval):
+            self._look_at_gpu(step)
+        if self._compares:
+            self._compare(step)
+        return self._ping_ranks(step)
+
+    def clear(self) -> None:
+        """Forget what is under way: after a rollback it speaks of no state."""
+        self._replicas.clear()
+        self._ping_read_at = None
+
+    def start(self) -> None:
+        """Begin to watch for hangs; the loop says when it ends."""
+        seconds = self._config.hang_timeout_seconds
+        if seconds and self._watchdog is None:
+            code = ExitCode.HUNG if self._config.hang_exit else None
+            self._watchdog = HangWatchdog.for_group(
+                seconds, run_dir=self._journal.run_dir, exit_code=code, on_hang=self._on_hang
+            )
+            self._watchdog.start()
+
+    def stop(self) -> None:
+        """End the watch for hangs."""
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.stop()
+
+    def _ping_ranks(self, step: int) -> list[Finding]:
+        found = []
+        if self._ping_read_at is not None and step >= self._ping_read_at:
+            self._ping_read_at = None
+            health = self._ping.finish()
+            if not health.ok:
+                evidence: dict[str, object] = {"type": health.reason, "missing": health.missing}
+                found.append(
+                    Finding(
+                        cause=Cause.COLLECTIVE_ERROR,
+                        step=step,
+                        bad_step=step,
+                        severity=Severity.FATAL,
+                        evidence=evidence,
+                    )
+                )
+        if not found and _is_due(step, self._config.nccl_health_check_interval):
+            self._ping.start()
+            self._ping_read_at = step + self._config.lag
+        return found
+
+    def _compare(self, step: int) -> None:
+        if _is_due(step, self._config.fingerprint_interval):
+            self._replicas.post(step)
+        mismatches = self._replicas.read()
+        if not mismatches:
+            return
+        if self._replicas.agreed_at is None:
+            self._compares = False
+            self._note(
+                f"replicas differ from the start ({mismatches[0]}), so that this is how they are "
+                "trained; they are not compared"
+            )
+            return
+        for mismatch in mismatches:
+            self._journal.event("replicas_differ", step, **_told(mismatch))
+        self._note(f"replicas differ: {'; '.join(map(str, mismatches))}")
+        self._report(Flag.WEIGHTS_BAD)
+
+    def _look_at_gpu(self, step: int) -> None:
+        health = check_gpu_health()
+        if not health.available:
+            return
+        before, self._ecc_errors = self._ecc_errors, health.ecc_errors
+        has_new_errors = before is not None and (health.ecc_errors or 0) > before
+        if health.ok and not has_new_errors:
+            return
+        self._journal.event("gpu_health", step, reason=health.reason, xids=health.xids)
+        self._note(f"the GPU of this rank is not well: {health.reason}")
+        if has_new_errors or HARDWARE_XIDS & set(health.xids):
+            self._report(Flag.DEVICE_ERROR)
+
+    def _on_hang(self, report: HangReport) -> None:
+        self._journal.event("hang", -1, suspects=report.suspects, report=str(report))
+
+
+def find_replicas(
+    model: Module, group: "ProcessGroup | None" = None
+) -> tuple[list[tuple[str, Any]], "ProcessGroup | None"]:
+    """Return the parameters that several ranks hold copies of, and the group of the plain ones.
+
+    Plain parameters are replicas only where DDP says so: elsewhere they may be the shards of FSDP1
+    or the stages of a pipeline. DTensors know it themselves.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    over = group
+    for prefix, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            over = module.process_group
+            ignored = set(getattr(module, "parameters_to_ignore", ()))
+            for name, parameter in module.module.named_parameters():
+                if name not in ignored and not is_dtensor(parameter):
+                    whole = ".".join(part for part in (prefix, "module", name) if part)
+                    found[id(parameter)] = (whole, parameter)
+    for name, parameter in model.named_parameters():
+        if is_dtensor(parameter):
+            found[id(parameter)] = (name, parameter)
+    return list(found.values()), over
+
+
+def _is_due(step: int, interval: int) -> bool:
+    return bool(interval) and step % interval == 0
+
+
+def _told(mismatch: Mismatch) -> dict[str, Any]:
+    return {
+        "tensor": mismatch.name,
+        "checked_at": mismatch.step,
+        "odd_ranks": mismatch.odd_ranks,
+        "hashes": {str(rank): f"{value:#x}" for rank, value in mismatch.hashes},
+    }

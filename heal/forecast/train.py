@@ -1,0 +1,155 @@
+"""Trains the forecast: logistic regression and a small network, on steps of runs.
+
+Needs scikit-learn (``pip install zclip-heal[forecast]``). What comes out is a JSON file of numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heal.forecast import conformal
+from heal.forecast.dataset import FIRST_STEP, Dataset
+from heal.forecast.features import NAMES
+from heal.forecast.judge import evidence, logits
+from heal.forecast.score import Model
+
+KINDS = ("logistic", "network")
+LEFT_OUT = ("throughput", "lr_override")
+"""Features in no model: one differs by rank, the other is never seen in the corpus."""
+
+HIDDEN = (24, 12)
+MEMORY = 2.0  # steps of evidence
+HORIZON = 50  # steps ahead that the calibrated probability speaks of
+POSITIVES, NEGATIVES = 30_000, 50_000  # steps that are learned from
+HARDEST = 10  # steps of each healthy run that the first model found worst
+EPOCHS = 36
+
+
+def fit(dataset: Dataset, kind: str = "network", seed: int = 0) -> Model:
+    """Train on these runs; the model is not calibrated and has no limits yet.
+
+    Two rounds: a false alarm is the worst step of a run, and those are rare. The second round
+    learns from the steps of healthy runs that the first would have warned of.
+    """
+    random = np.random.default_rng(seed)
+    labels = np.stack([dataset.labels(run) for run in range(len(dataset))])
+    columns = [NAMES.index(name) for name in NAMES if name not in LEFT_OUT]
+    positive = _some(np.argwhere(labels == 1), POSITIVES, random)
+    negative = _some(np.argwhere(labels == 0), NEGATIVES, random)
+    first = _fit_steps(dataset, columns, positive, negative, kind, seed, EPOCHS // 3)
+    hard = np.where(labels == 0, evidence(first, dataset.features), -np.inf)
+    worst = np.argsort(hard, axis=1)[:, -HARDEST:]
+    runs = np.repeat(np.arange(len(dataset)), HARDEST)
+    mined = np.stack([runs, worst.ravel()], 1)
+    mined = mined[np.isfinite(hard[mined[:, 0], mined[:, 1]])]
+    negative = np.concatenate([negative, mined])
+    return _fit_steps(dataset, columns, positive, negative, kind, seed, EPOCHS)
+
+
+def calibrate(model: Model, dataset: Dataset, card: dict[str, Any] | None = None) -> Model:
+    """Return the model with limits and a probability, from runs that it was not trained on.
+
+    It has limits only for those shares that so many healthy runs can promise.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    healthy = dataset.part(dataset.healthy)
+    highest = evidence(model, healthy.features).max(1).tolist()
+    shares = conformal.affordable(len(highest))
+    limits = {share: conformal.limit(highest, share) for share in shares}
+    scores, soon = steps_within(model, dataset)
+    platt = LogisticRegression(C=1e6).fit(scores[:, None], soon)
+    return replace(
+        model,
+        limits=limits,
+        slope=float(platt.coef_[0, 0]),
+        offset=float(platt.intercept_[0]),
+        stretch_steps=int(dataset.features.shape[1]),
+        card={**model.card, **(card or {}), "calibration_runs": len(highest)},
+    )
+
+
+def steps_within(model: Model, dataset: Dataset) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Return the log-odds of every step before the damage, and whether it came within HORIZON."""
+    scores, soon = [], []
+    every = logits(model, dataset.features)
+    for run in range(len(dataset)):
+        damage, onset = int(dataset.damage[run]), int(dataset.onset[run])
+        if onset < 0 and not dataset.healthy[run]:
+            continue
+        end = damage if damage >= 0 else onset if onset >= 0 else every.shape[1]
+        steps = np.arange(FIRST_STEP, end)
+        scores.append(every[run, FIRST_STEP:end])
+        soon.append((steps >= damage - HORIZON) & (damage >= 0))
+    return np.concatenate(scores), np.concatenate(soon)
+
+
+def _some(steps: NDArray[np.int64], count: int, random: np.random.Generator) -> NDArray[np.int64]:
+    return steps[random.permutation(len(steps))[:count]]
+
+
+def _fit_steps(
+    dataset: Dataset,
+    columns: Sequence[int],
+    positive: NDArray[np.int64],
+    negative: NDArray[np.int64],
+    kind: str,
+    seed: int,
+    epochs: int,
+) -> Model:
+    chosen = np.concatenate([positive, negative])
+    x = dataset.features[chosen[:, 0], chosen[:, 1]][:, list(columns)].astype(np.float64)
+    y = np.r_[np.ones(len(positive)), np.zeros(len(negative))]
+    mean, deviation = x.mean(0), x.std(0)
+    scale = 1.0 / np.maximum(deviation, 1e-3)
+    x = (x - mean) * scale
+    layers = _layers(x, y, kind, seed, epochs)
+    return Model(
+        names=tuple(NAMES[i] for i in columns),
+        indices=tuple(columns),
+        means=tuple(mean.tolist()),
+        scales=tuple(scale.tolist()),
+        layers=tuple(
+            (tuple(tuple(row) for row in weights.T.tolist()), tuple(biases.tolist()))
+            for weights, biases in layers
+        ),
+        slope=1.0,
+        offset=0.0,
+        memory=MEMORY,
+        limits={},
+        stretch_steps=int(dataset.features.shape[1]),
+        card={"kind": kind, "horizon": HORIZON, "training_runs": len(dataset), "seed": seed},
+    )
+
+
+def _layers(
+    x: NDArray[np.float64], y: NDArray[np.float64], kind: str, seed: int, epochs: int
+) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Weights [inputs, outputs] and biases of each layer."""
+    import warnings
+
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.neural_network import MLPClassifier
+
+    if kind == "logistic":
+        line = LogisticRegression(C=0.1, max_iter=500).fit(x, y)
+        return [(line.coef_.T, line.intercept_)]
+    if kind != "network":
+        raise ValueError(f"{kind!r} is no model; wanted one of {', '.join(KINDS)}")
+    network = MLPClassifier(
+        HIDDEN,
+        activation="tanh",
+        alpha=1e-3,
+        batch_size=min(512, len(x)),
+        learning_rate_init=3e-3,
+        max_iter=epochs,
+        random_state=seed,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # so many epochs are meant
+        network.fit(x, y)
+    return list(zip(network.coefs_, network.intercepts_, strict=True))

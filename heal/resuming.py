@@ -1,0 +1,111 @@
+"""The part of a healer that outlives the process, and looks back: checkpoints and recomputation."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from heal.bookkeeping import Bookkeeping
+from heal.config import HealingConfig
+from heal.data import BatchStream
+from heal.durable import Durable
+from heal.guarded_step import GuardedStep
+from heal.journal import Journal
+from heal.listener import Listener
+from heal.micro_batch import MicroBatcher, TrainStep
+from heal.notes import Notes
+from heal.recompute import Recomputation, recompute
+from heal.run import TorchRun
+from heal.training_state import TrainingState
+from heal.treatment import Treatment
+
+
+class Resuming:
+    """The half of a Healer that saves, resumes and computes again."""
+
+    config: HealingConfig
+    journal: Journal
+    _books: Bookkeeping
+    _guarded: GuardedStep
+    _listener: Listener
+    _micro: MicroBatcher
+    _notes: Notes
+    _run: TorchRun
+    _schedulers: list[Any]
+    _state: TrainingState
+    _stream: BatchStream
+    _treatment: Treatment
+
+    def resume(self) -> int:
+        """Go on from the newest checkpoint that is whole on every rank; return the next step.
+
+        Call it once, before the first step, on every rank; 0 if there is nothing to resume.
+        Weights, optimizer, schedules, generators, position in the data and what healing remembers
+        are as they were: the run goes on bit by bit as if it had never stopped. A damaged
+        checkpoint is passed over and noted.
+
+        Raises:
+            ValueError: no ``checkpoint_dir`` was given.
+            StateMismatch: the checkpoint is of another model or optimizer; nothing was changed.
+        """
+        step = self._checkpoints().resume()
+        if step:
+            self._books.first_snapshot()
+        return step
+
+    def save_checkpoint(self) -> None:
+        """Save now, and return when it is on the disk; every rank has to call this.
+
+        Raises:
+            ValueError: no ``checkpoint_dir`` was given.
+            SaveFailed: nothing was saved; what was saved before is untouched.
+        """
+        self._checkpoints().save()
+
+    def _checkpoints(self) -> Durable:
+        if self._books.durable is None:
+            raise ValueError("there is no checkpoint_dir; give one to the Healer")
+        return self._books.durable
+
+    def recompute(
+        self,
+        train_step: TrainStep,
+        batches: Sequence[Any],
+        losses: Sequence[Tensor] | None = None,
+        *,
+        accumulate: int = 1,
+    ) -> Recomputation:
+        """Compute the last steps again, and tell a passing fault from data and model.
+
+        There must be a snapshot of the first of them: see :meth:`request_snapshot`. The run itself
+        computes, and every byte is put back. Every rank has to call this. The verdict is in the
+        journal too.
+
+        Args:
+            train_step: takes a batch and returns its mean loss, as it did.
+            batches: of the last steps, in order.
+            losses: of these steps, if they were kept: they tell which rank it was.
+            accumulate: batches per step.
+
+        Raises:
+            CannotRecompute: there is no such snapshot, or healing changed the learning rate.
+        """
+        steps = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
+        parts = self._state, self._guarded, self._micro, self._run, self._schedulers
+        return recompute(*parts, self.journal, train_step, steps, losses)
+
+    def _save_to(self, directory: str | Path, group: Any) -> None:
+        durable = Durable(
+            directory,
+            self.config,
+            self._state,
+            self._run,
+            self._stream,
+            self._listener.watch,
+            self._treatment,
+            self.journal,
+            self._notes,
+            group,
+        )
+        self._books.durable = self._run.durable = durable

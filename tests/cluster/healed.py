@@ -1,0 +1,105 @@
+"""What a rank with a healer does in ``test_healer.py``."""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from heal import Healer, HealingConfig
+from heal.actions import CannotHeal
+from tests.cluster.ranks import flip_bit, join, tell
+from tests.cluster.trainer import digest
+
+CONFIG = {
+    "snapshot_interval": 5,
+    "quarantine_steps": 2,
+    "check_interval": 0,
+    "fingerprint_interval": 5,
+    "nccl_health_check_interval": 5,
+    "data": "replay",
+}
+
+
+def build(folder, rank, **changes):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    config = HealingConfig(**{**CONFIG, **changes})
+    return Healer(model, optimizer, config=config, run_dir=folder, rank=rank)
+
+
+def batches(rank, count=10):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(8, 4, generator=generator) for _ in range(count)]
+
+
+def told_to_stop(folder):
+    """Train for ever, until all ranks raise after the same step; exit as the halt says."""
+    rank = join().rank
+    healer = build(folder, rank)
+
+    def on_step(step):
+        Path(folder, f"step{rank}").write_text(str(step))
+        time.sleep(0.005)
+
+    try:
+        healer.run(
+            lambda batch: healer.model(batch).square().mean(),
+            batches(rank),
+            10_000_000,
+            progress=False,
+            on_step=on_step,
+        )
+    except CannotHeal as halt:
+        tell(folder, rank, [healer.last_step, digest(healer.model.state_dict().values())])
+        sys.exit(halt.exit_code)
+
+
+def silent_flip(folder, victim, at):
+    """Train with a bit of one replica flipped before step ``at``; -1: never."""
+    rank = join().rank
+    healer = build(folder, rank)
+    flipped = []
+
+    def train_step(batch):
+        if healer.last_step + 1 == at and rank == victim and not flipped:
+            flip_bit(healer.model.module.weight, 2, 18)
+            flipped.append(at)
+        return healer.model(batch).square().mean()
+
+    healer.run(train_step, batches(rank), 30, progress=False)
+    causes = [d.cause.value for _, d, _ in healer.history]
+    plans = [[type(action).__name__ for action in plan] for _, _, plan in healer.history]
+    weights = digest(healer.model.state_dict().values())
+    tell(folder, rank, {"causes": causes, "plans": plans, "digest": weights})
+    dist.destroy_process_group()
+
+
+def differing_from_the_start(folder):
+    """Replicas that were never the same, as in local SGD: not to be healed."""
+    rank = join().rank
+    healer = build(folder, rank)
+    with torch.no_grad():
+        healer.model.module.bias.add_(rank)
+    healer.run(lambda b: healer.model(b).square().mean(), batches(rank), 20, progress=False)
+    tell(folder, rank, {"notes": healer.notes, "history": len(healer.history)})
+    dist.destroy_process_group()
+
+
+def absent_at_the_ping(folder, absent):
+    """One rank does not come to the second ping."""
+    rank = join().rank
+    healer = build(folder, rank, nccl_timeout_seconds=1.0, fingerprint_interval=0)
+    watch = healer._listener.cluster
+    look = watch.look
+    if rank == absent:
+        watch.look = lambda step: look(step) if step < 10 else []
+    try:
+        healer.run(lambda b: healer.model(b).square().mean(), batches(rank), 12, progress=False)
+        tell(folder, rank, None)
+    except CannotHeal as halt:
+        tell(folder, rank, [halt.exit_code, str(halt)])
+    time.sleep(3)  # the others are to hear it from their ping, not from our leaving

@@ -1,0 +1,21 @@
+"""Models whose verdict is known: of one feature, with one weight."""
+
+from heal.forecast.features import NAMES
+from heal.forecast.score import Model
+
+
+def model_of(feature="loss_climb_share", weight=6.0, bias=-2.0, limit=2.0, **changes):
+    values = {
+        "names": (feature,),
+        "indices": (NAMES.index(feature),),
+        "means": (0.0,),
+        "scales": (1.0,),
+        "layers": ((((weight,),), (bias,)),),
+        "slope": 1.0,
+        "offset": 0.0,
+        "memory": 4.0,
+        "limits": {0.05: limit, 0.2: limit / 2},
+        "stretch_steps": 500,
+        "card": {},
+    }
+    return Model(**{**values, **changes})

@@ -1,0 +1,157 @@
+"""The corpus is what it says: reproducible, labelled before the damage, of independent runs."""
+
+import numpy as np
+import pytest
+import torch
+
+from heal.forecast import corpus, dataset
+from heal.forecast.architectures import ARCHITECTURES
+from heal.forecast.scenarios import HEALTHY, INSTANT, SLOW, plan
+from heal.forecast.simulate import OPTIMIZERS, Streams, Trainer, simulate
+
+KINDS = ["plain", "growing_lr", "drift", "nan_batch", "corrupt_weights"]
+
+
+def some(architecture="mlp", optimizer="adam", kinds=KINDS, seed=3, steps=260):
+    torch.set_num_threads(1)
+    return simulate(
+        architecture,
+        optimizer,
+        list(kinds),
+        steps=steps,
+        batch_size=8,
+        critical_lr=0.05,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_run_of_a_batch_has_the_gradient_it_would_have_alone(name):
+    made = ARCHITECTURES[name]
+    generator = torch.Generator().manual_seed(0)
+    params = {k: v.requires_grad_() for k, v in made.init(3, generator).items()}
+    batch = made.batch(made.tasks(3, generator), torch.zeros(3), 4, generator)
+    losses = made.loss(params, batch)
+    assert losses.shape == (3,)
+    together = torch.autograd.grad(losses.sum(), list(params.values()), retain_graph=True)
+    for run in range(3):
+        alone = torch.autograd.grad(losses[run], list(params.values()), retain_graph=True)
+        for one, many in zip(alone, together, strict=True):
+            torch.testing.assert_close(one[run], many[run])
+            assert float(one.abs().sum()) == pytest.approx(float(one[run].abs().sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_the_optimizers_are_those_of_torch(optimizer):
+    made = ARCHITECTURES["mlp"]
+    lr, no_clip = torch.full((1,), 0.05), torch.zeros(1, dtype=torch.bool)
+    trainer = Trainer(made, optimizer, lr, no_clip, 8, seed=0)
+    params = {k: v[0].clone().requires_grad_() for k, v in trainer.params.items()}
+    reference = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        "adam": lambda p: torch.optim.Adam(p, lr=0.05),
+    }[optimizer](list(params.values()))
+    one, zero = torch.ones(1), torch.zeros(1)
+    twin = torch.Generator()
+    for _ in range(5):
+        twin.set_state(trainer.generator.get_state())
+        batch = made.batch(trainer.tasks, zero, 8, twin)
+        reference.zero_grad()
+        made.loss({k: v.unsqueeze(0) for k, v in params.items()}, batch).sum().backward()
+        reference.step()
+        trainer.step(one, zero, one, zero)
+    for name, param in params.items():
+        torch.testing.assert_close(trainer.params[name][0], param.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_same_seed_gives_the_same_records():
+    assert np.array_equal(some().records, some().records, equal_nan=True)
+    assert not np.array_equal(some().records, some(seed=4).records, equal_nan=True)
+
+
+def test_a_run_is_undisturbed_up_to_its_fault():
+    faulty, healthy = some(kinds=["growing_lr"] * 2), some(kinds=["plain"] * 2)
+    onset = int(faulty.onset.min())
+    assert onset >= 100
+    lr = faulty.records[:, :, 3]
+    assert lr[0, -1] > 3 * lr[0, faulty.onset[0]]
+    assert np.isfinite(healthy.records).all()
+
+
+def test_a_nan_batch_is_refused_and_passes():
+    made = some(kinds=["nan_batch"] * 2)
+    blocked = made.records[:, :, 5]
+    assert blocked.sum(1).tolist() == [1.0, 1.0]
+    assert all(blocked[run, made.onset[run]] == 1.0 for run in range(2))
+    assert np.isfinite(made.records[:, -1, 0]).all()
+
+
+def test_doubling_is_of_the_median_and_beyond_the_noise():
+    losses = np.ones(200, np.float32)
+    assert corpus.damaged_at(losses, 100) == -1
+    losses[150:] = 2.1
+    assert corpus.damaged_at(losses, 100) == 154  # the fifth of nine
+    lone = np.ones(200, np.float32)
+    lone[150] = 100.0
+    assert corpus.damaged_at(lone, 100) == -1
+    g = np.random.default_rng(0)
+    near_zero = (1e-3 * g.standard_normal(400)).astype(np.float32)
+    assert corpus.damaged_at(near_zero, 200) == -1
+    negative = np.full(200, -1.0, np.float32)
+    negative[150:] = 0.5
+    assert corpus.damaged_at(negative, 100) == 154
+    negative[150:] = np.nan
+    assert corpus.damaged_at(negative, 100) == 154
+
+
+def test_labels_end_strictly_before_the_damage_and_begin_after_the_onset():
+    made = some(kinds=["growing_lr"] * 6 + ["plain"] * 2, optimizer="sgd", steps=400)
+    built = dataset.build(made)
+    assert built.slow.any()
+    for run in range(len(built)):
+        labels = built.labels(run)
+        if built.damage[run] >= 0:
+            assert (labels[: built.onset[run]] != 1).all()
+            assert (labels[built.damage[run] :] == -1).all()
+            assert (labels == 1).any()
+        else:
+            assert not (labels == 1).any()
+
+
+def test_features_do_not_know_what_comes_later():
+    records = some(kinds=["growing_lr"]).records[0]
+    whole = dataset.features_of(records)
+    assert np.array_equal(dataset.features_of(records[:200]), whole[:200])
+
+
+def test_a_corpus_survives_its_file_without_pickle(tmp_path):
+    made = some()
+    corpus.save(made, tmp_path / "deep" / "corpus.npz")
+    again = corpus.load(tmp_path / "deep" / "corpus.npz")
+    assert np.array_equal(again.records, made.records, equal_nan=True)
+    assert (again.kind, again.architecture, again.seed) == (made.kind, made.architecture, made.seed)
+
+
+def test_every_architecture_optimizer_and_kind_has_its_runs():
+    made = corpus.groups(healthy=7, slow=5, instant=2)
+    assert {(g.architecture, g.optimizer) for g in made} == {
+        (a, o) for a in ARCHITECTURES for o in OPTIMIZERS
+    }
+    kinds = {kind for g in made for kind in g.kinds}
+    assert kinds == {*HEALTHY, *SLOW, *INSTANT}
+    assert len({g.seed for g in made}) == len(made)
+    assert not any(k in SLOW for g in made if g.architecture == "policy" for k in g.kinds)
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="'curse' is unknown; wanted one of plain, warmup"):
+        plan(["curse"], 300, np.random.default_rng(0))
+
+
+def test_a_run_that_fails_without_a_fault_is_not_called_healthy():
+    records = np.ones((2, 100, 6), np.float32)
+    records[0, 50:, 0] = np.nan
+    streams = Streams(records, ["mlp"] * 2, ["sgd"] * 2, ["plain"] * 2, np.array([-1, -1]), [0, 0])
+    assert corpus.failed(streams).tolist() == [True, False]
+    assert dataset.build(streams).healthy.tolist() == [False, True]

@@ -1,0 +1,126 @@
+"""Features are numbers whatever the stream, and do not know its scale."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from heal.forecast.features import ABOUT, LIMIT, NAMES, Features
+from heal.verdict import Flag, Record
+from tests.heal.streams import healthy_streams, learning_curve, records
+
+AT = {name: i for i, name in enumerate(NAMES)}
+
+
+def follow(stream):
+    features = Features()
+    return [features.observe(record) for record in stream]
+
+
+def last(stream, name):
+    return follow(stream)[-1][AT[name]]
+
+
+def test_there_are_more_than_twelve_and_each_says_what_it_is():
+    assert len(NAMES) >= 12
+    assert all(len(about) > 20 for about in ABOUT.values())
+    assert len(follow(records([1.0]))[0]) == len(NAMES)
+
+
+NASTY = {
+    "nan": [math.nan] * 50,
+    "inf": [math.inf, -math.inf] * 25,
+    "zero": [0.0] * 50,
+    "negative": [-3.0, -2.0] * 25,
+    "tiny": [1e-40, 2e-40] * 25,
+    "huge": [1e38, 1e37] * 25,
+    "mixed": [1.0, math.nan, 0.0, -1e30, math.inf, 1e-30] * 10,
+}
+
+
+@pytest.mark.parametrize("losses", NASTY.values(), ids=NASTY)
+@pytest.mark.parametrize("norms", NASTY.values(), ids=NASTY)
+def test_every_feature_is_a_finite_plain_float(losses, norms):
+    stream = records(losses, norms=(norms * 2)[: len(losses)], lrs=(norms * 2)[: len(losses)])
+    for values in follow(stream):
+        assert all(type(v) is float and abs(v) <= LIMIT for v in values)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e5])
+def test_the_scale_of_losses_norms_and_rates_does_not_matter(factor):
+    g = np.random.default_rng(0)
+    losses = learning_curve(300) + 0.05 * g.standard_normal(300)
+    norms, lrs = np.exp(g.standard_normal(300)), np.linspace(1e-3, 1e-2, 300)
+
+    def scaled(by):
+        stream = records(by * losses, norms=by * norms, lrs=by * lrs)
+        return follow(stream)
+
+    for one, other in zip(scaled(1.0), scaled(factor), strict=True):
+        assert one == pytest.approx(other, rel=1e-6, abs=1e-6)
+
+
+def test_a_growing_rate_a_growing_norm_and_a_rising_loss_are_seen():
+    t = np.arange(300)
+    growth = np.where(t < 200, 1.0, 1.03 ** np.maximum(t - 200, 0))
+    noise = 1 + 0.02 * np.random.default_rng(0).standard_normal(300)
+    sick = list(records(growth * noise, norms=growth, lrs=1e-3 * growth))
+    calm = list(records(noise, norms=np.ones(300), lrs=np.full(300, 1e-3)))
+    for name in ("loss_rise", "loss_climb_share", "norm_growth", "lr_ratio", "lr_growth", "z_run"):
+        assert last(sick, name) > last(calm, name) + 0.3, name
+
+
+def test_a_zigzag_turns_round_more_often_than_noise():
+    zigzag = [1.0 + 0.1 * (-1) ** t for t in range(100)]
+    assert last(records(zigzag), "loss_reversals") > 0.2
+    assert last(records(zigzag), "loss_autocorrelation") < -0.5
+
+
+def test_a_refused_step_and_a_clipped_one_are_counted():
+    flags = [Flag(0)] * 60 + [Flag.CLIPPED] * 10
+    stream = [Record(step=i, loss=1.0, norm=1.0, flags=f) for i, f in enumerate(flags)]
+    assert last(stream, "clip_rate") > 0.2
+    stream += [Record(step=70, flags=Flag.HAS_NAN, blocked=True)]
+    assert last(stream, "refused_rate") > 0.02
+
+
+def test_a_rate_that_is_not_the_scheduled_one_and_slow_steps_are_seen():
+    stream = list(records([1.0] * 50, lrs=[1e-2] * 50, scheduled_lrs=[1e-3] * 50))
+    assert last(stream, "lr_override") == pytest.approx(math.log(10))
+    seconds = [0.1] * 150 + [1.0] * 10
+    assert last(records([1.0] * 160, seconds=seconds), "throughput") > 1.0
+
+
+def test_one_freak_loss_leaves_little_behind():
+    losses = [1.0 + 0.01 * (-1) ** t for t in range(200)]
+    freak = list(losses)
+    freak[150] = 1e20
+    one, other = follow(records(losses))[-1], follow(records(freak))[-1]
+    assert abs(one[AT["loss_climb_share"]] - other[AT["loss_climb_share"]]) < 0.1
+
+
+def test_the_state_goes_through_json_and_back():
+    _, losses = next(healthy_streams(0, steps=200))
+    stream = list(records(losses, lrs=np.full(200, 1e-3)))
+    whole = Features()
+    for record in stream[:100]:
+        whole.observe(record)
+    again = Features()
+    again.load_state(json.loads(json.dumps(whole.state(), allow_nan=False)))
+    for record in stream[100:]:
+        assert again.observe(record) == whole.observe(record)
+
+
+def test_the_state_of_a_new_run_goes_through_json_too():
+    again = Features()
+    again.load_state(json.loads(json.dumps(Features().state(), allow_nan=False)))
+    assert again.observe(Record(step=0, loss=1.0)) == Features().observe(Record(step=0, loss=1.0))
+
+
+def test_the_work_of_a_step_does_not_grow_with_the_run():
+    """Nothing is kept per step: the state has the same size for ever."""
+    features = Features()
+    for record in records(np.ones(500)):
+        features.observe(record)
+    assert not any(isinstance(v, (list, dict)) for v in features.state().values())

@@ -1,0 +1,105 @@
+"""The scorer needs nothing, agrees with numpy, and refuses what is not a model."""
+
+import json
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from heal.forecast.features import NAMES
+from heal.forecast.judge import logits
+from heal.forecast.score import SHIPPED, Model, ModelError, from_json, read, shipped
+from tests.heal.forecast.models import model_of
+
+
+def random_model(hidden=(5, 3)):
+    g = np.random.default_rng(0)
+    sizes = [len(NAMES), *hidden, 1]
+    layers = tuple(
+        (
+            tuple(map(tuple, g.standard_normal((after, before)).tolist())),
+            tuple(g.standard_normal(after).tolist()),
+        )
+        for before, after in pairwise(sizes)
+    )
+    return model_of(
+        names=NAMES,
+        indices=tuple(range(len(NAMES))),
+        means=tuple(g.standard_normal(len(NAMES)).tolist()),
+        scales=tuple(np.exp(g.standard_normal(len(NAMES))).tolist()),
+        layers=layers,
+    )
+
+
+@pytest.mark.parametrize("hidden", [(), (4,), (5, 3)])
+def test_plain_floats_and_numpy_agree(hidden):
+    model = random_model(hidden)
+    features = np.random.default_rng(1).standard_normal((50, len(NAMES))).astype(np.float32)
+    by_hand = [model.logit(row) for row in features.astype(np.float64).tolist()]
+    assert by_hand == pytest.approx(logits(model, features).tolist(), rel=1e-4, abs=1e-4)
+    assert all(type(value) is float for value in by_hand)
+
+
+def test_a_model_survives_its_file(tmp_path):
+    model = random_model()
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(model.to_json(), allow_nan=False))
+    assert read(path) == model
+
+
+def test_the_probability_is_that_of_the_calibrated_sigmoid():
+    model = model_of(slope=2.0, offset=-1.0)
+    assert model.probability(0.5) == pytest.approx(0.5)
+    assert 0.0 < model.probability(-30.0) < model.probability(30.0) < 1.0 + 1e-12
+
+
+def test_the_limit_is_that_of_the_largest_share_not_above_the_one_asked_for():
+    model = model_of(limit=2.0)
+    assert model.limit(0.05) == model.limit(0.1) == 2.0
+    assert model.limit(0.2) == model.limit(0.5) == 1.0
+    with pytest.raises(ModelError, match=r"share of 0.01; the model has 0.05, 0.2"):
+        model.limit(0.01)
+
+
+def spoiled(**changes):
+    return {**model_of().to_json(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({}, "format is None"),
+        (spoiled(format=99), "format is 99; wanted 1"),
+        (spoiled(names=["charm"]), "feature 'charm' is unknown"),
+        (spoiled(means=[0.0, 1.0]), "one mean and one scale per feature"),
+        (spoiled(layers=[{"weights": [[1.0, 2.0]], "biases": [0.0]}]), "layer 0: wanted rows of 1"),
+        (spoiled(layers=[{"weights": [[math.nan]], "biases": [0.0]}]), "a weight is NaN or Inf"),
+        (spoiled(layers=7), "not a model of heal"),
+        ({k: v for k, v in spoiled().items() if k != "slope"}, "not a model of heal: KeyError"),
+    ],
+)
+def test_what_is_no_model_is_refused_by_name(content, told):
+    with pytest.raises(ModelError, match=told):
+        from_json(content)
+
+
+def test_a_file_that_is_not_json_is_refused(tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text("cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(ModelError, match="not JSON"):
+        read(path)
+    path.write_text("[1]")
+    with pytest.raises(ModelError, match="wanted a JSON object"):
+        read(path)
+
+
+def test_the_shipped_model_is_small_plain_and_says_where_it_comes_from():
+    model = shipped()
+    assert isinstance(model, Model)
+    assert SHIPPED.stat().st_size < 100_000
+    assert not {"throughput", "lr_override"} & set(model.names)
+    assert set(model.limits) == {0.2, 0.1, 0.05, 0.01}
+    assert model.limits[0.2] < model.limits[0.1] < model.limits[0.05] < model.limits[0.01]
+    assert model.card["training_runs"] > 1000
+    assert model.card["calibration_runs"] > 1000
