@@ -64,8 +64,9 @@ def read_cells(path: Path | None) -> dict[tuple[str, str], dict[str, Any]]:
 
 def table(cells: dict[tuple[str, str], dict[str, Any]], trainers: list[str]) -> str:
     """One row per trainer, one column per failure, the undisturbed run first."""
-    failures = list(dict.fromkeys(failure for _, failure in cells))
-    failures.sort(key=lambda failure: failure != UNDISTURBED)
+    from tests.heal.trainers import matrix
+
+    failures = [UNDISTURBED, *matrix.FAILURES]
     head = ["trainer", *failures]
     rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name in trainers:
@@ -79,7 +80,7 @@ def table(cells: dict[tuple[str, str], dict[str, Any]], trainers: list[str]) -> 
         rows.append(f"| PPO | {absent} |" + " |" * (len(head) - 2))
     made = f"transformers {transformers.__version__}, TRL {trl.__version__}"
     found = sum(c["detected"] for (_, f), c in cells.items() if f != UNDISTURBED)
-    well = sum(c["healed"] for (_, f), c in cells.items() if f != UNDISTURBED)
+    well = sum(c["detected"] and c["healed"] for (_, f), c in cells.items() if f != UNDISTURBED)
     count = sum(f != UNDISTURBED for _, f in cells)
     total = f"Detected {found} of {count}, healed {well} of {count}. Made with {made}."
     return "\n".join([*rows, "", total])
@@ -89,9 +90,9 @@ def _shown(cell: dict[str, Any]) -> str:
     loss = f"{cell['final_loss']:.3f}"
     if cell["failure"] == UNDISTURBED:
         return loss if not cell["causes"] else f"{loss} (told: {', '.join(cell['causes'])})"
-    words = ["found" if cell["detected"] else "**missed**"]
-    words.append("healed" if cell["healed"] else "**not healed**")
-    return f"{', '.join(words)}, {loss}"
+    if not cell["detected"]:
+        return f"**missed**, {loss}"
+    return f"found, {'healed' if cell['healed'] else '**not healed**'}, {loss}"
 
 
 def updated(page: str, made: str) -> str:

@@ -80,15 +80,13 @@ class Bend(TrainerCallback):
 
 
 def _evaluates_badly(trainer: Any) -> None:
-    sound = trainer.compute_loss
+    sound = trainer.prediction_step
 
-    def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        result = sound(model, inputs, *args, **kwargs)
-        if trainer.model.training:
-            return result
-        return (result[0] + 3.0, *result[1:]) if isinstance(result, tuple) else result + 3.0
+    def prediction_step(*args: Any, **kwargs: Any) -> Any:
+        loss, *rest = sound(*args, **kwargs)
+        return (loss + 3.0, *rest)
 
-    trainer.compute_loss = compute_loss
+    trainer.prediction_step = prediction_step
     trainer.eval_dataset = trainer.train_dataset.select(range(8))
     trainer.args.eval_strategy = type(trainer.args.eval_strategy)("steps")
     trainer.args.eval_steps = STEPS // 2
