@@ -34,6 +34,7 @@ def test_training_after_a_dry_run_is_as_if_there_had_been_none(name, tmp_path):
     assert_same(fingerprint(alone), fingerprint(trainer))
 
 
+@pytest.mark.slow
 def test_a_dry_run_between_two_trainings_keeps_the_optimizer(tmp_path):
     twice = bare(bare(tiny.plain(tmp_path / "alone")))
     trainer = bare(tiny.plain(tmp_path / "tried"))

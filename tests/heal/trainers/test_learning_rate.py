@@ -13,7 +13,7 @@ NEEDS = {
     "polynomial": {"lr_end": 1e-5},
 }
 METRIC = ("reduce_lr_on_plateau", "greedy")  # stepped with evaluations only
-QUICK_ONES = ("linear", "cosine_with_restarts")
+QUICK_ONES = ("linear",)
 KINDS = [kind.value for kind in SchedulerType if kind.value not in METRIC]
 
 

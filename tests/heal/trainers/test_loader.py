@@ -1,5 +1,6 @@
 """Samples that cannot be read, and services that do not answer, beneath a trainer's loader."""
 
+import pytest
 import torch
 
 from heal.exit_codes import ExitCode
@@ -80,6 +81,7 @@ def test_a_loader_of_which_everything_is_broken_ends_the_run(tmp_path):
     assert healed.error.exit_code == ExitCode.BAD_DATA
 
 
+@pytest.mark.slow
 def test_broken_samples_in_every_epoch_do_not_shorten_the_run(tmp_path):
     samples = Samples(broken=[5, 50])
     trainer = tiny.plain(

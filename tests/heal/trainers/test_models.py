@@ -53,6 +53,7 @@ def test_models_of_every_kind_are_left_alone_and_rolled_back(make, tmp_path):
     assert_same(frozen, [p for p in trainer.model.parameters() if not p.requires_grad])
 
 
+@pytest.mark.slow
 def test_snapshots_of_adapters_hold_the_adapters_only(tmp_path):
     healed = Healed(tiny.plain(tmp_path, lora(tiny.llama())))
     model = healed.trainer.model

@@ -49,6 +49,7 @@ def test_a_rollback_after_a_resume_finds_its_data_again(tmp_path):
     assert [line["step"] for line in log(again)] == [*range(1, 29), 28]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_made_without_healing_can_be_resumed_with_it(tmp_path):
     tiny.plain(tmp_path, **SAVING).train()
     resumed = Healed(tiny.plain(tmp_path, **SAVING), resume=str(tmp_path / "checkpoint-4"))
