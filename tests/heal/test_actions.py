@@ -17,7 +17,9 @@ from heal.actions import (
     ScaleLr,
     ShrinkBatch,
     SkipBatches,
+    TakeSnapshot,
     TightenClip,
+    WatchClosely,
     action_to_json,
     changes_training,
 )
@@ -35,6 +37,8 @@ EXAMPLES = [
     CheckpointActivations(),
     ClearCache(),
     Backoff(30.0),
+    TakeSnapshot(),
+    WatchClosely(100),
     PerturbWeights(0.01, 3),
     Halt("why"),
 ]
@@ -113,7 +117,7 @@ def test_an_action_is_a_value_that_json_has(action):
 
 def test_some_actions_leave_training_as_it_is():
     gentle = {type(action).__name__ for action in EXAMPLES if not changes_training((action,))}
-    assert gentle == {"Refuse", "ClearCache", "Backoff", "Halt"}
+    assert gentle == {"Refuse", "ClearCache", "Backoff", "TakeSnapshot", "WatchClosely", "Halt"}
 
 
 def test_exit_codes_are_distinct_and_free():
