@@ -26,6 +26,7 @@ def backend(request):
     return BACKENDS[request.param]
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups that we name are read
 def pytest_collection_modifyitems(items):
     """Where Triton has no kernel the reference answers, and would only be tested twice."""
     cases = defaultdict(list)
