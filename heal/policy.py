@@ -89,7 +89,7 @@ def decide(
     if diagnosis.family is Family.NUMERIC:
         return _heal_numbers(diagnosis, history, config, snapshots)
     if diagnosis.family is Family.WARNING:
-        return _brace(config)
+        return _brace(history, config)
     return ()
 
 
@@ -105,9 +105,12 @@ def _halt(diagnosis: Diagnosis, why: str, code: ExitCode) -> Halt:
     return Halt(f"{why}; last trouble: {reason}" if why else reason, int(code))
 
 
-def _brace(config: HealingConfig) -> Plan:
+def _brace(history: History, config: HealingConfig) -> Plan:
     """Return what a forecast may do: nothing that could not be taken back, never a rollback."""
     watch = WatchClosely(config.incident_steps)
+    incident = history.open_incident(Family.WARNING)
+    if incident is not None and incident.count(TightenClip):  # once: limits multiply
+        return (TakeSnapshot(), watch)
     return (TakeSnapshot(), TightenClip(config.clip_factor), watch)
 
 

@@ -137,10 +137,13 @@ class Ranks:
         return CommonSteps(self, list(steps)) if self.has_others else list(steps)
 
     def abort(self) -> None:
-        """Break the process group, so that ranks that wait for us are told now, not in minutes."""
+        """Break the process group, so that ranks that wait for us are told now, not in minutes.
+
+        NCCL can. Gloo breaks nothing while the process lives: there, leaving it tells the others.
+        """
         try:
             dist.distributed_c10d._abort_process_group(self.group)
-        except Exception:  # not every backend can; leaving the process then tells them
+        except Exception:
             return
 
     def gather(self, value: Any) -> list[Any]:

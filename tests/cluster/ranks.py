@@ -61,6 +61,8 @@ def ping(folder, absent, timeout):
     dist.distributed_c10d._get_default_store().set(f"over/{rank}", "")
     others = [r for r in range(dist.get_world_size()) if r != absent]
     dist.distributed_c10d._get_default_store().wait([f"over/{r}" for r in others])
+    if rank == 0:
+        time.sleep(2)  # it hosts the store, from which the others may not have heard yet
     os._exit(0)  # its group is broken, and would be waited for
 
 

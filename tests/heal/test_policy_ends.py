@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heal.actions import Backoff, Halt, Rollback, SkipBatches, changes_training
+from heal.actions import Backoff, Halt, Rollback, SkipBatches, TightenClip, changes_training
 from heal.causes import ABOUT, Cause, Family, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
@@ -94,4 +94,8 @@ def test_the_same_trouble_for_ever_ends(cause, config, streak):
             return
         history.note_plan(diagnosis, plan)
     assert history.total_attempts == 0
+    if ABOUT[cause].family is Family.WARNING:
+        (incident,) = history.incidents
+        assert incident.count(TightenClip) == 1
+        return
     assert ABOUT[cause].family is Family.ALERT or cause is Cause.MEMORY_PRESSURE

