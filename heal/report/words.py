@@ -37,6 +37,7 @@ TITLES = {
     "preference_inversion": "The model prefers rejected answers",
     "reward_collapse": "Rewards collapsed",
     "desync": "Ranks fell out of step",
+    "instability_ahead": "Trouble was foreseen",
 }
 
 EVIDENCE = {
