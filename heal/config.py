@@ -257,7 +257,7 @@ class HealingConfig:
     )
     shutdown_timeout_sec: float = setting(
         600.0,
-        "Time from SIGTERM or SIGUSR1 to the end of the process, come what may; 0: no limit.",
+        "Seconds from SIGTERM or SIGUSR1 to save all in, before the process is ended; 0: no limit.",
         group="checks",
         least=0,
     )

@@ -54,11 +54,15 @@ class Exits:
             self._shutdown.install()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write the postmortem, once, and give the signals back."""
-        self._release_signals()
-        if self._closed:
-            return
-        self._closed = True
+        """Write the postmortem, once, and give the signals back; then no deadline runs any more."""
+        shutdown = self._release_signals()
+        if not self._closed:
+            self._closed = True
+            self._write(error)
+        if shutdown is not None:
+            shutdown.finish()
+
+    def _write(self, error: BaseException | None) -> None:
         healer = self._healer()
         if healer is None:
             return
@@ -89,11 +93,12 @@ class Exits:
         """Close a run that nobody closed; an exception nobody caught is in ``sys``."""
         self.close(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
 
-    def _release_signals(self) -> None:
-        if self._shutdown is not None:
-            if threading.current_thread() is threading.main_thread():
-                self._shutdown.restore()
-            self._shutdown = None
+    def _release_signals(self) -> ShutdownHandler | None:
+        shutdown, self._shutdown = self._shutdown, None
+        if shutdown is not None and threading.current_thread() is threading.main_thread():
+            shutdown.restore()
+            return shutdown
+        return None
 
 
 def _close_at_exit(reference: "weakref.ref[Exits]") -> None:

@@ -42,6 +42,7 @@ class Deadline:
         self._run_dir = run_dir
         self._leave = leave
         self._armed = False
+        self._over = threading.Event()
         self._lock = threading.Lock()
         self._pipe: tuple[int, int] | None = None
         self._earlier_wakeup = -1
@@ -81,6 +82,10 @@ class Deadline:
             self._armed = True
         threading.Thread(target=self._expire, name="heal-deadline", daemon=True).start()
 
+    def disarm(self) -> None:
+        """Stop the clock for good: what had to be saved is saved."""
+        self._over.set()
+
     def _hear(self, reader: int, earlier: int, numbers: frozenset[int]) -> None:
         first = 0.0
         while True:
@@ -98,7 +103,8 @@ class Deadline:
                     self._leave(SIGNAL_BASE + number)
 
     def _expire(self) -> None:
-        time.sleep(self._seconds)
+        if self._over.wait(self._seconds):
+            return
         print(
             f"heal: told to stop {self._seconds:g} s ago and still here; exiting with code "
             f"{int(ExitCode.SHUTDOWN_TIMEOUT)}",

@@ -113,6 +113,11 @@ class ShutdownHandler:
                 self._previous[number] = signal.signal(number, self._on_signal)
         self._deadline.listen(self._numbers)
 
+    def finish(self) -> None:
+        """Give the signals back and stop the clock: all is saved, and what comes next may last."""
+        self.restore()
+        self._deadline.disarm()
+
     def restore(self) -> None:
         """Give the signals back to whoever had them; a deadline that runs goes on running."""
         for number, previous in self._previous.items():

@@ -5,6 +5,8 @@ import ctypes
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -188,3 +190,33 @@ def test_only_the_main_thread_may_catch_signals():
     thread.join()
     assert "'loader'" in caught[0]
     assert "main thread" in caught[0]
+
+
+AFTER_THE_END = """
+import os, signal, time, torch
+from heal import Healer, HealingConfig
+from heal.actions import CannotHeal
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+healer = Healer(model, optimizer, config=HealingConfig(shutdown_timeout_sec=1.5))
+def stop(step):
+    if step == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+try:
+    healer.run(lambda b: model(b).mean(), [torch.ones(1, 2)] * 50, 50, progress=False, on_step=stop)
+except CannotHeal:
+    time.sleep(3)
+    print("still here")
+"""
+
+
+def test_a_healer_that_has_saved_all_lets_the_process_live(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_THE_END],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "still here\n"), done.stderr
