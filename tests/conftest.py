@@ -2,7 +2,6 @@
 
 import os
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from zclip.backends import OPS, triton
 REFERENCE_ONLY = {f"test_{op}.py" for op in OPS if op not in triton.MODULE_OF}
 RULES = ("zclip_", "adagc_", "spike_skip_", "auto_clip_", "watch_loss_", "rules_agree")
 THINNED = {f"test_{rule}.py" for rule in RULES}
-SHARING = {"test_cuda_build.py", "triton/test_kernels.py", "heal/test_chaos.py"}
 MOST_CASES = 3
 """Of a test of rules in Triton's interpreter, which takes a twentieth of a second for one step."""
 
@@ -26,7 +24,6 @@ def backend(request):
     return BACKENDS[request.param]
 
 
-@pytest.hookimpl(tryfirst=True)  # before the groups that we name are read
 def pytest_collection_modifyitems(items):
     """Where Triton has no kernel the reference answers, and would only be tested twice."""
     cases = defaultdict(list)
@@ -41,15 +38,3 @@ def pytest_collection_modifyitems(items):
             steps = [i * (len(same) - 1) // (MOST_CASES - 1) for i in range(MOST_CASES)]
             dropped.update(item for i, item in enumerate(same) if i not in steps)
     items[:] = [item for item in items if item not in dropped]
-    for item in items:
-        group = _group_of(item)
-        if group is not None:
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
-def _group_of(item):
-    """Tests that share something costly stay with one worker; None for all others."""
-    path = item.path.relative_to(Path(__file__).parent)
-    if path.as_posix() == "parallel/test_worlds.py":
-        return f"world of {item.callspec.params['size']}"
-    return path.as_posix() if path.as_posix() in SHARING else None
