@@ -17,8 +17,9 @@ demo: $(VENV)/built
 	$(BIN)/heal demo --run-dir build/heal-demo
 
 # Workers share the cores, so that each computes with one thread; tests of threads set their own number.
+# Files stay whole: tests of one file may share a build or a world of ranks.
 test: lint $(VENV)/built browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 # The browser that reports are tested in. Without one, and without the means to install it, those tests
 # are skipped and say so.

@@ -11,10 +11,7 @@ import pytest
 from tests import cuda_toolkit
 from tests.cuda_toolkit import ARCHITECTURES, ROOT
 
-pytestmark = [
-    pytest.mark.skipif(not cuda_toolkit.HAS_NVCC, reason="needs nvcc"),
-    pytest.mark.xdist_group("nvcc"),
-]
+pytestmark = pytest.mark.skipif(not cuda_toolkit.HAS_NVCC, reason="needs nvcc")
 
 REGISTERS = 64  # with 512 threads, two blocks fit a multiprocessor of 65,536 registers
 LOADS_IN_FLIGHT = 4

@@ -20,9 +20,6 @@ CHECKS = {
 }
 
 
-pytestmark = pytest.mark.xdist_group("checkpoint worlds")
-
-
 @functools.cache
 def world(size):
     """Run all checks of a world; return their names as they succeeded, and what was said."""

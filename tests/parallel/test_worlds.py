@@ -7,13 +7,7 @@ from tests.parallel.world import run_world
 
 
 def _params(slow):
-    return [
-        # One worker for a world, or each would start one of its own.
-        pytest.param(
-            *case, id=f"{case[0]}-{case[1]}", marks=pytest.mark.xdist_group(f"world{case[0]}")
-        )
-        for case in cases(slow)
-    ]
+    return [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in cases(slow)]
 
 
 CASES, SLOW_CASES = _params(slow=False), _params(slow=True)

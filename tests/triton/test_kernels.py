@@ -11,8 +11,6 @@ import pytest
 from tests.triton import kernels
 from tests.triton.kernels import CASES, PER_DTYPE, PER_LIST, TARGETS, VECTORISED
 
-pytestmark = pytest.mark.xdist_group("triton kernels")
-
 # A thread moves 16 bytes at a time, and 256 threads share a chunk of 16384 elements.
 WIDE_PER_CHUNK = {"float32": 16, "bfloat16": 8, "float16": 8, "float64": 32}
 # With more, a multiprocessor's 65,536 registers would not hold two programs of 256 threads.
