@@ -169,7 +169,7 @@ def groups_reach_over_the_stages_of_a_pipeline():
     def grouped(params, offset):
         matrices = [p for i, p in enumerate(params, offset) if len(SHAPES[i]) == 2]
         vectors = [p for i, p in enumerate(params, offset) if len(SHAPES[i]) == 1]
-        return [{"params": matrices}, {"params": vectors}]  # the first stages have no vectors
+        return [{"params": vectors}, {"params": matrices}]  # the first stages have no vectors
 
     for name, make in PER_GROUP.items():
         layout = pipeline()
