@@ -131,10 +131,11 @@ class TargetCache:
             return self._find_modules(listed)
         if isinstance(first, Mapping):
             return self._find_groups(listed)
-        tensors = [e[1] if type(e) is tuple else e for e in listed]
-        if self._targets is None or self._trees or not _same(tensors, self._entries):
-            pairs = [(_name(i, e), tensor_at(i, e)) for i, e in enumerate(listed)]
-            self._keep(Targets([pairs], [{}]), [], tensors)
+        if not self._holds(listed):
+            tensors = [e[1] if type(e) is tuple else e for e in listed]
+            if not self._holds(tensors):
+                pairs = [(_name(i, e), tensor_at(i, e)) for i, e in enumerate(listed)]
+                self._keep(Targets([pairs], [{}]), [], tensors)
         assert self._targets is not None
         return self._targets
 
@@ -158,7 +159,7 @@ class TargetCache:
         for group in groups:
             entries.append(group)
             entries += group["params"]
-        if self._targets is None or self._trees or not _same(entries, self._entries):
+        if not self._holds(entries):
             named, position = [], 0
             for group in groups:
                 given = group.get("param_names")
@@ -171,6 +172,9 @@ class TargetCache:
             self._keep(Targets(named, groups), [], entries)
         assert self._targets is not None
         return self._targets
+
+    def _holds(self, entries: list[Any]) -> bool:
+        return self._targets is not None and not self._trees and _same(entries, self._entries)
 
     def _keep(self, targets: Targets, trees: list["_Tree"], entries: list[Any]) -> None:
         self._targets, self._trees, self._entries = targets, trees, entries
