@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "for_each_chunk.h"
 #include "ops.h"
@@ -27,6 +28,14 @@ void scale_chunk(number_t* data, int64_t len, double coef, bool avx2) {
     const auto factor = static_cast<decltype(widen(*data))>(coef);
     for (int64_t i = 0; i < len; ++i) scale_one(data[i], factor);
   }
+}
+
+template <typename number_t, typename value_t>
+void clamp_chunk(number_t* data, int64_t len, value_t bound, bool avx2) {
+  if constexpr (std::is_same_v<number_t, float>) {
+    if (avx2) return clamp_with_avx2(data, len, bound);
+  }
+  for (int64_t i = 0; i < len; ++i) clamp_one(data[i], bound);
 }
 
 // Applies fn(data, len, chunk) to every chunk that `wanted` accepts.
@@ -84,14 +93,14 @@ void zero_nonfinite_(std::vector<Tensor> grads, Tensor stats) {
 
 void clamp_(std::vector<Tensor> grads, double limit) {
   const TensorList list(grads, TensorList::Access::kWrite, "clamp_", "grads");
+  const bool avx2 = use_avx2();
   rewrite(
       list, [](const Chunk&) { return true; },
       [&](auto* data, int64_t len, const Chunk&) {
         using value_t = decltype(widen(*data));
         auto rounded = *data;
         narrow(static_cast<value_t>(limit), &rounded);
-        const value_t bound = widen(rounded);
-        for (int64_t i = 0; i < len; ++i) clamp_one(data[i], bound);
+        clamp_chunk(data, len, widen(rounded), avx2);
       });
 }
 
