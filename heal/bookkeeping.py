@@ -45,10 +45,15 @@ class Bookkeeping:
         self._wants_snapshot = False
         self.durable: Durable | None = None
 
-    def first_snapshot(self) -> None:
-        """Take one before anything happens, unless there is one."""
+    def first_snapshot(self, is_proven: bool = False) -> None:
+        """Take one before anything happens, unless there is one.
+
+        That of step 0 is good at once: nothing has happened that it would have to be proven
+        against, and trouble in the first steps would have nowhere to return to.
+        """
         if self._run.ring.newest_step() is None:
-            self._notes.contain(self._capture)
+            proven = is_proven or self._run.step == 0
+            self._notes.contain(lambda: self._capture(proven))
 
     def before_step(self) -> None:
         """Let copies finish that the step would overtake, and notice a changed model."""
@@ -79,6 +84,6 @@ class Bookkeeping:
         if self._run.step % METRICS_INTERVAL == 0 and self._journal.is_heard:
             self._journal.metrics(self._readout.last_step, self._readout.numbers())
 
-    def _capture(self) -> None:
-        if not self._run.capture() and self._run.ring.degraded:
+    def _capture(self, is_proven: bool = False) -> None:
+        if not self._run.capture(is_proven) and self._run.ring.degraded:
             self._notes.add(self._run.ring.degraded)

@@ -124,8 +124,12 @@ class TorchRun:
         saved = [] if self.durable is None else self.durable.steps()
         return self._ranks.common(sorted({*kept, *saved}, reverse=True))
 
-    def capture(self) -> bool:
-        """Take a snapshot of the state before the step that comes next."""
+    def capture(self, is_proven: bool = False) -> bool:
+        """Take a snapshot of the state before the step that comes next.
+
+        Args:
+            is_proven: whether it is good at once, as the state is that training begins with.
+        """
         self._state.notice_changes()
         values = {
             **self._state.values(),
@@ -135,7 +139,7 @@ class TorchRun:
         }
         if self._frozen is None:
             self._frozen = fingerprints(self._state.frozen())
-        return self.ring.capture(self.step, self._state.tensors(), values)
+        return self.ring.capture(self.step, self._state.tensors(), values, is_proven)
 
     def state(self) -> dict[str, Any]:
         """Return what healing changed about the run, as plain values; see :meth:`resume`."""

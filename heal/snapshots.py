@@ -102,6 +102,7 @@ class SnapshotRing:
 
     def good_steps(self) -> list[int]:
         """Return the steps of good snapshots, newest first."""
+        self._promote()
         return [s.step for s in reversed(self._kept) if s.is_good]
 
     def newest_step(self) -> int | None:
@@ -110,6 +111,7 @@ class SnapshotRing:
 
     def newest_good(self) -> Snapshot | None:
         """Return the newest good snapshot, unverified."""
+        self._promote()
         return next((s for s in reversed(self._kept) if s.is_good), None)
 
     def of_step(self, step: int) -> Snapshot | None:
@@ -122,13 +124,20 @@ class SnapshotRing:
         return sum(t.nbytes for slot in slots for t in slot.values())
 
     @torch.no_grad()
-    def capture(self, step: int, tensors: Mapping[Key, Tensor], values: dict[str, Any]) -> bool:
+    def capture(
+        self,
+        step: int,
+        tensors: Mapping[Key, Tensor],
+        values: dict[str, Any],
+        is_proven: bool = False,
+    ) -> bool:
         """Copy the state out; False if there is no memory for it, or no place yet.
 
         Args:
             step: the step that comes next.
             tensors: all that steps may change.
             values: plain values; kept as they are.
+            is_proven: whether it needs no quarantine: no step has had the chance to spoil it.
         """
         if not self._make_room(step, sum(t.nbytes for t in tensors.values())):
             return False
@@ -143,7 +152,8 @@ class SnapshotRing:
         slot.update(copies)
         hashes, num_bad, landed = self._copy(copies, tensors)
         uncut = uncut_of(tensors)
-        snapshot = Snapshot(step, copies, values, hashes, num_bad, landed, 0, False, slot, uncut)
+        snapshot = Snapshot(step, copies, values, hashes, num_bad, landed, buffers=slot, uncut=uncut)
+        snapshot.clean_steps = max(1, self.quarantine_steps) if is_proven else 0
         self._kept = [s for s in self._kept if s.step < step] + [snapshot]
         return True
 
@@ -154,24 +164,15 @@ class SnapshotRing:
             self._copied = None
 
     def note_clean(self, step: int) -> None:
-        """Count a clean step for every snapshot before it, and promote those that have enough.
-
-        One with NaN or Inf in it is dropped instead.
-        """
-        for snapshot in list(self._kept):
-            if snapshot.is_good or snapshot.step > step:
-                continue
-            snapshot.clean_steps += 1
-            if snapshot.clean_steps < self.quarantine_steps:
-                continue
-            snapshot.wait()
-            if float(snapshot.num_bad) > 0:
-                self._drop(snapshot)
-            else:
-                snapshot.is_good = True
+        """Count a clean step for every snapshot before it, and promote those that have enough."""
+        for snapshot in self._kept:
+            if snapshot.step <= step:
+                snapshot.clean_steps += 1
+        self._promote(up_to=step)
 
     def note_suspect(self) -> None:
         """Begin every quarantine anew: something happened that may be in these snapshots."""
+        self._promote()
         for snapshot in self._kept:
             snapshot.clean_steps = 0
 
@@ -208,6 +209,18 @@ class SnapshotRing:
                     raise
                 return snapshot
         raise KeyError(f"no good snapshot of step {step}")
+
+    def _promote(self, up_to: float = math.inf) -> None:
+        """Call those good that have enough clean steps; one with NaN or Inf in it is dropped."""
+        for snapshot in list(self._kept):
+            enough = snapshot.clean_steps >= max(1, self.quarantine_steps)
+            if snapshot.is_good or not enough or snapshot.step > up_to:
+                continue
+            snapshot.wait()
+            if float(snapshot.num_bad) > 0:
+                self._drop(snapshot)
+            else:
+                snapshot.is_good = True
 
     def _drop(self, snapshot: Snapshot) -> None:
         snapshot.wait()  # its memory will be written again

@@ -188,7 +188,7 @@ def test_a_hook_may_replace_the_plan_and_one_that_throws_is_contained(tmp_path):
 def test_healing_that_fails_itself_is_left_out_and_said(monkeypatch):
     setup, bare = regression(), None
     healer = setup.healer()
-    monkeypatch.setattr(healer._run, "capture", lambda: 1 / 0)
+    monkeypatch.setattr(healer._run, "capture", lambda is_proven: 1 / 0)
     monkeypatch.setattr(healer._listener, "check_health", lambda: {}["nothing"])
     healer.run(setup.train_step, setup.loader, 40, progress=False)
     assert any("ZeroDivisionError" in note for note in healer.notes)
@@ -297,6 +297,15 @@ def test_a_run_without_snapshots_still_refuses_and_halts_where_it_must():
     setup = regression(snapshot_memory_fraction=0.5)
     with pytest.raises(CannotHeal):
         strike(setup, [Fault("corrupt_weight", at=20)], 60, setup.healer())
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_weights_that_break_in_the_first_steps_return_to_the_beginning(at):
+    setup = regression()
+    healer = setup.healer()
+    strike(setup, [Fault("corrupt_weight", at=at)], 60, healer)
+    assert all(p.isfinite().all() for p in setup.model.parameters())
+    assert [step for step in healer.snapshots() if step] != []
 
 
 def test_memory_that_was_short_once_is_tried_again_later():

@@ -68,8 +68,9 @@ def train(state, steps):
         state.schedulers[0].step()
 
 
-def take(state, ring, step):
-    return ring.capture(step, state.tensors(), state.values() | {"rng": RngState.now()})
+def take(state, ring, step, **options):
+    values = state.values() | {"rng": RngState.now()}
+    return ring.capture(step, state.tensors(), values, **options)
 
 
 def bytes_of(state):
@@ -171,11 +172,19 @@ def test_a_snapshot_is_good_only_after_its_quarantine():
     assert ring.good_steps() == [10]
 
 
-def test_a_state_with_a_nan_is_never_promoted():
+def test_the_state_that_training_begins_with_needs_no_quarantine():
+    state, ring = build(quarantine_steps=3)
+    take(state, ring, 0, is_proven=True)
+    ring.note_suspect()  # what happened, happened after
+    assert ring.good_steps() == [0]
+
+
+@pytest.mark.parametrize("is_proven", [False, True])
+def test_a_state_with_a_nan_is_never_promoted(is_proven):
     state, ring = build(quarantine_steps=1)
     with torch.no_grad():
         state.model.head.bias[2] = torch.nan
-    take(state, ring, 0)
+    take(state, ring, 0, is_proven=is_proven)
     ring.note_clean(0)
     assert ring.good_steps() == []
     assert ring.newest_step() is None
