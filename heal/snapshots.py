@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heal.pieces import cut, helpings, uncut_of
+from heal.host_copy import copy_and_hash, is_run_of_bytes
 from heal.side_stream import SideStream, host_memory
 from heal.training_state import Key, copy_by_kind
 from zclip.ops import by_device
@@ -37,13 +37,13 @@ class Snapshot:
     step: int
     tensors: dict[Key, Tensor]
     values: dict[str, Any]
-    hashes: Tensor  # int64 [pieces], of the source, on the host; pieces as in heal.pieces
-    num_bad: Tensor  # int64 [], parameters and moments, or pieces, with NaN or Inf; on the host
+    hashes: Tensor  # int64 [tensors], of the sources, on the host
+    num_bad: Tensor  # int64 [], parameters and moments with NaN or Inf; on the host
     landed: torch.Event | None
     clean_steps: int = 0
     is_good: bool = False
+    is_proven: bool = False  # it needs no clean steps
     buffers: dict[Key, Tensor] = field(default_factory=dict, repr=False)
-    uncut: frozenset[Key] = frozenset()  # tensors that were hashed in one piece
 
     def wait(self) -> None:
         """Wait until the copies are there."""
@@ -60,11 +60,10 @@ class Snapshot:
         self.wait()
         if not self.tensors:
             return
-        keys, pieces = cut(self.tensors, whole=self.uncut)
-        now = torch.ops.zclip.fingerprint(pieces)
+        now = torch.ops.zclip.fingerprint(list(self.tensors.values()))
         differs = (now != self.hashes).nonzero()
         if len(differs):
-            key = keys[int(differs[0])]
+            key = list(self.tensors)[int(differs[0])]
             raise SnapshotCorrupt(
                 f"snapshot of step {self.step}: {' '.join(map(str, key))} changed in host memory"
             )
@@ -151,9 +150,8 @@ class SnapshotRing:
         slot.clear()
         slot.update(copies)
         hashes, num_bad, landed = self._copy(copies, tensors)
-        uncut = uncut_of(tensors)
-        snapshot = Snapshot(step, copies, values, hashes, num_bad, landed, buffers=slot, uncut=uncut)
-        snapshot.clean_steps = max(1, self.quarantine_steps) if is_proven else 0
+        snapshot = Snapshot(step, copies, values, hashes, num_bad, landed, buffers=slot)
+        snapshot.is_proven = is_proven
         self._kept = [s for s in self._kept if s.step < step] + [snapshot]
         return True
 
@@ -168,7 +166,7 @@ class SnapshotRing:
         for snapshot in self._kept:
             if snapshot.step <= step:
                 snapshot.clean_steps += 1
-        self._promote(up_to=step)
+        self._promote(trust=False)
 
     def note_suspect(self) -> None:
         """Begin every quarantine anew: something happened that may be in these snapshots."""
@@ -210,11 +208,16 @@ class SnapshotRing:
                 return snapshot
         raise KeyError(f"no good snapshot of step {step}")
 
-    def _promote(self, up_to: float = math.inf) -> None:
-        """Call those good that have enough clean steps; one with NaN or Inf in it is dropped."""
+    def _promote(self, trust: bool = True) -> None:
+        """Call those good that have enough clean steps; one with NaN or Inf in it is dropped.
+
+        Args:
+            trust: also those that need none. Only when someone asks for them: it may wait for a
+                copy that has just begun.
+        """
         for snapshot in list(self._kept):
             enough = snapshot.clean_steps >= max(1, self.quarantine_steps)
-            if snapshot.is_good or not enough or snapshot.step > up_to:
+            if snapshot.is_good or not (enough or (trust and snapshot.is_proven)):
                 continue
             snapshot.wait()
             if float(snapshot.num_bad) > 0:
@@ -295,7 +298,7 @@ class SnapshotRing:
         early = [key for key in tensors if key[0] not in ("parameter", "state")]
         late = [key for key in tensors if key[0] in ("parameter", "state")]
         copy_by_kind([copies[k] for k in early], [tensors[k] for k in early], non_blocking=True)
-        there = fingerprints(cut(tensors, whole=uncut_of(tensors))[1]), _num_bad(tensors.items())
+        there = fingerprints(tensors.values()), _num_bad(tensors.items())
         hashes, num_bad = (host_memory(t).copy_(t, non_blocking=True) for t in there)
         if device not in self._sides:
             self._sides[device] = SideStream(device)
@@ -310,19 +313,22 @@ class SnapshotRing:
 def _copy_on_host(
     copies: Mapping[Key, Tensor], tensors: Mapping[Key, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Copy, hash and measure one helping at a time, while it is in the cache; return the latter."""
-    uncut = uncut_of(tensors)
-    keys, sources = cut(tensors, whole=uncut)
-    _, targets = cut(copies, whole=uncut)
-    hashes: list[Tensor] = []
-    num_bad = torch.zeros((), dtype=torch.int64)
-    for helping in helpings(sources):
-        here = sources[helping]
-        copy_by_kind(targets[helping], here, non_blocking=False)
-        hashes.append(fingerprints(here))
-        num_bad += _num_bad(zip(keys[helping], here, strict=True))
-    found = torch.cat(hashes) if hashes else torch.empty(0, dtype=torch.int64)
-    return found.cpu(), num_bad
+    """Copy, hash and measure; return the latter two. What is a run of bytes is read once."""
+    runs = [key for key, tensor in tensors.items() if is_run_of_bytes(copies[key], tensor)]
+    at_once = set(runs)
+    others = [key for key in tensors if key not in at_once]
+    rows = copy_and_hash([copies[k] for k in runs], [tensors[k] for k in runs])
+    copy_by_kind([copies[k] for k in others], [tensors[k] for k in others], non_blocking=False)
+    hashes = dict(zip(runs, rows[:, 0].tolist(), strict=True))
+    hashes |= zip(others, fingerprints(tensors[k] for k in others).tolist(), strict=True)
+    counted = torch.tensor([_must_be_finite(key, tensors[key]) for key in runs], dtype=torch.bool)
+    num_bad = rows[counted, 1].sum() + _num_bad((k, tensors[k]) for k in others).cpu()
+    return torch.tensor([hashes[key] for key in tensors], dtype=torch.int64), num_bad
+
+
+def _must_be_finite(key: Key, tensor: Tensor) -> bool:
+    """Tell whether NaN or Inf in it is a fault. Buffers may hold Inf: masks do."""
+    return key[0] in ("parameter", "state") and tensor.dtype in MEASURED
 
 
 def available_bytes() -> int | None:
@@ -371,7 +377,7 @@ def fingerprints(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _num_bad(tensors: Iterable[tuple[Key, Tensor]]) -> Tensor:
-    """How many parameters and moments have NaN or Inf in them. Buffers may hold Inf: masks do.
+    """How many parameters and moments have NaN or Inf in them.
 
     A sum is finite only if all it adds up is. It reads memory at full speed whatever the numbers;
     sums of squares do not where they underflow, as those of second moments may.
@@ -379,7 +385,7 @@ def _num_bad(tensors: Iterable[tuple[Key, Tensor]]) -> Tensor:
     sums = [
         t.sum(dtype=torch.float32 if t.dtype in HALF else None)
         for key, t in tensors
-        if key[0] in ("parameter", "state") and t.dtype in MEASURED
+        if _must_be_finite(key, t)
     ]
     if not sums:
         return torch.zeros((), dtype=torch.int64)

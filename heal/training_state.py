@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from heal.host_copy import copy_and_hash, is_run_of_bytes
 from zclip import ClippedOptimizer
 
 Key = tuple[str | int, ...]
@@ -256,12 +257,17 @@ class TrainingState:
 def copy_by_kind(targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool) -> None:
     """Copy lists of tensors, one call for each pair of devices and dtype."""
     kinds: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    runs: list[tuple[Tensor, Tensor]] = []
     for target, source in zip(targets, sources, strict=True):
+        if is_run_of_bytes(target, source):
+            runs.append((target, source))
+            continue
         kind = kinds.setdefault((target.device, source.device, target.dtype), ([], []))
         kind[0].append(target)
         kind[1].append(source)
     for into, out_of in kinds.values():
         torch._foreach_copy_(into, out_of, non_blocking=non_blocking)
+    copy_and_hash([target for target, _ in runs], [source for _, source in runs])
 
 
 def _copy_groups(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

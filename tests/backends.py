@@ -44,10 +44,13 @@ def _triton() -> SimpleNamespace:
     return SimpleNamespace(**{name: ours.get(name, getattr(reference, name)) for name in OPS})
 
 
+CPU_PATHS = {path: _native(path) for path in ("portable", "avx2", "auto")}
+"""Where there is AVX-512, "auto" is a path of its own to the operators that hash."""
+
 BACKENDS = {"reference": reference}
 if native.is_loaded():
-    BACKENDS["native-portable"] = _native("portable")
-    BACKENDS["native-avx2"] = _native("avx2")
+    BACKENDS["native-portable"] = CPU_PATHS["portable"]
+    BACKENDS["native-avx2"] = CPU_PATHS["avx2"]
 if triton.problem() is None and os.environ.get("TRITON_INTERPRET") == "1":
     BACKENDS["triton-interpret"] = _triton()
 

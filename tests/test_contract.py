@@ -24,8 +24,13 @@ def arguments():
         "clip_by_global_norm_": (grads, state, 1.0, layout.ZERO),
         "agc_": (grads, make_grads([(3, 4), (70,), (0,)], seed=1), state, 0.01, 1e-3, 0),
         "watch_loss_": (fresh(8), torch.tensor(2.0), torch.zeros(14), 3.0, 5, 0.99, 10),
+        "copy_and_hash_": (fresh_like(grads), grads),
         "fingerprint": ([*grads, torch.arange(3), torch.ones(2, dtype=torch.bool)],),
     }
+
+
+def fresh_like(tensors):
+    return [torch.zeros_like(t) for t in tensors]
 
 
 def fresh(size):

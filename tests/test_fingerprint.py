@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.backends import CPU_PATHS
 from tests.grads import make_grads
 
 PART = 1 << 17  # bytes that csrc/cpu/fingerprint.cpp hashes at a time
@@ -30,6 +31,12 @@ def hashes(backend, *tensors):
 def test_it_is_the_definition(backend, size):
     (tensor,) = make_grads([(size,)])
     assert hashes(backend, tensor) == [plain_hash(tensor.numpy().tobytes())]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_instruction_set_has_the_same(size):
+    (tensor,) = make_grads([(size,)])
+    assert len({hashes(ops, tensor)[0] for ops in CPU_PATHS.values()}) == 1
 
 
 @pytest.mark.parametrize(

@@ -30,4 +30,14 @@ bool use_avx2() {
   return true;
 }
 
+bool use_avx512() {
+#if ZCLIP_HAS_AVX512
+  static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
+  const char* wanted = std::getenv("ZCLIP_CPU");
+  return has && use_avx2() && (wanted == nullptr || std::strcmp(wanted, "auto") == 0);
+#else
+  return false;
+#endif
+}
+
 }  // namespace zclip::cpu

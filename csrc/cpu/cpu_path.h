@@ -5,8 +5,17 @@
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
 #define ZCLIP_HAS_AVX2 1
 #define ZCLIP_AVX2 __attribute__((target("avx2,f16c")))
+#define ZCLIP_ALWAYS_INLINE inline __attribute__((always_inline))
 #else
 #define ZCLIP_HAS_AVX2 0
+#define ZCLIP_ALWAYS_INLINE inline
+#endif
+
+#if ZCLIP_HAS_AVX2 && defined(__x86_64__) && !defined(__clang__)
+#define ZCLIP_HAS_AVX512 1
+#define ZCLIP_AVX512 __attribute__((target("avx512f,avx512dq,prefer-vector-width=512")))
+#else
+#define ZCLIP_HAS_AVX512 0
 #endif
 
 namespace zclip::cpu {
@@ -14,5 +23,8 @@ namespace zclip::cpu {
 // True if this machine has AVX2 and F16C and the environment does not say ZCLIP_CPU=portable. Both
 // paths give the same bits; the portable one serves every other machine.
 bool use_avx2();
+
+// Likewise for 64-bit multiplications of AVX-512; ZCLIP_CPU=avx2 forbids them.
+bool use_avx512();
 
 }  // namespace zclip::cpu

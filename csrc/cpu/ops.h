@@ -23,6 +23,7 @@ void scale_(std::vector<Tensor> grads, Tensor coefs);
 void zero_nonfinite_(std::vector<Tensor> grads, Tensor stats);
 void clamp_(std::vector<Tensor> grads, double limit);
 Tensor fingerprint(std::vector<Tensor> tensors);
+Tensor copy_and_hash_(std::vector<Tensor> targets, std::vector<Tensor> sources);
 Tensor read_probe(std::vector<Tensor> tensors);
 
 Judged global_norm_(Tensor state, Tensor stats, double max_norm, int64_t nonfinite);

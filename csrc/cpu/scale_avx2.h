@@ -1,4 +1,5 @@
-// The AVX2 forms of scale_one and clamp_one over a run of elements. Same bits as the portable loops.
+// The AVX2 forms of scale_one and clamp_one over a run of elements. Same bits as the portable
+// loops.
 
 #pragma once
 

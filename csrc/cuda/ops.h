@@ -1,5 +1,5 @@
 // The CUDA backend's operators, as register_ops.h registers them. Schemas live in zclip/schemas.
-// read_probe is missing: it is the CPU benchmark's yardstick.
+// copy_and_hash_ and read_probe are missing: they are about host memory.
 
 #pragma once
 

@@ -30,9 +30,13 @@ OPS = (
     "agc_",
     "watch_loss_",
     "fingerprint",
+    "copy_and_hash_",
     "read_probe",
 )
 """Every operator that a backend may implement, by its one name."""
+
+OF_HOST_MEMORY = ("copy_and_hash_", "read_probe")
+"""Those without kernels for devices: snapshots in host memory, and the benchmark's yardstick."""
 
 _triton_keys: set[str] = set()
 

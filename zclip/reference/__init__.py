@@ -14,7 +14,7 @@ from zclip.reference.clip_by import (
     clip_by_spike_skip_,
     clip_by_zclip_,
 )
-from zclip.reference.fingerprint import fingerprint
+from zclip.reference.fingerprint import copy_and_hash_, fingerprint
 from zclip.reference.global_norm import global_norm_
 from zclip.reference.grad_stats import grad_stats, power_stats, read_probe
 from zclip.reference.report import reported_norm
@@ -39,6 +39,7 @@ __all__ = [
     "clip_by_global_norm_",
     "clip_by_spike_skip_",
     "clip_by_zclip_",
+    "copy_and_hash_",
     "fingerprint",
     "global_norm_",
     "grad_stats",

@@ -27,6 +27,18 @@ def fingerprint(tensors: list[Tensor]) -> Tensor:
     return torch.stack([_hash(t) for t in tensors])
 
 
+def copy_and_hash_(targets: list[Tensor], sources: list[Tensor]) -> Tensor:
+    """Copy each source into its target; hash the sources and look for NaN and Inf on the way.
+
+    Returns:
+        int64 [len(sources), 2]: :func:`fingerprint`, and 1 where an element is not finite.
+    """
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+    nonfinite = torch.stack([s.isfinite().logical_not().any() for s in sources])
+    return torch.stack([fingerprint(sources), nonfinite.long()], dim=1)
+
+
 def _hash(tensor: Tensor) -> Tensor:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     size = data.numel()

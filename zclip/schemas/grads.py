@@ -12,6 +12,7 @@ library.define("scale_(Tensor(a!)[] grads, Tensor coefs) -> ()")
 library.define("zero_nonfinite_(Tensor(a!)[] grads, Tensor stats) -> ()")
 library.define("clamp_(Tensor(a!)[] grads, float limit) -> ()")
 library.define("fingerprint(Tensor[] tensors) -> Tensor")
+library.define("copy_and_hash_(Tensor(a!)[] targets, Tensor[] sources) -> Tensor")
 library.define("read_probe(Tensor[] tensors) -> Tensor")
 library.define("native_features() -> int")
 
@@ -44,3 +45,8 @@ def _clamp_(grads: list[Tensor], limit: float) -> None:
 @torch.library.register_fake("zclip::fingerprint", lib=library)
 def _fingerprint(tensors: list[Tensor]) -> Tensor:
     return tensors[0].new_empty(len(tensors), dtype=torch.int64)
+
+
+@torch.library.register_fake("zclip::copy_and_hash_", lib=library)
+def _copy_and_hash_(targets: list[Tensor], sources: list[Tensor]) -> Tensor:
+    return sources[0].new_empty((len(sources), 2), dtype=torch.int64)

@@ -37,7 +37,7 @@ MODULE_OF = {
     "clip_by_spike_skip_": "clip_by",
     "clip_by_auto_clip_": "clip_by",
 }
-"""Where each operator lives. Only read_probe, which measures a CPU, stays with the reference."""
+"""Where each operator lives; those of host memory stay with the reference."""
 
 
 def problem() -> str | None:
