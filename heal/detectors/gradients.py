@@ -62,13 +62,15 @@ class GradientExplosion:
     The reference is the 90 % quantile: runs whose gradient is exactly zero most of the time (RL
     with equal rewards) have no useful median. It must also be well above the highest such range of
     the whole run: one that has memorised its data has gradients of nearly zero, and whatever comes
-    next is many times that. Clipping has dealt with a lone explosion, so that it is only a warning;
-    it becomes an error when it lasts and the loss suffers and does not come down: new data is
-    learned, damage is not. Values that last enter the window: a new regime is learned, not fought.
+    next is many times that. Less than the limit is written down and left alone. Clipping has dealt
+    with a lone explosion, so that it is only a warning; it becomes an error when it lasts and the
+    loss suffers and does not come down: new data is learned, damage is not. Values that last enter
+    the window: a new regime is learned, not fought.
     """
 
     NORMS, FEWEST = 128, 32
     UPPER = 0.9
+    NOTABLE = 20.0  # times that range: clipping deals with it, but someone may want to know
     SLOW = 3  # times the patience for norms that are not the limit above that range as well
     BEYOND = 10.0  # times the highest upper range of the run
     LOSSES = 64
@@ -84,6 +86,7 @@ class GradientExplosion:
         self.first_loss = 0.0
         self.streak = 0
         self.first_step = -1
+        self.was_notable = False
 
     def observe(self, record: Record) -> Finding | None:
         if record.has_nonfinite_gradient or not math.isfinite(record.norm):
@@ -92,10 +95,11 @@ class GradientExplosion:
         is_armed = len(self.norms) >= self.FEWEST and usual > 0.0
         if not is_armed or record.norm <= max(self.limit * usual, self.BEYOND * self.highest):
             self.streak = 0
+            note = self._note(record, usual) if is_armed else None
             self.highest = max(self.highest, usual if is_armed else 0.0)
             self.norms.push(record.norm)
             self.losses.push(record.loss)
-            return None
+            return note
         if self.streak == 0:
             self.first_step, self.first_loss = record.step, record.loss
         self.streak += 1
@@ -116,6 +120,15 @@ class GradientExplosion:
             streak=self.streak,
         )
 
+    def _note(self, record: Record, usual: float) -> Finding | None:
+        """Tell of the first of several norms that are unusual and no explosion."""
+        told = self.was_notable
+        self.was_notable = record.norm > max(self.NOTABLE * usual, self.BEYOND * self.highest)
+        if told or not self.was_notable:
+            return None
+        evidence = _blame(record) | {"usual_norm": usual, "ratio": record.norm / usual}
+        return _finding(Cause.GRADIENT_EXPLOSION, record, Severity.INFO, evidence)
+
     def _suffers(self, loss: float) -> bool:
         usual = self.losses.median
         is_high = loss > usual + self.HARM * max(self.losses.spread, 0.0)
@@ -129,9 +142,11 @@ class GradientExplosion:
             "first_loss": self.first_loss if math.isfinite(self.first_loss) else 0.0,
             "streak": self.streak,
             "first_step": self.first_step,
+            "was_notable": self.was_notable,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        self.was_notable = state.get("was_notable", False)
         self.norms = Window(self.NORMS, state["norms"])
         self.losses = Window(self.LOSSES, state["losses"])
         self.highest, self.first_loss = state["highest"], state["first_loss"]

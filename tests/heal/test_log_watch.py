@@ -119,6 +119,23 @@ def test_rewards_that_fall_are_told_of_and_rewards_that_wander_are_not():
     assert [cause for cause, _ in heard(wandering + falling)] == ["reward_collapse"]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_rewards_that_rise_with_correlated_noise_are_well(seed):
+    rng, drift, lines = random.Random(seed), 0.0, []
+    for step in range(1000):
+        drift = 0.8 * drift + rng.gauss(0, 0.03)
+        level = 0.8 - 0.5 * math.exp(-step / 300)
+        lines.append({"reward": level + drift + rng.gauss(0, 0.1)})
+    assert heard(lines) == []
+
+
+def test_a_fall_beyond_the_noise_of_the_median_is_told_of():
+    rng = random.Random(0)
+    level = [0.55] * 60 + [0.55 - 0.004 * s for s in range(125)]  # as GRPO with its sign wrong
+    told = heard([{"reward": v + rng.gauss(0, 0.14)} for v in level])
+    assert [cause for cause, _ in told] == ["reward_collapse"]
+
+
 @pytest.mark.parametrize("key", ["kl", "objective/kl"])
 def test_a_divergence_that_blows_up_is_told_of_once(key):
     rng = random.Random(0)

@@ -201,6 +201,15 @@ def test_refused_spikes_count_too():
     assert (found.cause, found.severity) == (Cause.GRADIENT_SPIKE, Severity.WARN)
 
 
+def test_a_spike_below_the_limit_is_written_down_once_and_left_alone():
+    norms = np.ones(100)
+    norms[60:63] = 40.0, 50.0, 30.0
+    norms[80] = 19.0
+    (note,) = findings(records(np.ones(100), norms))
+    assert (note.cause, note.severity, note.step) == (Cause.GRADIENT_EXPLOSION, Severity.INFO, 60)
+    assert note.evidence["ratio"] == 40.0
+
+
 def test_one_explosion_is_told_and_three_that_hurt_are_trouble():
     losses, norms = curve(0), np.ones(STEPS)
     norms[500] = 1e4
