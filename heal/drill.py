@@ -65,6 +65,18 @@ class Outcome:
     actions: list[str] = field(default_factory=list)
     lost_steps: int = 0
     seconds: float = 0.0
+    _refused: list[int] = field(default_factory=list, repr=False)
+
+    def refuse(self, step: int) -> None:
+        """Count a step that was taken for nothing."""
+        self._refused.append(step)
+        self.lost_steps += 1
+
+    def roll_back(self, here: int, before_step: int) -> None:
+        """Count the steps that are undone; those among them that were refused count already."""
+        kept = [step for step in self._refused if step < before_step]
+        self.lost_steps += max(0, here - before_step) - (len(self._refused) - len(kept))
+        self._refused = kept
 
     def row(self) -> tuple[str, ...]:
         """The cells of a table: fault, struck at, detected at, cause, action, steps, seconds."""
@@ -150,9 +162,9 @@ class Drill:
             if name not in outcome.actions:
                 outcome.actions.append(name)
             if isinstance(action, Rollback):
-                outcome.lost_steps += max(0, here - action.before_step)
+                outcome.roll_back(here, action.before_step)
             elif isinstance(action, Refuse) or action == SkipBatches(here, here):
-                outcome.lost_steps += 1
+                outcome.refuse(diagnosis.step)
             outcome.seconds += float(getattr(action, "seconds", 0.0))
 
     def _price(self, seconds_per_attempt: float) -> None:

@@ -98,3 +98,13 @@ def test_the_table_can_be_read_at_80_columns():
     assert max(map(len, printed.splitlines())) <= 80
     for word in {word for kind in KINDS for word in kind.split("_")} | {"Rollback", "nonfinite"}:
         assert word in printed
+
+
+def test_a_refused_step_that_is_undone_later_is_lost_once():
+    outcome = Outcome(Strike(Fault("nan_loss", 3), 3, 3))
+    for step in (3, 8, 9):
+        outcome.refuse(step)
+    outcome.roll_back(here=11, before_step=5)
+    assert outcome.lost_steps == 1 + 6  # step 3, and 5 to 10
+    outcome.roll_back(here=6, before_step=5)
+    assert outcome.lost_steps == 8
