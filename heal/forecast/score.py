@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import mul
@@ -17,6 +17,16 @@ FORMAT = 1
 SHIPPED = Path(__file__).with_name("model.json")
 LARGEST_LOGIT = 30.0
 
+
+def _plain_sumprod(left: Sequence[float], right: Sequence[float]) -> float:
+    total: float = sum(map(mul, left, right))
+    return total
+
+
+SUMPROD: Callable[[Sequence[float], Sequence[float]], float] = getattr(
+    math, "sumprod", _plain_sumprod
+)
+"""Python 3.12 and later do it in half the time."""
 
 Layer = tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
 """Rows of weights, and a bias for each."""
@@ -61,7 +71,7 @@ class Model:
         values = [features[i] for i in self.indices]
         last = len(self.folded) - 1
         for depth, (weights, biases) in enumerate(self.folded):
-            values = [sum(map(mul, row, values), bias) for row, bias in zip(weights, biases)]  # noqa: B905
+            values = [SUMPROD(row, values) + bias for row, bias in zip(weights, biases)]  # noqa: B905
             if depth < last:
                 values = [math.tanh(value) for value in values]
         return min(max(values[0], -LARGEST_LOGIT), LARGEST_LOGIT)
