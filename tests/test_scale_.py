@@ -139,3 +139,13 @@ def test_clamp_does_what_torch_does(backend, limit, dtype):
     backend.clamp_(grads, limit)
     for grad, clamped in zip(grads, want, strict=True):
         torch.testing.assert_close(grad, clamped, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [-2.0, 2.0])
+def test_one_element_beyond_its_bounds_is_clamped_wherever_it_is(backend, value):
+    grads = [torch.full((97,), 0.25) for _ in range(97)]
+    for at, grad in enumerate(grads):
+        grad[at] = value
+    want = [g.clamp(-1.0, 1.0) for g in grads]
+    backend.clamp_(grads, 1.0)
+    assert all(torch.equal(g, w) for g, w in zip(grads, want, strict=True))
