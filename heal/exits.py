@@ -66,7 +66,8 @@ class Exits:
         healer = self._healer()
         if healer is None:
             return
-        healer.hear_the_rest()
+        sudden = isinstance(error, Exception) and not isinstance(error, CannotHeal)
+        healer.hear_the_rest(hurries=sudden)
         self._journal.postmortem(
             exception=error,
             exit_code=_exit_code(error),

@@ -324,9 +324,16 @@ class Healer(Readout, Resuming):
         """Try ``steps`` steps and take them back: weights, optimizer, generators and loader."""
         return dry_run(self._state, self._guarded, train_step, loader, steps, accumulate)
 
-    def hear_the_rest(self) -> None:
-        """Read the last records, when no step is to come that a plan could serve."""
+    def hear_the_rest(self, hurries: bool = False) -> None:
+        """Read the last records, when no step is to come that a plan could serve.
+
+        Args:
+            hurries: the run ends by an error, perhaps because a rank died: do not wait for others
+                to finish a save.
+        """
         if self._books.durable is not None:
+            if hurries:
+                self._books.durable.store.hurry()
             self._notes.contain(self._books.durable.finish)
         self._notes.contain(self._listener.hear_the_rest)
         if len(self._listener.series):

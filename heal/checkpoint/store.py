@@ -111,11 +111,8 @@ class CheckpointStore:
         if in_thread:
             self._writer.submit(job)
         else:
-            try:
-                job.run()
-                job.await_commit()
-            except OSError as error:
-                raise SaveFailed(f"step {step} was not saved: {error}") from error
+            self._all_do(job, job.write_own)
+            self._all_do(job, job.commit)
         return job.plan.folder.path
 
     def save_state(
@@ -199,6 +196,10 @@ class CheckpointStore:
         """Wait until everything is on the disk; False if it is not after so many seconds."""
         return self._writer.wait(seconds)
 
+    def hurry(self) -> None:
+        """Wait for other ranks no longer than a moment: this process has failed, or they have."""
+        self._writer.hurry()
+
     def close(self) -> None:
         """Finish what was begun."""
         self._writer.close()
@@ -235,6 +236,28 @@ class CheckpointStore:
             self._wait_seconds,
             self._committed,
         )
+
+    def _all_do(self, job: Job, part: Callable[[], None]) -> None:
+        """Do a part of a save, and hear from all ranks how they fared.
+
+        By the process group, not by looking for files: it notices at once that a rank died.
+        """
+        trouble = None
+        try:
+            part()
+        except (SaveFailed, OSError) as error:
+            trouble = error
+        said = self.ranks.gather(repr(trouble).encode() if trouble is not None else b"")
+        if isinstance(trouble, OSError):
+            raise SaveFailed(f"step {job.plan.step} was not saved: {trouble}") from trouble
+        if trouble is not None:
+            raise trouble
+        for rank, text in enumerate(said):
+            if text:
+                name = job.plan.folder.path.name
+                raise SaveFailed(
+                    f"{name} was not committed: rank {rank} failed: {text.decode(errors='replace')}"
+                )
 
     def _committed(self, folder: StepFolder) -> None:
         if self._read_back:

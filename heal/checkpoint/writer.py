@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -28,6 +28,7 @@ from heal.checkpoint.plan import SavePlan
 from heal.checkpoint.shards import ShardReader, write_shard
 
 POLL_SECONDS = 0.02  # between looks for the files of other ranks
+HURRY_SECONDS = 3.0  # for their files, when this process has failed: they may be gone
 
 
 @dataclass(slots=True)
@@ -51,12 +52,23 @@ class Job:
     read_back: bool = True
     wait_seconds: float = 600.0
     after_commit: Callable[[StepFolder], None] = lambda folder: None
+    in_a_hurry: threading.Event = field(default_factory=threading.Event)
 
-    def run(self) -> StepFolder:
+    def run(self) -> None:
         """Write this rank's files; on rank 0 also COMMIT, when all others are done.
 
         Raises:
             SaveFailed: this rank or another could not write; there is no COMMIT.
+            OSError: the same, from the disk.
+        """
+        self.write_own()
+        self.commit()
+
+    def write_own(self) -> None:
+        """Write this rank's files.
+
+        Raises:
+            SaveFailed: it could not.
             OSError: the same, from the disk.
         """
         folder = self.plan.folder.path
@@ -65,19 +77,17 @@ class Job:
         except BaseException as error:
             self._give_up(folder, error)
             raise
-        if self.plan.rank == 0:
-            self._commit(folder)
-            self.after_commit(self.plan.folder)
-        return self.plan.folder
 
-    def await_commit(self) -> None:
-        """Wait until rank 0 has committed.
+    def commit(self) -> None:
+        """On rank 0: write COMMIT, when all others are done.
 
         Raises:
-            SaveFailed: it did not, in the time that it had.
+            SaveFailed: another rank could not write, or not in time; there is no COMMIT.
+            OSError: this one could not.
         """
-        path = self.plan.folder.path
-        self._await(lambda: (path / COMMIT).exists(), "rank 0 did not commit")
+        if self.plan.rank == 0:
+            self._commit(self.plan.folder.path)
+            self.after_commit(self.plan.folder)
 
     def _write_own(self, folder: Path) -> None:
         plan = self.plan
@@ -127,7 +137,10 @@ class Job:
     def _await(self, happened: Callable[[], bool], trouble: str) -> None:
         folder = self.plan.folder.path
         until = time.monotonic() + self.wait_seconds
+        hurries = False
         while not happened():
+            if not hurries and self.in_a_hurry.is_set():
+                hurries, until = True, min(until, time.monotonic() + HURRY_SECONDS)
             failed = sorted(path.name for path in folder.glob("failed-*"))
             if failed:
                 raise SaveFailed(
@@ -137,8 +150,8 @@ class Job:
                 raise SaveFailed(f"{folder} was removed while it was being written")
             if time.monotonic() > until:
                 raise SaveFailed(
-                    f"{folder.name} was not committed: {trouble} within {self.wait_seconds:g} s; "
-                    "do all ranks write to the same disk?"
+                    f"{folder.name} was not committed: {trouble} in time; "
+                    "is it alive, and do all ranks write to the same disk?"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -155,6 +168,7 @@ class Writer:
         self._jobs: queue.Queue[Job | None] = queue.Queue(maxsize=1)
         self._idle = threading.Event()
         self._idle.set()
+        self._in_a_hurry = threading.Event()
         self._thread: threading.Thread | None = None
         atexit.register(_wait_at_exit, weakref.ref(self))
 
@@ -175,7 +189,13 @@ class Writer:
             self._thread = threading.Thread(target=self._work, name="heal-writer", daemon=True)
             self._thread.start()
         self._idle.clear()
+        self._in_a_hurry.clear()
+        job.in_a_hurry = self._in_a_hurry
         self._jobs.put(job)
+
+    def hurry(self) -> None:
+        """Wait for other ranks no longer than a moment, from now on: this process is at its end."""
+        self._in_a_hurry.set()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until nothing is being written; False if it still is after so many seconds."""
@@ -208,4 +228,5 @@ class Writer:
 def _wait_at_exit(reference: "weakref.ref[Writer]") -> None:
     writer = reference()
     if writer is not None:
+        writer.hurry()  # who leaves in order has waited before
         writer.wait()

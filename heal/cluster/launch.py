@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from heal.cluster.attempt import agree_on_attempt
+from heal.cluster.side_group import side_group
 from heal.cluster.slurm import get_slurm_info
 
 TIMEOUT = timedelta(minutes=10)
@@ -82,6 +83,9 @@ def init_process_group(
         timeout=timeout,
         **options,
     )
+    if where.world_size > 1:
+        # Now, when all are there: whoever makes a group with a rank that has died waits for ever.
+        side_group()
     return Attempt(where.rank, where.world_size, where.local_rank, where.restart, name, store)
 
 

@@ -10,6 +10,7 @@ from heal import checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, writer
 from heal.checkpoint.api import _state
 from heal.checkpoint.contents import Contents, collect
+from heal.checkpoint.ranks import Ranks
 from heal.rng import RngState
 from tests.checkpoint.scenes import assert_same, run
 
@@ -150,3 +151,29 @@ def test_bytes_that_change_on_the_way_to_the_disk_are_noticed_before_the_commit(
     with pytest.raises(checkpoint.CheckpointCorrupt, match="is not what was saved"):
         run().train(2).save(tmp_path, 2)
     assert CheckpointStore(tmp_path).steps() == [1]
+
+
+class HalfOfTwo(Ranks):
+    """Rank 0 of two, of which the other agrees with everything and writes nothing."""
+
+    def __init__(self):
+        self.rank, self.size = 0, 2
+
+    def gather(self, payload):
+        return [payload, payload]
+
+
+def test_in_a_hurry_nobody_waits_for_a_rank_that_may_be_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "HURRY_SECONDS", 0.1)
+    there = run().train(1)
+    store = CheckpointStore(tmp_path, asynchronous=True, ranks=HalfOfTwo())
+    saver(there, store)(1)
+    assert not store.wait(0.5)
+    store.hurry()
+    assert store.wait(30)
+    (report,) = store.news()
+    assert "rank 1 wrote no manifest in time" in str(report.error)
+    saver(there, store)(2)  # who goes on after all is as patient as before
+    assert not store.wait(0.5)
+    store.hurry()
+    store.close()

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
+from heal import checkpoint
+from heal.checkpoint import writer
 from heal.cluster import (
     HangWatchdog,
     ReplicaCheck,
@@ -45,6 +47,16 @@ def watched_training(folder, timeout, pause):
 
 def doze_off():
     time.sleep(1000)
+
+
+def die_while_saving(folder, victim, where):
+    """The victim is gone in the middle of its second save, as after SIGKILL."""
+    rank = join().rank
+    model = torch.nn.Linear(3, 2)
+    checkpoint.save(folder, 1, model)
+    if rank == victim:
+        setattr(writer.Job, where, lambda job, folder: os._exit(9))
+    checkpoint.save(folder, 2, model)
 
 
 def ping(folder, absent, timeout):

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from heal.cluster import resolve_resume_path
 from heal.cluster.attempt import NobodyCame, agree_on_attempt
 from heal.cluster.launch import find_place
-from tests.cluster import trainer
+from tests.cluster import ranks, trainer
 from tests.cluster.jobs import SECONDS, Job, end, read_step, torchrun
 
 STEPS = 40
@@ -99,6 +100,16 @@ def test_a_run_goes_on_with_more_ranks_and_with_fewer(tmp_path):
     assert len({attempt["name"] for attempt in tried}) == 3
     digests = {(tmp_path / f"done{rank}").read_text() for rank in range(2)}
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("victim", "where"), [(0, "_write_own"), (1, "_write_own"), (0, "_commit")]
+)
+def test_a_rank_that_dies_while_saving_keeps_nobody_waiting(tmp_path, victim, where):
+    with Job(tmp_path, 2, ranks.die_while_saving, victim, where) as job:
+        codes = job.wait()
+        assert (codes[victim], codes[1 - victim]) == (9, 1), job.logs()
+    assert resolve_resume_path(tmp_path).name == "step-000001"
 
 
 def agree(store, rank, size, seconds=20.0):
