@@ -200,6 +200,8 @@ def test_ctrl_c_ends_the_watching_without_a_traceback(tmp_path, is_there):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what runs in the background with Ctrl-C ignored, tests of ours too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     first = process.stdout.readline()
     assert ("22 steps" if is_there else "does not exist yet") in first
