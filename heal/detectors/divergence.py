@@ -43,6 +43,7 @@ class Divergence:
     UNDONE, COLLAPSED = 0.5, 0.8  # shares of what was learned
     NOISE = 4.0  # spreads within a block that it must have risen, and must have learned before
     WANDER, WANDER_FLAT = 8.0, 30.0  # usual moves between blocks that a climb, a collapse must span
+    WANDER_LONG = 5.0  # the same, times the root of all blocks: so far a walk without aim may get
     STANDARD_ERRORS = 4.0  # of a median; the two that a rise compares make about 2.3 of them
     CHANGED, CHANGED_MUCH = 1.5, 3.0  # gradient norms, up or down, against those at the best loss
     MOVE_OF_NOISE = 1.2  # median distance of two medians of normal noise, in standard errors
@@ -55,6 +56,7 @@ class Divergence:
         self.norms = Window(self.size)
         self.block_step = -1
         self.blocks: list[Block] = []
+        self.count = 0  # blocks so far
         self.initial: float | None = None
         self.best: Block | None = None
         self.moves = Window(self.HABIT)
@@ -105,6 +107,7 @@ class Divergence:
             self.spreads.push(before.spread)
             self.habit_norms.push(before.norm)
         self.blocks.append(block)
+        self.count += 1
         del self.blocks[: -self.BLOCKS * self.WINDOWS]
         self.initial = block.loss if self.initial is None else self.initial
         if self.best is None or block.loss < self.best.loss:
@@ -129,7 +132,8 @@ class Divergence:
             is_worse = risen > (1.0 + self.UNDONE) * learned + margin
             if is_worse and change > self.CHANGED_MUCH and self._climbs_steeply(noise):
                 return "steep climb"
-        has_learned_much = learned > max(2.0 * self.NOISE * noise, self.WANDER_FLAT * wander)
+        walk = max(self.WANDER_FLAT, self.WANDER_LONG * math.sqrt(self.count)) * wander
+        has_learned_much = learned > max(2.0 * self.NOISE * noise, walk)
         level = self.best.loss + self.COLLAPSED * learned
         return "collapse" if has_learned_much and self._lies_flat(level, noise) else ""
 
@@ -195,6 +199,7 @@ class Divergence:
         return {
             **{name: getattr(self, name).values() for name in windows},
             "block_step": self.block_step,
+            "count": self.count,
             "blocks": [list(block) for block in self.blocks],
             "initial": self.initial,
             "best": None if self.best is None else list(self.best),
@@ -207,6 +212,7 @@ class Divergence:
         self.spreads = Window(self.HABIT, state["spreads"])
         self.habit_norms = Window(self.HABIT, state["habit_norms"])
         self.block_step = state["block_step"]
+        self.count = state.get("count", len(state["blocks"]))
         self.blocks = [_block(block) for block in state["blocks"]]
         self.initial = state["initial"]
         self.best = None if state["best"] is None else _block(state["best"])

@@ -23,6 +23,12 @@ def test_two_hundred_of_each_kind_are_left_alone(seed):
         assert alarms(records(losses)) == [], name
 
 
+@pytest.mark.parametrize("seed", range(15, 27))
+def test_a_critic_may_wander_far_and_back(seed):
+    walk = np.cumsum(0.01 * np.random.default_rng(seed).standard_normal(3000))
+    assert alarms(records(walk)) == []
+
+
 STEPS = 2000
 
 
