@@ -2,6 +2,7 @@
 
 import atexit
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -227,6 +228,8 @@ class Writer:
 
 def _wait_at_exit(reference: "weakref.ref[Writer]") -> None:
     writer = reference()
-    if writer is not None:
-        writer.hurry()  # who leaves in order has waited before
-        writer.wait()
+    if writer is None:
+        return
+    if getattr(sys, "last_type", None) is not None:
+        writer.hurry()  # an error ends this process, perhaps because another has died
+    writer.wait()

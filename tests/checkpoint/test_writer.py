@@ -1,7 +1,10 @@
 """Saving beside the training: what is saved is the moment of the call, and nothing waits."""
 
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,3 +180,34 @@ def test_in_a_hurry_nobody_waits_for_a_rank_that_may_be_gone(tmp_path, monkeypat
     assert not store.wait(0.5)
     store.hurry()
     store.close()
+
+
+LEAVING = """
+import atexit, sys
+from heal.checkpoint import CheckpointStore, writer
+from tests.checkpoint.scenes import run
+from tests.checkpoint.test_writer import HalfOfTwo, saver
+writer.HURRY_SECONDS = 0.1
+atexit.register(lambda: print(*(report.error for report in store.news())))  # after all others
+patience = 600.0 if sys.argv[2] == "fails" else 4.0
+store = CheckpointStore(sys.argv[1], asynchronous=True, ranks=HalfOfTwo(), wait_seconds=patience)
+saver(run().train(1), store)(1)
+if sys.argv[2] == "fails":
+    raise ConnectionError("another rank has died")
+"""
+
+
+@pytest.mark.parametrize("how", ["fails", "ends"])
+def test_only_who_fails_leaves_in_a_hurry(tmp_path, how):
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, str(tmp_path), how],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == (how == "fails")
+    assert "rank 1 wrote no manifest in time" in done.stdout
+    assert how == "fails" or time.monotonic() - began > 4.0
