@@ -45,15 +45,14 @@ class Bookkeeping:
         self._wants_snapshot = False
         self.durable: Durable | None = None
 
-    def first_snapshot(self, is_proven: bool = False) -> None:
+    def first_snapshot(self) -> None:
         """Take one before anything happens, unless there is one.
 
         That of step 0 is good at once: nothing has happened that it would have to be proven
         against, and trouble in the first steps would have nowhere to return to.
         """
         if self._run.ring.newest_step() is None:
-            proven = is_proven or self._run.step == 0
-            self._notes.contain(lambda: self._capture(proven))
+            self._notes.contain(lambda: self._capture(is_proven=self._run.step == 0))
 
     def before_step(self) -> None:
         """Let copies finish that the step would overtake, and notice a changed model."""

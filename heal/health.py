@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import zclip
+from heal.measured import MEASURED
 from heal.ranks import Ranks
-from heal.snapshots import MEASURED
 from heal.verdict import HealthRow
 from zclip import ClippedOptimizer
 from zclip.layout import NAN, SUMSQ

@@ -21,11 +21,12 @@ from heal.checkpoint import strict_json
 from heal.checkpoint.ranks import Ranks
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal
+from heal.measured import fingerprints
 from heal.micro_batch import MicroBatcher, TrainStep
 from heal.ranks import HostFacts
 from heal.rng import RngState
 from heal.run import TorchRun
-from heal.snapshots import Snapshot, fingerprints
+from heal.snapshots import Snapshot
 from heal.training_state import Key, TrainingState
 
 

@@ -17,9 +17,10 @@ from heal.config import HealingConfig
 from heal.data import BatchStream
 from heal.exit_codes import ExitCode
 from heal.guarded_step import GuardedStep
+from heal.measured import fingerprints
 from heal.micro_batch import MicroBatcher
 from heal.rng import RngState
-from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing, fingerprints
+from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
 from heal.training_state import StateMismatch, TrainingState
 
 RECENT_NORMS = 101  # gradient norms whose median is taken for the usual one

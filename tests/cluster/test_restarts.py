@@ -19,7 +19,7 @@ from heal.cluster import resolve_resume_path
 from heal.cluster.attempt import NobodyCame, agree_on_attempt
 from heal.cluster.launch import find_place
 from tests.cluster import ranks, trainer
-from tests.cluster.jobs import SECONDS, Job, end, read_step, torchrun
+from tests.cluster.jobs import SECONDS, Job, end, read_json, read_step, torchrun
 
 STEPS = 40
 
@@ -110,6 +110,12 @@ def test_a_rank_that_dies_while_saving_keeps_nobody_waiting(tmp_path, victim, wh
         codes = job.wait()
         assert (codes[victim], codes[1 - victim]) == (9, 1), job.logs()
     assert resolve_resume_path(tmp_path).name == "step-000001"
+
+
+def test_the_side_group_is_made_while_all_are_there(tmp_path):
+    with Job(tmp_path, 2, ranks.join_and_look) as job:
+        assert job.wait() == [0, 0], job.logs()
+    assert [read_json(tmp_path / f"told{rank}") for rank in range(2)] == [1, 1]
 
 
 def agree(store, rank, size, seconds=20.0):
