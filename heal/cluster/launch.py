@@ -85,7 +85,8 @@ def init_process_group(
     )
     if where.world_size > 1:
         # Now, when all are there: whoever makes a group with a rank that has died waits for ever.
-        side_group()
+        # And nobody goes on, or leaves with the store, before all are connected.
+        dist.barrier(side_group())
     return Attempt(where.rank, where.world_size, where.local_rank, where.restart, name, store)
 
 
