@@ -101,7 +101,12 @@ ABOUT: dict[Cause, About] = {
         Family.NUMERIC, "The loss leapt far above every level seen and stays there.", PALM
     ),
     Cause.DIVERGENCE: About(Family.NUMERIC, "The loss rises and undoes what was learned.", OPT),
-    Cause.LR_SPIKE: About(Family.NUMERIC, "The learning rate is not what the schedule says.", OPT),
+    Cause.LR_SPIKE: About(
+        Family.NUMERIC,
+        "The learning rate is not what the schedule says, or far above all before and the loss "
+        "suffers.",
+        OPT,
+    ),
     Cause.WEIGHT_CORRUPTION: About(
         Family.NUMERIC, "Weights hold NaN or Inf, or leapt as no update could.", SILENT_ERRORS
     ),

@@ -14,6 +14,7 @@ from heal.detectors.divergence import Divergence
 from heal.detectors.gradients import GradientExplosion, RefusedSteps
 from heal.detectors.health import StateHealth
 from heal.detectors.loss_spike import LossSpike
+from heal.detectors.lr_climb import LrClimb
 from heal.detectors.pace import HostNews, LrSpike, ThroughputCollapse
 from heal.detectors.progress import OverfittingGap, Plateau
 from heal.forecast.watch import ForecastWatch
@@ -56,6 +57,7 @@ class Watch:
             "loss_spike": self._spike,
             "divergence": Divergence(config),
             "lr_spike": LrSpike(config),
+            "lr_climb": LrClimb(config),
             "plateau": Plateau(config),
             "overfitting_gap": self._gap,
             "throughput_collapse": ThroughputCollapse(config),
@@ -71,6 +73,8 @@ class Watch:
 
     def observe_health(self, row: HealthRow) -> list[Finding]:
         """Return what is wrong with weights or optimizer state."""
+        if self.forecast is not None:
+            self.forecast.observe_health(row)
         finding = self._health.observe_health(row)
         return [] if finding is None else [finding]
 

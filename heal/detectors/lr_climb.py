@@ -1,0 +1,118 @@
+"""Finds a learning rate that climbs beyond all before and undoes what was learned."""
+
+import math
+from typing import Any
+
+from heal.causes import Cause, Finding, Severity
+from heal.config import HealingConfig
+from heal.robust import Window
+from heal.verdict import Record
+
+
+class LrClimb:
+    """Blames the learning rate for a loss that rises while the rate is higher than any it held.
+
+    A schedule may raise the rate as it likes, and a bug in one looks just like it, so that the
+    rate alone is no fault. It is one when it has left the highest rate that was ever held for
+    ``HOLD`` steps by ``RAISED`` times, and since then half of what was learned is gone. Warm-up is
+    a rate that was never held; a restart returns to one that was. After ``PATIENCE`` steps a
+    higher rate is the usual one.
+    """
+
+    HOLD, STEADY = 30, 1.5  # steps in which the rate changed by no more than this factor
+    LEFT, RAISED = 2.0, 4.0  # times the highest rate that was held: watched from, blamed from
+    LOSSES = 8  # whose median is the level
+    UNDONE = 0.5  # share of what was learned
+    NOISE = 6.0  # spreads that the level must have risen at least
+    PATIENCE = 300
+
+    def __init__(self, config: HealingConfig) -> None:
+        del config  # nothing here is worth a knob
+        self.rates: list[float] = []
+        self.usual = 0.0
+        self.left_at = -1
+        self.losses = Window(2 * self.LOSSES)
+        self.initial = math.nan
+        self.level = math.nan
+        self.spread = 0.0
+        self.is_told = False
+
+    def observe(self, record: Record) -> Finding | None:
+        """Hear of a step, in order; return what is wrong, if anything."""
+        if record.has_finite_loss and not record.blocked:
+            self.losses.push(record.loss)
+            if self.initial != self.initial and len(self.losses) == self.LOSSES:
+                self.initial = self.losses.median
+        lr = record.lr
+        if not 0.0 < lr < math.inf:
+            return None
+        if self.usual and lr > self.LEFT * self.usual:
+            return self._raised(record, lr)
+        self._settle()
+        self._hold(lr)
+        return None
+
+    def _settle(self) -> None:
+        """Take the rate for a usual one, from now on."""
+        if self.left_at >= 0:
+            self.left_at, self.is_told = -1, False
+            self.losses = Window(2 * self.LOSSES, self.losses.values())
+
+    def _hold(self, lr: float) -> None:
+        """Learn what is usual. What a rise sets out from is the level before it."""
+        self.rates.append(lr)
+        del self.rates[: -self.HOLD]
+        lowest = min(self.rates)
+        if len(self.rates) == self.HOLD and max(self.rates) <= self.STEADY * lowest:
+            self.usual = max(self.usual, lowest)
+
+    def _raised(self, record: Record, lr: float) -> Finding | None:
+        if self.left_at < 0:
+            self.left_at = record.step
+            self.level, self.spread = self.losses.median, self.losses.spread
+            self.losses = Window(self.LOSSES)
+        if record.step - self.left_at >= self.PATIENCE:
+            self.usual = lr
+            self._settle()
+            return None
+        if self.is_told or lr < self.RAISED * self.usual or len(self.losses) < self.LOSSES:
+            return None
+        risen, learned = self.losses.median - self.level, self.initial - self.level
+        if not risen > max(self.UNDONE * learned, self.NOISE * self.spread):
+            return None
+        self.is_told = True
+        return Finding(
+            cause=Cause.LR_SPIKE,
+            step=record.step,
+            bad_step=self.left_at,
+            severity=Severity.ERROR,
+            evidence={
+                "lr": lr,
+                "usual_lr": self.usual,
+                "loss": self.losses.median,
+                "loss_before": self.level,
+            },
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is remembered, as values that JSON has."""
+        return {
+            "rates": list(self.rates),
+            "usual": self.usual,
+            "left_at": self.left_at,
+            "losses": self.losses.values(),
+            "initial": None if self.initial != self.initial else self.initial,
+            "level": None if self.level != self.level else self.level,
+            "spread": self.spread,
+            "is_told": self.is_told,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Remember what :meth:`state` returned, and nothing else."""
+        self.rates, self.usual = list(state["rates"]), state["usual"]
+        self.left_at, self.is_told = state["left_at"], state["is_told"]
+        size = self.LOSSES if self.left_at >= 0 else 2 * self.LOSSES
+        self.losses = Window(size, state["losses"])
+        self.initial = math.nan if state["initial"] is None else state["initial"]
+        self.level = math.nan if state["level"] is None else state["level"]
+        self.spread = state["spread"]
