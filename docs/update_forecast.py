@@ -42,10 +42,12 @@ def detection_table() -> str:
     for name, entry in told.items():
         if not isinstance(entry, dict) or "total" not in entry:
             continue
-        model, _, held_out = name.partition(" by ")
+        model, _, by = name.partition(" by ")
+        held_out = f"{by}s" if by else "exam: " + ", ".join(entry["folds"])
+        model = model if by else "network"
         total = entry["total"]
         rows.append(
-            f"| {held_out}s | {model} | {total['failures']} | {_percent(total['detection'])} | "
+            f"| {held_out} | {model} | {total['failures']} | {_percent(total['detection'])} | "
             f"{total['median_lead']:.0f} | {total['false_per_10k']:.2f} |"
         )
     return "\n".join(rows)

@@ -223,7 +223,7 @@ class HealingConfig:
         group="checks",
     )
     forecast_false_alarms: float = setting(
-        0.05,
+        0.02,
         "Share of healthy stretches of 500 steps that may have a false warning.",
         group="checks",
         least=0.01,

@@ -10,6 +10,7 @@ from heal.causes import Finding
 from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.detect import Watch
+from heal.forecast.features import CHECK_INTERVAL
 from heal.guarded_step import NO_LOSS_SCALE, GuardedStep
 from heal.health import HealthCheck
 from heal.learning_rate import LearningRates
@@ -114,6 +115,8 @@ class Listener:
     def check_health(self) -> None:
         """Have weights and optimizer state measured, if it is time."""
         interval = self._config.check_interval
+        if self.watch.forecast is not None:
+            interval = min(interval, CHECK_INTERVAL)
         if self._run.step < self._run.close_watch_until:
             interval = math.ceil(interval / CLOSE_WATCH)
         if interval and self._run.step % interval == 0 and not self._guarded.has_stages:

@@ -18,7 +18,7 @@ from typing import Any
 
 FULL: dict[str, Any] = {"healthy": 96, "slow": 44, "instant": 4}
 QUICK: dict[str, Any] = {"healthy": 28, "slow": 10, "instant": 2}
-CORPUS_SEED = 1
+CORPUS_SEED = 2  # the features were chosen on that of seed 1
 LEARNED_SHARE = 0.7  # of the runs; the others calibrate the model
 
 
@@ -100,11 +100,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             "total": evaluate.summary(total),
             "folds": {fold.held_out: evaluate.summary(fold.judgement) for fold in parts},
         }
-        _say(
-            f"{kind}, {by} held out: {100 * total.detection:.1f} % warned in time, median lead "
-            f"{total.median_lead:.0f} steps, {total.false_per_10k:.2f} false warnings per 10,000"
-        )
+        _say(f"{kind}, {by} held out: {_sentence(total)}")
         _save(arguments.output, told)
+    told["exam"] = _exam(runs, arguments)
     model, unseen = trained(runs, arguments.kind, arguments.seed)
     told["coverage"] = {f"{1 - s:g}": v for s, v in evaluate.coverage(model, unseen).items()}
     told["coverage_runs"] = int(unseen.healthy.sum())
@@ -120,13 +118,37 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _exam(runs: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train without the architectures of the exam, and judge on them."""
+    import numpy as np
+
+    from heal.forecast import evaluate
+    from heal.forecast.architectures import EXAM
+
+    held_out = np.isin(runs.architecture, EXAM)
+    parts = evaluate.one_fold(runs, arguments.kind, held_out, runs.architecture, arguments.seed)
+    total = evaluate.together(parts)
+    _say(f"exam, {', '.join(EXAM)}: {_sentence(total)}")
+    return {
+        "total": evaluate.summary(total),
+        "folds": {fold.held_out: evaluate.summary(fold.judgement) for fold in parts},
+    }
+
+
+def _sentence(total: Any) -> str:
+    return (
+        f"{100 * total.detection:.1f} % warned in time, median lead {total.median_lead:.0f} steps, "
+        f"{total.false_per_10k:.2f} false warnings per 10,000"
+    )
+
+
 PARTS = (
-    ("architecture", "network", 5),
-    ("architecture", "logistic", 5),
+    ("architecture", "network", 8),
+    ("architecture", "logistic", 8),
     ("run", "network", 3),
     ("run", "logistic", 3),
 )
-"""What is held out, which model, and in how many folds: architectures go two at a time."""
+"""What is held out, which model, and in how many folds: architectures go three at a time."""
 
 
 def _save(path: str | None, told: dict[str, Any]) -> None:

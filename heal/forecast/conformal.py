@@ -9,8 +9,8 @@ It is a promise about runs like those of the calibration, not about all runs the
 import math
 from collections.abc import Sequence
 
-SHARES = (0.2, 0.1, 0.05, 0.01)
-"""False-alarm shares for which a model has limits: coverage of 80, 90, 95 and 99 %."""
+SHARES = (0.2, 0.1, 0.05, 0.02, 0.01)
+"""False-alarm shares for which a model has limits: coverage of 80, 90, 95, 98 and 99 %."""
 
 
 def limit(highest: Sequence[float], share: float) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from heal.forecast.architectures import ARCHITECTURES
 from heal.forecast.scenarios import HEALTHY, INSTANT, SLOW
@@ -76,7 +77,8 @@ def make(wanted: Sequence[Group], processes: int = 1) -> Streams:
     else:
         context = multiprocessing.get_context("spawn")
         with context.Pool(processes) as pool:
-            parts = pool.map(_make_group, wanted, chunksize=1)
+            made = pool.imap(_make_group, wanted)
+            parts = list(tqdm(made, "groups of runs", len(wanted), disable=None))
     return joined(parts)
 
 

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heal.forecast.corpus import damaged_at, failed
-from heal.forecast.features import NAMES, Features
+from heal.forecast.features import CHECK_INTERVAL, NAMES, Features
 from heal.forecast.scenarios import SLOW
 from heal.forecast.simulate import Streams
+from heal.forecast.watch import FIRST_STEP
 
 SEEN_AFTER = 0.5
-FIRST_STEP = 20  # before it levels and noise are guesses; nothing is forecast there either
 
 
 @dataclass
@@ -98,8 +98,11 @@ def features_of(records: NDArray[np.float32]) -> NDArray[np.float32]:
     """
     followed = Features()
     out = np.empty((len(records), len(NAMES)), np.float32)
-    for step, (loss, norm, clipped_norm, lr, clipped, blocked) in enumerate(records.tolist()):
+    for step, row in enumerate(records.tolist()):
+        loss, norm, clipped_norm, lr, clipped, blocked, weight_norm = row
         out[step] = followed.update(
             loss, norm, clipped_norm, lr, math.nan, clipped > 0, blocked > 0, math.nan
         )
+        if step % CHECK_INTERVAL == 0:
+            followed.hear_weights(weight_norm)
     return out

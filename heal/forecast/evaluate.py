@@ -13,6 +13,7 @@ from heal.forecast.score import Model
 from heal.forecast.train import fit, steps_within
 
 TRAINED_SHARE = 0.6  # of the runs that a fold may learn from; the others set its limit
+SHARE = 0.02  # of healthy stretches that may have a false warning: the default of HealingConfig
 BINS = 10
 
 
@@ -25,7 +26,7 @@ class Fold:
 
 
 def cross_validate(
-    dataset: Dataset, kind: str, by: str, share: float = 0.05, seed: int = 0, folds: int = 0
+    dataset: Dataset, kind: str, by: str, seed: int = 0, folds: int = 0, share: float = SHARE
 ) -> list[Fold]:
     """Train without a part of the runs, set the limit without it, and judge it.
 
@@ -33,9 +34,9 @@ def cross_validate(
         dataset: all runs.
         kind: "logistic" or "network".
         by: "architecture" holds out all runs of some; "run" holds out a part of all.
-        share: of healthy stretches that may have a false warning, by the limit of the fold.
         seed: of the split and the training.
         folds: how many; 0 for one per architecture, or five of runs.
+        share: of healthy stretches that may have a false warning, by the limit of the fold.
 
     Raises:
         ValueError: ``by`` is neither.
@@ -43,7 +44,7 @@ def cross_validate(
     part, told_by = parts(dataset, by, folds, seed)
     told = []
     for number in np.unique(part):
-        told += one_fold(dataset, kind, part == number, told_by, share, seed)
+        told += one_fold(dataset, kind, part == number, told_by, seed, share)
     return sorted(told, key=lambda fold: fold.held_out)
 
 
@@ -66,8 +67,8 @@ def one_fold(
     kind: str,
     held_out: NDArray[np.bool_],
     told_by: NDArray[np.str_],
-    share: float,
     seed: int,
+    share: float = SHARE,
 ) -> list[Fold]:
     """Train and set the limit on the other runs, then judge those that are held out."""
     chosen = np.random.default_rng(seed).random(len(dataset)) < TRAINED_SHARE

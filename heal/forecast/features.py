@@ -17,9 +17,12 @@ FAST, MID, SLOW = 1.0 / 8, 1.0 / 32, 1.0 / 128
 NOISE_FAST, NOISE_SLOW, SHARE = 1.0 / 10, 1.0 / 100, 1.0 / 16
 DEVIATION = 0.886  # of normal noise, per mean distance of neighbours
 LIMIT = 8.0  # of every feature: beyond it more says nothing new
+HOLD = 30.0  # steps without a higher one after which a learning rate counts as held
 SETTLED = 16  # steps until a level counts as one
 FADE = 0.97  # per step, of the largest rises
+CHECK_INTERVAL = 10  # steps between two norms of the weights: of more frequent ones some are left
 TINY = 1e-30
+WEIGHT_TINY = 1e-5  # per step: what weights change by in any training
 
 __all__ = ["ABOUT", "NAMES", "Features"]
 
@@ -37,7 +40,6 @@ class Features:
     last_loss: float = 0.0
     last_change: float = 0.0
     last_residual: float = 0.0
-    magnitude: float = 0.0
     leap: float = 0.0
     first: float = 0.0
     best: float = math.nan
@@ -64,14 +66,22 @@ class Features:
     last_lr: float = 0.0
     lr_leap: float = 0.0
     lr_peak: float = math.nan
+    lr_path: float = 0.0
+    lr_top: float = math.nan
+    lr_top_age: float = 0.0
+    lr_held: float = math.nan
     override: float = 0.0
     j: float = 0.0
     step_fast: float = 0.0
     step_slow: float = 0.0
-    coupled: float = 0.0
-    norm_square: float = 0.0
-    loss_square: float = 0.0
     i: float = 0.0
+    w: float = 0.0
+    weight_last: float = 0.0
+    weight_slow: float = 0.0
+    weight_rate: float = 0.0
+    weight_habit: float = 0.0
+    weight_surge: float = 0.0
+    since_check: float = 0.0
     second_fast: float = 0.0
     second_slow: float = 0.0
     steps: float = 0.0
@@ -102,12 +112,12 @@ class Features:
     ) -> list[float]:
         """As :meth:`observe`, from plain numbers."""
         self.steps += 1.0
-        residual = 0.0
+        self.since_check += 1.0
         if abs(loss) < LARGEST:
-            residual = self._hear_loss(loss)
+            self._hear_loss(loss)
         log_norm = math.log(norm) if 0.0 < norm < LARGEST else math.nan
         if log_norm == log_norm:
-            self._hear_norm(log_norm, residual)
+            self._hear_norm(log_norm)
         self.clip_fast += SHARE * (clipped - self.clip_fast)
         self.clip_slow += SLOW * (clipped - self.clip_slow)
         self.refused += MID * (blocked - self.refused)
@@ -120,8 +130,30 @@ class Features:
             self.second_slow += max(1.0 / self.i, SLOW) * (log_seconds - self.second_slow)
         return self._values()
 
-    def _hear_loss(self, loss: float) -> float:
-        """Take in a loss; return how far it lies from its mean of 32, in deviations."""
+    def hear_weights(self, norm: float) -> None:
+        """Take in the norm of all weights, as it was before the last step that was heard of."""
+        is_early = self.w > 0.0 and self.since_check < CHECK_INTERVAL
+        if is_early or not 0.0 < norm < LARGEST:
+            return
+        log_norm = math.log(norm)
+        gap, self.since_check = self.since_check, 0.0
+        self.w += 1.0
+        if self.w == 1.0:
+            self.weight_last = self.weight_slow = log_norm
+            return
+        self.weight_rate = (log_norm - self.weight_last) / gap
+        self.weight_last = log_norm
+        self.weight_slow += min(gap * SLOW, 1.0) * (log_norm - self.weight_slow)
+        rate = abs(self.weight_rate)
+        if self.w == 2.0:
+            self.weight_habit = rate
+            return
+        self.weight_surge = math.log((rate + WEIGHT_TINY) / (self.weight_habit + WEIGHT_TINY))
+        # A surge becomes a habit slowly, so that it is seen for a while.
+        rate = min(rate, 2.0 * self.weight_habit + WEIGHT_TINY)
+        self.weight_habit += min(gap * MID, 1.0) * (rate - self.weight_habit)
+
+    def _hear_loss(self, loss: float) -> None:
         self.n += 1.0
         share = 1.0 / self.n
         if self.n == 1.0:
@@ -136,7 +168,6 @@ class Features:
         cap = 5.0 * self.noise_slow + 1e-3 * abs(self.slow) + TINY if self.n > 8.0 else LARGEST
         self.noise_fast += max(share, NOISE_FAST) * (distance - self.noise_fast)
         self.noise_slow += max(share, NOISE_SLOW) * (min(distance, cap) - self.noise_slow)
-        self.magnitude += max(share, SLOW) * (abs(loss) - self.magnitude)
         rise = change / (noise + 1e-4 * abs(self.slow) + TINY)
         self.leap = max(FADE * self.leap, min(rise, 1e6) if self.n > SETTLED else 0.0)
         residual = loss - self.mid
@@ -154,15 +185,13 @@ class Features:
             self.first = self.fast
         if self.n >= SETTLED and not self.mid >= self.best:
             self.best = self.mid
-        return residual / (noise + 1e-4 * abs(self.slow) + TINY)
 
-    def _hear_norm(self, log_norm: float, residual: float) -> None:
+    def _hear_norm(self, log_norm: float) -> None:
         self.m += 1.0
         share = 1.0 / self.m
         if self.m == 1.0:
             self.last_norm = log_norm
         deviation = DEVIATION * self.norm_noise_slow + 1e-3
-        off = log_norm - self.norm_mid
         is_high = self.m > SETTLED and log_norm - self.norm_slow > deviation
         self.z_run = self.z_run + 1.0 if is_high else 0.0
         distance = abs(log_norm - self.last_norm)
@@ -170,16 +199,11 @@ class Features:
         self.norm_noise_fast += max(share, NOISE_FAST) * (distance - self.norm_noise_fast)
         self.norm_noise_slow += max(share, NOISE_SLOW) * (min(distance, cap) - self.norm_noise_slow)
         self.norm_fast += max(share, FAST) * (log_norm - self.norm_fast)
-        self.norm_mid += max(share, MID) * off
+        self.norm_mid += max(share, MID) * (log_norm - self.norm_mid)
         self.norm_slow += max(share, SLOW) * (log_norm - self.norm_slow)
         self.last_norm = log_norm
         if self.m >= SETTLED and not self.norm_mid <= self.norm_peak:
             self.norm_peak = self.norm_mid
-        off = min(max(off / deviation, -LIMIT), LIMIT)
-        residual = min(max(residual, -LIMIT), LIMIT)
-        self.coupled += MID * (off * residual - self.coupled)
-        self.norm_square += MID * (off * off - self.norm_square)
-        self.loss_square += MID * (residual * residual - self.loss_square)
 
     def _hear_lr(self, lr: float, scheduled_lr: float, clipped_norm: float) -> None:
         self.k += 1.0
@@ -189,11 +213,17 @@ class Features:
             self.last_lr = log_lr
         self.lr_leap = max(FADE * self.lr_leap, log_lr - self.last_lr)
         self.lr_change += SHARE * (log_lr - self.last_lr - self.lr_change)
+        self.lr_path += SHARE * (abs(log_lr - self.last_lr) - self.lr_path)
         self.last_lr = log_lr
         self.lr_mid += max(share, MID) * (log_lr - self.lr_mid)
         self.lr_slow += max(share, SLOW) * (log_lr - self.lr_slow)
         if not self.lr_mid <= self.lr_peak:
             self.lr_peak = self.lr_mid
+        self.lr_top_age += 1.0
+        if not log_lr <= self.lr_top + 1e-3:
+            self.lr_top, self.lr_top_age = log_lr, 0.0
+        elif self.lr_top_age >= HOLD:
+            self.lr_held = self.lr_top
         self.override = log_lr - math.log(scheduled_lr) if 0.0 < scheduled_lr < LARGEST else 0.0
         if 0.0 < clipped_norm < LARGEST:
             self.j += 1.0
@@ -207,14 +237,11 @@ class Features:
         learned = self.first - self.best
         undone = (self.fast - self.best) / max(learned, noise) if self.n >= SETTLED else 0.0
         high = self.norm_fast - self.norm_peak if self.m >= SETTLED else 0.0
-        spread = math.sqrt(self.norm_square * self.loss_square)
         volatility = math.log((self.noise_fast + 1e-3 * noise) / (self.noise_slow + 1e-3 * noise))
         norm_volatility = math.log((self.norm_noise_fast + 1e-3) / (self.norm_noise_slow + 1e-3))
         values = (
             _compressed(rise / noise),
             _compressed(climb / noise),
-            _compressed(4.0 * rise / max(self.magnitude, noise)),
-            _compressed(4.0 * (self.fast - self.slow) / max(self.magnitude, noise)),
             _compressed(4.0 * undone),
             self.trend,
             _compressed((rise - climb) / noise),
@@ -234,10 +261,13 @@ class Features:
             self.last_lr - self.lr_peak if self.k else 0.0,
             self.lr_leap,
             self.override,
+            self.last_lr - self.lr_held if self.last_lr > self.lr_held else 0.0,
+            math.log1p(100.0 * max(self.lr_path - abs(self.lr_change), 0.0)),
             self.step_fast - self.step_slow,
-            self.coupled / spread if spread > TINY else 0.0,
+            _compressed(200.0 * self.weight_rate),
+            self.weight_surge,
+            _compressed(20.0 * (self.weight_last - self.weight_slow)),
             self.second_fast - self.second_slow,
-            math.log1p(self.steps) / 6.9,
         )
         # Written out: two calls for each of so many numbers would be a fifth of the step's cost.
         return [v if -LIMIT <= v <= LIMIT else math.copysign(LIMIT, v) for v in values]

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.forecast.dataset import FIRST_STEP, Dataset
+from heal.forecast.dataset import Dataset
 from heal.forecast.hysteresis import Hysteresis
 from heal.forecast.scenarios import INSTANT
 from heal.forecast.score import LARGEST_LOGIT, Model
+from heal.forecast.watch import FIRST_STEP
 
 LAG = 2  # steps after which a healer hears of one: a warning counts from then on
 

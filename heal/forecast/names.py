@@ -3,8 +3,6 @@
 ABOUT: dict[str, str] = {
     "loss_rise": "Mean loss of 8 steps above that of 32, in deviations of its noise.",
     "loss_climb": "Mean loss of 32 steps above that of 128, in deviations of its noise.",
-    "loss_rise_share": "Mean loss of 8 steps above that of 32, as a share of its level.",
-    "loss_climb_share": "Mean loss of 8 steps above that of 128, as a share of its level.",
     "loss_undone": "Share of what was learned since the start that the last 8 steps have lost.",
     "loss_trend": "How many more of the last 16 steps raised the mean of 8 than lowered it.",
     "loss_curvature": "Rise of late minus climb before it, in deviations of the noise.",
@@ -24,10 +22,13 @@ ABOUT: dict[str, str] = {
     "lr_beyond": "Log of the learning rate over its highest mean of 32 steps.",
     "lr_leap": "The largest rise of the log rate in one step of late: a jump is no growth.",
     "lr_override": "Log of the learning rate over the scheduled one, where that is known.",
+    "lr_climb": "Log of the learning rate over the highest that was not exceeded for 30 steps.",
+    "lr_swing": "How much the learning rate goes to and fro, in percent a step, mean of 16.",
     "step_growth": "Log of rate times clipped norm, in place of update over weight, 8 above 128.",
-    "coupling": "Correlation of loss and log norm, both against their means of 32.",
+    "weight_rate": "Growth of the weights' norm per step, between the last two checks.",
+    "weight_surge": "Log of that growth over what it usually is.",
+    "weight_growth": "Log of the weights' norm over its mean of 128 steps.",
     "throughput": "Log of the seconds per step, 8 over 128. Differs by rank: in no shipped model.",
-    "age": "Log of the number of steps, in thousands' logs.",
 }
 """Every feature, in order, with its meaning."""
 

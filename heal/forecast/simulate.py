@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from heal.forecast.architectures import ARCHITECTURES, Architecture, Params
+from heal.forecast.architectures import ARCHITECTURES
+from heal.forecast.networks import Architecture, Params
 from heal.forecast.scenarios import Scenario, plan
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "rmsprop")
@@ -18,7 +19,7 @@ LR_CEILING = {"sgd": 2.0, "momentum": 0.5, "adam": 0.1, "rmsprop": 0.05}
 """No one trains with more, though small networks may bear it for a while."""
 CORRUPTION = 3.0  # spreads of a tensor that corruption adds to it
 
-COLUMNS = ("loss", "norm", "clipped_norm", "lr", "clipped", "blocked")
+COLUMNS = ("loss", "norm", "clipped_norm", "lr", "clipped", "blocked", "weight_norm")
 """What is kept of each step; the rest of a record is not known to these runs."""
 
 
@@ -83,12 +84,13 @@ class Trainer:
         grads = tuple(g * _wide(scale, g) for g in grads)
         grads = self._noisy(grads, noise)
         norm = _norm(grads)
+        weight_norm = _norm(tuple(self.params.values()))
         blocked = ~(norm.isfinite() & loss.isfinite())
         coef = self._clip(norm, blocked)
         lr = self.lr * lr_factor
         self._update(grads, coef, lr, blocked)
-        columns = (loss.detach(), norm, norm * coef, lr, (coef < 1).float(), blocked.float())
-        return torch.stack(columns, 1)
+        flags = ((coef < 1).float(), blocked.float())
+        return torch.stack((loss.detach(), norm, norm * coef, lr, *flags, weight_norm), 1)
 
     def _noisy(self, grads: tuple[Tensor, ...], noise: Tensor) -> tuple[Tensor, ...]:
         if not bool((noise > 0).any()):

@@ -13,7 +13,7 @@ from heal.config import HealingConfig
 from heal.forecast.features import Features
 from heal.forecast.hysteresis import QUIET_STEPS, Hysteresis
 from heal.forecast.score import Model, shipped
-from heal.verdict import Record
+from heal.verdict import HealthRow, Record
 
 FIRST_STEP = 20  # levels and noise are guesses before it
 
@@ -92,6 +92,10 @@ class ForecastWatch:
                 "limit": self.switch.limit,
             },
         )
+
+    def observe_health(self, row: HealthRow) -> None:
+        """Hear of a check of the weights: how large they are all together."""
+        self.features.hear_weights(math.hypot(*row.weight_norms))
 
     def note_failure(self, step: int) -> None:
         """Hear that a detector found damage."""

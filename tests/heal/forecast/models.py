@@ -4,7 +4,7 @@ from heal.forecast.features import NAMES
 from heal.forecast.score import Model
 
 
-def model_of(feature="loss_climb_share", weight=6.0, bias=-2.0, limit=2.0, **changes):
+def model_of(feature="loss_climb", weight=6.0, bias=-2.0, limit=2.0, **changes):
     values = {
         "names": (feature,),
         "indices": (NAMES.index(feature),),
@@ -14,7 +14,7 @@ def model_of(feature="loss_climb_share", weight=6.0, bias=-2.0, limit=2.0, **cha
         "slope": 1.0,
         "offset": 0.0,
         "memory": 4.0,
-        "limits": {0.05: limit, 0.2: limit / 2},
+        "limits": {0.02: limit, 0.2: limit / 2},
         "stretch_steps": 500,
         "card": {},
     }

@@ -7,7 +7,7 @@ import torch
 from heal.forecast import corpus, dataset
 from heal.forecast.architectures import ARCHITECTURES
 from heal.forecast.scenarios import HEALTHY, INSTANT, SLOW, plan
-from heal.forecast.simulate import OPTIMIZERS, Streams, Trainer, simulate
+from heal.forecast.simulate import COLUMNS, OPTIMIZERS, Streams, Trainer, simulate
 
 KINDS = ["plain", "growing_lr", "drift", "nan_batch", "corrupt_weights"]
 
@@ -77,6 +77,18 @@ def test_a_run_is_undisturbed_up_to_its_fault():
     lr = faulty.records[:, :, 3]
     assert lr[0, -1] > 3 * lr[0, faulty.onset[0]]
     assert np.isfinite(healthy.records).all()
+
+
+def test_the_norm_of_the_weights_is_that_before_the_step_and_grows_with_a_drift():
+    made = some(kinds=["plain", "drift"], optimizer="sgd")
+    norms = made.records[:, :, COLUMNS.index("weight_norm")]
+    trainer = Trainer(
+        ARCHITECTURES["mlp"], "sgd", torch.ones(2), torch.zeros(2, dtype=torch.bool), 8, seed=3
+    )
+    first = torch.stack([p.flatten(1).square().sum(1) for p in trainer.params.values()])
+    assert norms[:, 0] == pytest.approx(first.sum(0).sqrt().numpy())
+    onset = int(made.onset[1])
+    assert norms[1, -1] / norms[1, onset] > 1.2 * norms[0, -1] / norms[0, onset]
 
 
 def test_a_nan_batch_is_refused_and_passes():
@@ -150,7 +162,7 @@ def test_an_unknown_kind_is_refused():
 
 
 def test_a_run_that_fails_without_a_fault_is_not_called_healthy():
-    records = np.ones((2, 100, 6), np.float32)
+    records = np.ones((2, 100, len(COLUMNS)), np.float32)
     records[0, 50:, 0] = np.nan
     streams = Streams(records, ["mlp"] * 2, ["sgd"] * 2, ["plain"] * 2, np.array([-1, -1]), [0, 0])
     assert corpus.failed(streams).tolist() == [True, False]

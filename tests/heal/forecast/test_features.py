@@ -67,7 +67,15 @@ def test_a_growing_rate_a_growing_norm_and_a_rising_loss_are_seen():
     noise = 1 + 0.02 * np.random.default_rng(0).standard_normal(300)
     sick = list(records(growth * noise, norms=growth, lrs=1e-3 * growth))
     calm = list(records(noise, norms=np.ones(300), lrs=np.full(300, 1e-3)))
-    for name in ("loss_rise", "loss_climb_share", "norm_growth", "lr_ratio", "lr_growth", "z_run"):
+    for name in (
+        "loss_rise",
+        "loss_climb",
+        "norm_growth",
+        "lr_ratio",
+        "lr_growth",
+        "lr_climb",
+        "z_run",
+    ):
         assert last(sick, name) > last(calm, name) + 0.3, name
 
 
@@ -92,12 +100,65 @@ def test_a_rate_that_is_not_the_scheduled_one_and_slow_steps_are_seen():
     assert last(records([1.0] * 160, seconds=seconds), "throughput") > 1.0
 
 
+def test_a_rate_that_goes_to_and_fro_is_told_from_one_that_rises():
+    t = np.arange(200)
+    swinging = 1e-3 * np.exp(0.5 * np.sin(2 * np.pi * t / 20))
+    rising, held = 1e-3 * 1.02**t, np.full(200, 1e-3)
+    swing = [last(records(np.ones(200), lrs=lrs), "lr_swing") for lrs in (swinging, rising, held)]
+    assert swing[0] > 1.0
+    assert swing[1] < 0.01
+    assert swing[2] < 1e-9
+
+
+def test_a_climb_is_above_the_highest_rate_that_was_held_and_no_warm_up_nor_restart():
+    t = np.arange(200)
+    climbing = 1e-3 * np.where(t < 100, 1.0, 1.02 ** np.maximum(t - 100, 0))
+    warm_up = 1e-3 * np.minimum(1.0, (t + 1) / 150)
+    restarts = 1e-3 * (0.51 + 0.49 * np.cos(np.pi * (t % 70) / 70))
+    found = [
+        max(values[AT["lr_climb"]] for values in follow(records(np.ones(200), lrs=lrs)))
+        for lrs in (climbing, warm_up, restarts)
+    ]
+    assert found[0] == pytest.approx(99 * math.log(1.02), rel=1e-3)
+    assert found[1:] == [0.0, 0.0]
+
+
+def follow_weights(norms, every=10):
+    features = Features()
+    for step, record in enumerate(records(np.ones(len(norms)))):
+        values = features.observe(record)
+        if step % every == 0:
+            features.hear_weights(norms[step])
+    return dict(zip(NAMES, values, strict=True))
+
+
+def test_weights_that_drift_are_seen_against_their_habit():
+    t = np.arange(301)
+    calm = 5.0 * np.exp(1e-4 * t)
+    drifting = calm * np.where(t < 200, 1.0, 1.01 ** np.maximum(t - 200, 0))
+    calm, drifting = follow_weights(calm), follow_weights(drifting)
+    assert calm["weight_surge"] == pytest.approx(0.0, abs=1e-6)
+    assert drifting["weight_surge"] > 1.0
+    assert drifting["weight_rate"] == pytest.approx(math.log1p(200 * math.log(1.01 * 1.0001)), 1e-2)
+    assert drifting["weight_growth"] > calm["weight_growth"] + 1.0
+
+
+def test_norms_that_come_too_often_or_are_no_numbers_are_left_out():
+    norms = np.exp(np.random.default_rng(0).standard_normal(101))
+    assert follow_weights(norms, every=1) == follow_weights(norms)
+    features = Features()
+    features.observe(Record(step=0, loss=1.0))
+    for norm in (math.nan, math.inf, 0.0, -1.0):
+        features.hear_weights(norm)
+    assert features.w == 0.0
+
+
 def test_one_freak_loss_leaves_little_behind():
     losses = [1.0 + 0.01 * (-1) ** t for t in range(200)]
     freak = list(losses)
     freak[150] = 1e20
     one, other = follow(records(losses))[-1], follow(records(freak))[-1]
-    assert abs(one[AT["loss_climb_share"]] - other[AT["loss_climb_share"]]) < 0.1
+    assert abs(one[AT["loss_undone"]] - other[AT["loss_undone"]]) < 0.1
 
 
 def test_the_state_goes_through_json_and_back():

@@ -1,6 +1,7 @@
 """The forecast beside a run: it changes nothing until it warns, and then only what it may."""
 
 import json
+import math
 
 import pytest
 
@@ -29,6 +30,43 @@ def test_a_run_that_is_not_warned_of_is_bit_by_bit_the_same(calm):
     assert_same(expected, fingerprint(with_forecast))
     assert healer.notes == []
     assert "healing/forecast" in healer.metrics()
+
+
+def test_the_weights_are_measured_every_ten_steps_and_heard_of(calm):
+    setup = regression(forecast=True, check_interval=1000)
+    healer = setup.healer()
+    checks = []
+    post = healer._listener._health.post
+    healer._listener._health.post = lambda step: (checks.append(step), post(step))
+    healer.run(setup.train_step, setup.loader, 60, progress=False)
+    assert checks == [10, 20, 30, 40, 50, 60]
+    features = healer._listener.watch.forecast.features
+    assert features.w == 5.0  # the last is read two steps after the end
+    total = sum(float(p.detach().square().sum()) for p in setup.model.parameters())
+    assert abs(features.weight_last - 0.5 * math.log(total)) < 0.2  # ten steps old
+    assert features.weight_rate != 0.0
+
+
+def test_who_wants_no_checks_gets_none(calm):
+    setup = regression(forecast=True, check_interval=0)
+    healer = setup.run(40)
+    assert healer._listener.watch.forecast.features.w == 0.0
+
+
+def test_the_shipped_model_warns_of_a_rate_that_grows_and_not_before(tmp_path):
+    setup = regression(forecast=True)
+    healer = setup.healer(run_dir=tmp_path)
+
+    def train_step(batch):
+        if healer.last_step >= 100:
+            for group in setup.optimizer.param_groups:
+                group["lr"] *= 1.05
+        return setup.train_step(batch)
+
+    healer.run(train_step, setup.loader, 180, progress=False)
+    steps = [e["step"] for e in healer.recoveries if e["failure"] == "instability_ahead"]
+    assert steps
+    assert steps[0] > 100
 
 
 def test_it_is_off_unless_asked_for():

@@ -9,6 +9,7 @@ import torch
 
 from heal.commands import forecast as command
 from heal.forecast import corpus, dataset, evaluate, judge, train
+from heal.forecast.names import NAMES
 from heal.forecast.score import from_json
 
 pytest.importorskip("sklearn")
@@ -19,7 +20,7 @@ def few_steps(monkeypatch):
     """Enough for a hundred runs."""
     monkeypatch.setattr(train, "POSITIVES", 3_000)
     monkeypatch.setattr(train, "NEGATIVES", 6_000)
-    monkeypatch.setattr(train, "EPOCHS", 9)
+    monkeypatch.setattr(train, "PASSES", 9)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_both_models_find_most_slow_failures_of_runs_they_have_not_seen(tiny):
 
 def test_a_model_is_calibrated_on_runs_and_survives_json(tiny):
     model = train.calibrate(train.fit(tiny), tiny)
-    assert list(model.limits) == [0.2, 0.1, 0.05]  # 84 healthy runs cannot promise 1 %
+    assert list(model.limits) == [0.2, 0.1, 0.05, 0.02]  # 84 healthy runs cannot promise 1 %
     again = from_json(json.loads(json.dumps(model.to_json(), allow_nan=False)))
     assert np.array_equal(
         judge.logits(again, tiny.features[:2]), judge.logits(model, tiny.features[:2])
@@ -82,7 +83,7 @@ def test_held_out_architectures_are_not_trained_on(tiny, monkeypatch):
 
 def test_warnings_before_the_fault_or_too_late_to_be_heard_do_not_count():
     steps = 200
-    features = np.zeros((1, steps, 27), np.float32)
+    features = np.zeros((1, steps, len(NAMES)), np.float32)
     runs = dataset.Dataset(
         features,
         np.array(["mlp"]),
