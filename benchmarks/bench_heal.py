@@ -2,9 +2,8 @@
 
 python benchmarks/bench_heal.py [--save benchmarks/results]
 
-The loops are timed in turns, step by step, so that a busy machine disturbs both alike. Healing
-clips by ZClip where the loop beside it calls ``clip_grad_norm_``, and not at all where
-that does not clip.
+The loops are timed in turns of ten steps, so that a busy machine disturbs both alike. Healing clips
+by ZClip where the loop beside it calls ``clip_grad_norm_``, and not at all where that does not.
 """
 
 import argparse
@@ -53,7 +52,8 @@ WORK = {
 """What to train, and how much slower healing may make it, in percent: 5 at 50K, 2 at 2.5M."""
 
 
-WARM, MOST_SECONDS = 20, 40.0  # steps that are not counted; for one kind of work
+WARM, MOST_SECONDS = 20, 30.0  # steps that are not counted; for one kind of work
+BLOCK, SETTLING = 10, 2  # steps in a row of one loop; of these not counted
 
 
 def loop(build, clips, heals):
@@ -81,31 +81,36 @@ def loop(build, clips, heals):
     return step, sum(p.numel() for p in parameters)
 
 
-def overhead(build, steps, clips):
-    """Take turns, step by step; return parameters, bare ms per step, and ms and percent on top.
+def overhead(build, clips):
+    """Take turns; return parameters, bare ms per step, and ms and percent on top.
 
-    Medians of single steps, so that a busy moment hits both alike or neither; what the steps with
-    a snapshot take longer is shared among those between two of them.
+    A turn is a block of steps, so that each loop finds its own code and data in the caches, as it
+    does when it runs alone; its first steps are not counted. Medians of single steps, so that a
+    busy moment does not matter; what the steps with a snapshot take longer is shared among those
+    between two of them.
     """
     bare, count = loop(build, clips, heals=False)
     healed, _ = loop(build, clips, heals=True)
     interval = HealingConfig().snapshot_interval
-    seconds = {bare: [], healed: []}
+    usual, longer = {bare: [], healed: []}, {bare: [], healed: []}
+    done = {bare: 0, healed: 0}
     end = time.perf_counter() + MOST_SECONDS
-    for i in range(steps):
-        if i > 2 * interval + 1 and time.perf_counter() > end:
-            break
-        for step in (bare, healed) if i % 2 else (healed, bare):
-            began = time.perf_counter()
-            step()
-            seconds[step].append(time.perf_counter() - began)
-    usual, longer = [], []
-    for i, pair in enumerate(zip(seconds[healed], seconds[bare], strict=True)):
-        if i >= WARM:
-            (usual if (i + 1) % interval else longer).append(pair[0] - pair[1])
-    added = statistics.median(usual)
-    added += (statistics.median(longer) - added) / interval
-    per_step = statistics.median(seconds[bare][WARM:])
+    turn = 0
+    while time.perf_counter() < end or min(done.values()) < 2 * interval + WARM:
+        turn += 1
+        for step in (bare, healed) if turn % 2 else (healed, bare):
+            for i in range(BLOCK):
+                began = time.perf_counter()
+                step()
+                took = time.perf_counter() - began
+                done[step] += 1
+                if done[step] > WARM and i >= SETTLING:
+                    (usual if done[step] % interval else longer)[step].append(took)
+    added = statistics.median(usual[healed]) - statistics.median(usual[bare])
+    per_step = statistics.median(usual[bare])
+    if longer[healed]:
+        more = statistics.median(longer[healed]) - statistics.median(usual[healed])
+        added += more / interval
     return count, per_step * 1e3, added * 1e3, 100 * added / per_step
 
 
@@ -168,7 +173,7 @@ def measure(rounds):
     rows = []
     for name, (build, goal) in WORK.items():
         for clips in (True, False):
-            count, bare, added, percent = overhead(build, 3000, clips)
+            count, bare, added, percent = overhead(build, clips)
             beside = "a loop that clips" if clips else "a loop that does not"
             told = f"overhead, {name.strip()}, {count:,} parameters, beside {beside}"
             more = f"{bare:.2f} ms a step, and {added:.2f} on top"

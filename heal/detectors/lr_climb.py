@@ -1,6 +1,7 @@
 """Finds a learning rate that climbs beyond all before and undoes what was learned."""
 
 import math
+from statistics import median
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
@@ -14,14 +15,15 @@ class LrClimb:
 
     A schedule may raise the rate as it likes, and a bug in one looks just like it, so that the
     rate alone is no fault. It is one when it has left the highest rate that was ever held for
-    ``HOLD`` steps by ``RAISED`` times, and since then half of what was learned is gone. Warm-up is
-    a rate that was never held; a restart returns to one that was. After ``PATIENCE`` steps a
-    higher rate is the usual one.
+    ``HOLD`` steps by ``RAISED`` times, and since then half of what was learned is gone and the loss
+    does not come down: what does is being learned, say new data of a new phase. Warm-up is a rate
+    that was never held; a restart returns to one that was. After ``PATIENCE`` steps a higher rate
+    is the usual one.
     """
 
     HOLD, STEADY = 30, 1.5  # steps in which the rate changed by no more than this factor
     LEFT, RAISED = 2.0, 4.0  # times the highest rate that was held: watched from, blamed from
-    LOSSES = 8  # whose median is the level
+    LOSSES = 8  # whose median is a level
     UNDONE = 0.5  # share of what was learned
     NOISE = 6.0  # spreads that the level must have risen at least
     PATIENCE = 300
@@ -54,9 +56,7 @@ class LrClimb:
 
     def _settle(self) -> None:
         """Take the rate for a usual one, from now on."""
-        if self.left_at >= 0:
-            self.left_at, self.is_told = -1, False
-            self.losses = Window(2 * self.LOSSES, self.losses.values())
+        self.left_at, self.is_told = -1, False
 
     def _hold(self, lr: float) -> None:
         """Learn what is usual. What a rise sets out from is the level before it."""
@@ -70,15 +70,17 @@ class LrClimb:
         if self.left_at < 0:
             self.left_at = record.step
             self.level, self.spread = self.losses.median, self.losses.spread
-            self.losses = Window(self.LOSSES)
+            self.losses.clear()
         if record.step - self.left_at >= self.PATIENCE:
             self.usual = lr
             self._settle()
             return None
-        if self.is_told or lr < self.RAISED * self.usual or len(self.losses) < self.LOSSES:
+        if self.is_told or lr < self.RAISED * self.usual or len(self.losses) < 2 * self.LOSSES:
             return None
-        risen, learned = self.losses.median - self.level, self.initial - self.level
-        if not risen > max(self.UNDONE * learned, self.NOISE * self.spread):
+        losses = self.losses.values()
+        before, now = median(losses[: self.LOSSES]), median(losses[self.LOSSES :])
+        undone = max(self.UNDONE * (self.initial - self.level), self.NOISE * self.spread)
+        if not now > self.level + undone or now < before:
             return None
         self.is_told = True
         return Finding(
@@ -89,7 +91,7 @@ class LrClimb:
             evidence={
                 "lr": lr,
                 "usual_lr": self.usual,
-                "loss": self.losses.median,
+                "loss": now,
                 "loss_before": self.level,
             },
         )
@@ -111,8 +113,7 @@ class LrClimb:
         """Remember what :meth:`state` returned, and nothing else."""
         self.rates, self.usual = list(state["rates"]), state["usual"]
         self.left_at, self.is_told = state["left_at"], state["is_told"]
-        size = self.LOSSES if self.left_at >= 0 else 2 * self.LOSSES
-        self.losses = Window(size, state["losses"])
+        self.losses = Window(2 * self.LOSSES, state["losses"])
         self.initial = math.nan if state["initial"] is None else state["initial"]
         self.level = math.nan if state["level"] is None else state["level"]
         self.spread = state["spread"]

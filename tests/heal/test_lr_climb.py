@@ -33,6 +33,11 @@ def hurt(height=1.5, begin=LEFT + 20, length=40):
     )
 
 
+def learned_again():
+    t = np.arange(STEPS) - LEFT
+    return hurt(height=0.0) + np.where(t < 0, 0.0, 3.0 * np.exp(-np.maximum(t, 0) / 60.0))
+
+
 def climbing(rate=1.2, steps=40):
     t = np.arange(STEPS)
     return 1e-3 * rate ** np.clip(t - LEFT + 1, 0, steps)
@@ -66,6 +71,7 @@ def test_the_whole_watch_acts_on_it():
         (hurt(), np.full(STEPS, 1e-3)),  # nor is the loss the rate's
         (hurt(), jump(3.9)),  # a phase with a somewhat higher rate
         (hurt(height=0.7), jump(30.0)),  # less than half of what was learned
+        (learned_again(), jump(30.0)),  # a new phase with new data
         (noisy(np.zeros(STEPS), 1.0), jump(30.0)),  # around zero, of a policy
         (hurt(), np.r_[np.full(100, 1e-2), np.full(100, 1e-3), np.full(200, 1e-2)]),  # a restart
         (hurt(), 1e-4 * (np.arange(STEPS) + 1)),  # warm-up
