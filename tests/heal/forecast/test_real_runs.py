@@ -1,0 +1,49 @@
+"""The shipped model beside real trainings, larger by far than those that it learned from."""
+
+import pytest
+import torch
+
+from benchmarks.failures.families import FAMILIES, make
+from heal import Healer, HealingConfig
+from heal.actions import CannotHeal
+
+STEPS, ONSET = 600, 300
+
+
+def warnings_of(family, seed, growth=0.0):
+    torch.set_num_threads(1)
+    training = make(family, seed)
+    healer = Healer(training.model, training.optimizer, config=HealingConfig(forecast=True))
+    healer.exits.dismiss()
+
+    def train_step(batch):
+        if healer.last_step >= ONSET:
+            for group in training.optimizer.param_groups:
+                group["lr"] *= 1.0 + growth
+        return training.train_step(batch)
+
+    try:
+        healer.run(train_step, training.loader, STEPS, progress=False)
+    except CannotHeal:
+        assert growth  # a rate that never stops growing has no cure
+    return [e["step"] for e in healer.recoveries if e["failure"] == "instability_ahead"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_healthy_run_is_not_warned_of(family, seed):
+    assert warnings_of(family, seed) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rate_that_grows_by_three_percent_a_step_is_warned_of_within_a_hundred(family, seed):
+    assert ONSET < warnings_of(family, seed, growth=0.03)[0] < ONSET + 100
+
+
+def test_one_of_each():
+    """The quick part of the above."""
+    assert warnings_of("CNN", 0) == []
+    assert ONSET < warnings_of("CNN", 0, growth=0.03)[0] < ONSET + 100
