@@ -75,6 +75,10 @@ def test_the_whole_watch_acts_on_it():
         (noisy(np.zeros(STEPS), 1.0), jump(30.0)),  # around zero, of a policy
         (hurt(), np.r_[np.full(100, 1e-2), np.full(100, 1e-3), np.full(200, 1e-2)]),  # a restart
         (hurt(), 1e-4 * (np.arange(STEPS) + 1)),  # warm-up
+        (
+            noisy(1.0 + 0.01 * np.arange(STEPS)),
+            1e-4 * (np.arange(STEPS) + 1),
+        ),  # from the first step
         (hurt(), 1e-3 * 1.02 ** np.arange(STEPS)),  # warm-up by a factor a step
         (hurt(), np.where(np.arange(STEPS) % 20 < 10, 1e-3, 1e-2)),  # never held
         (hurt(), np.full(STEPS, np.nan)),  # not told

@@ -114,13 +114,14 @@ def test_a_climb_is_above_the_highest_rate_that_was_held_and_no_warm_up_nor_rest
     t = np.arange(200)
     climbing = 1e-3 * np.where(t < 100, 1.0, 1.02 ** np.maximum(t - 100, 0))
     warm_up = 1e-3 * np.minimum(1.0, (t + 1) / 150)
+    stairs = 1e-3 * np.minimum(1.0, 2.0 ** (t // 20 - 6))
     restarts = 1e-3 * (0.51 + 0.49 * np.cos(np.pi * (t % 70) / 70))
     found = [
         max(values[AT["lr_climb"]] for values in follow(records(np.ones(200), lrs=lrs)))
-        for lrs in (climbing, warm_up, restarts)
+        for lrs in (climbing, warm_up, stairs, restarts)
     ]
     assert found[0] == pytest.approx(99 * math.log(1.02), rel=1e-3)
-    assert found[1:] == [0.0, 0.0]
+    assert found[1:] == [0.0, 0.0, 0.0]
 
 
 def follow_weights(norms, every=10):
@@ -141,6 +142,15 @@ def test_weights_that_drift_are_seen_against_their_habit():
     assert drifting["weight_surge"] > 1.0
     assert drifting["weight_rate"] == pytest.approx(math.log1p(200 * math.log(1.01 * 1.0001)), 1e-2)
     assert drifting["weight_growth"] > calm["weight_growth"] + 1.0
+
+
+def test_rarer_checks_say_about_the_same():
+    drifting = 5.0 * 1.01 ** np.arange(301)
+    often, seldom = follow_weights(drifting), follow_weights(drifting, every=30)
+    for name in ("weight_rate", "weight_growth"):
+        assert seldom[name] == pytest.approx(often[name], rel=0.1), name
+    behind = 128 * math.log(1.01) * (1.0 - math.exp(-300 / 128))  # a mean of 128 steps, on a slope
+    assert often["weight_growth"] == pytest.approx(math.log1p(20 * behind), rel=0.05)
 
 
 def test_norms_that_come_too_often_or_are_no_numbers_are_left_out():
