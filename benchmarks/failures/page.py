@@ -97,7 +97,7 @@ def _summary(results: Results, rows: list[str]) -> Iterable[str]:
         alarms = sum(results[k]["changed"] for k in calm)
         yield (
             f"| {protection} | {ended} of {len(keys)} | {good} of {len(keys)} "
-            f"({good / max(len(keys), 1):.0%}) | {alarms} of {len(calm)} |"
+            f"({good / max(len(keys), 1):.1%}) | {alarms} of {len(calm)} |"
         )
 
 
