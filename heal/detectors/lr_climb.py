@@ -30,7 +30,8 @@ class LrClimb:
 
     def __init__(self, config: HealingConfig) -> None:
         del config  # nothing here is worth a knob
-        self.rates: list[float] = []
+        self.lowest = self.highest = 0.0  # of the steps that are steady
+        self.steady = 0
         self.usual = 0.0
         self.left_at = -1
         self.losses = Window(2 * self.LOSSES)
@@ -59,12 +60,13 @@ class LrClimb:
         self.left_at, self.is_told = -1, False
 
     def _hold(self, lr: float) -> None:
-        """Learn what is usual. What a rise sets out from is the level before it."""
-        self.rates.append(lr)
-        del self.rates[: -self.HOLD]
-        lowest = min(self.rates)
-        if len(self.rates) == self.HOLD and max(self.rates) <= self.STEADY * lowest:
-            self.usual = max(self.usual, lowest)
+        """Learn what is usual: what a rise sets out from."""
+        self.lowest, self.highest = min(self.lowest, lr), max(self.highest, lr)
+        if self.highest > self.STEADY * self.lowest:
+            self.lowest, self.highest, self.steady = lr, lr, 0
+        self.steady += 1
+        if self.steady >= self.HOLD:
+            self.usual = max(self.usual, self.lowest)
 
     def _raised(self, record: Record, lr: float) -> Finding | None:
         if self.left_at < 0:
@@ -99,7 +101,9 @@ class LrClimb:
     def state(self) -> dict[str, Any]:
         """Return all that is remembered, as values that JSON has."""
         return {
-            "rates": list(self.rates),
+            "lowest": self.lowest,
+            "highest": self.highest,
+            "steady": self.steady,
             "usual": self.usual,
             "left_at": self.left_at,
             "losses": self.losses.values(),
@@ -111,7 +115,8 @@ class LrClimb:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Remember what :meth:`state` returned, and nothing else."""
-        self.rates, self.usual = list(state["rates"]), state["usual"]
+        self.lowest, self.highest = state["lowest"], state["highest"]
+        self.steady, self.usual = state["steady"], state["usual"]
         self.left_at, self.is_told = state["left_at"], state["is_told"]
         self.losses = Window(2 * self.LOSSES, state["losses"])
         self.initial = math.nan if state["initial"] is None else state["initial"]
