@@ -2,7 +2,7 @@
 
 python benchmarks/bench_heal.py [--save benchmarks/results]
 
-The loops are timed in turns of ten steps, so that a busy machine disturbs both alike. Healing clips
+The loops are timed in turns, so that a busy machine disturbs both alike. Healing clips
 by ZClip where the loop beside it calls ``clip_grad_norm_``, and not at all where that does not.
 """
 
@@ -53,7 +53,8 @@ WORK = {
 
 
 WARM, MOST_SECONDS = 20, 30.0  # steps that are not counted; for one kind of work
-BLOCK, SETTLING = 10, 2  # steps in a row of one loop; of these not counted
+QUICK = 5e-3  # seconds: what takes longer depends little on what the caches hold
+BLOCK, SETTLING = 10, 2  # quick steps in a row of one loop; of these not counted
 
 
 def loop(build, clips, heals):
@@ -84,33 +85,34 @@ def loop(build, clips, heals):
 def overhead(build, clips):
     """Take turns; return parameters, bare ms per step, and ms and percent on top.
 
-    A turn is a block of steps, so that each loop finds its own code and data in the caches, as it
-    does when it runs alone; its first steps are not counted. Medians of single steps, so that a
-    busy moment does not matter; what the steps with a snapshot take longer is shared among those
-    between two of them.
+    A turn of quick steps is a block of them, so that each loop finds its own code and data in the
+    caches, as it does when it runs alone; its first steps are not counted. Slow steps take turns
+    one by one, so that the machine is equally fast for both. Medians of the differences of steps,
+    so that a busy moment does not matter; what the steps with a snapshot take longer is shared
+    among those between two of them.
     """
     bare, count = loop(build, clips, heals=False)
     healed, _ = loop(build, clips, heals=True)
     interval = HealingConfig().snapshot_interval
-    usual, longer = {bare: [], healed: []}, {bare: [], healed: []}
-    done = {bare: 0, healed: 0}
+    seconds = {bare: [], healed: []}
+    block, settling = 1, 0
     end = time.perf_counter() + MOST_SECONDS
-    turn = 0
-    while time.perf_counter() < end or min(done.values()) < 2 * interval + WARM:
-        turn += 1
+    while time.perf_counter() < end or len(seconds[bare]) < 2 * interval + WARM:
+        if len(seconds[bare]) == WARM and statistics.median(seconds[bare]) < QUICK:
+            block, settling = BLOCK, SETTLING
+        turn = len(seconds[bare]) // block
         for step in (bare, healed) if turn % 2 else (healed, bare):
-            for i in range(BLOCK):
+            for _ in range(block):
                 began = time.perf_counter()
                 step()
-                took = time.perf_counter() - began
-                done[step] += 1
-                if done[step] > WARM and i >= SETTLING:
-                    (usual if done[step] % interval else longer)[step].append(took)
-    added = statistics.median(usual[healed]) - statistics.median(usual[bare])
-    per_step = statistics.median(usual[bare])
-    if longer[healed]:
-        more = statistics.median(longer[healed]) - statistics.median(usual[healed])
-        added += more / interval
+                seconds[step].append(time.perf_counter() - began)
+    usual, longer = [], []
+    for i, pair in enumerate(zip(seconds[healed], seconds[bare], strict=True)):
+        if i >= WARM and i % block >= settling:
+            (usual if (i + 1) % interval else longer).append(pair[0] - pair[1])
+    added = statistics.median(usual)
+    added += (statistics.median(longer) - added) / interval
+    per_step = statistics.median(seconds[bare][WARM:])
     return count, per_step * 1e3, added * 1e3, 100 * added / per_step
 
 
