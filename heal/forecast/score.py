@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import mul
@@ -18,15 +18,21 @@ SHIPPED = Path(__file__).with_name("model.json")
 LARGEST_LOGIT = 30.0
 
 
-def _plain_sumprod(left: Sequence[float], right: Sequence[float]) -> float:
-    total: float = sum(map(mul, left, right))
-    return total
+def _plain_layer(
+    weights: Iterable[Sequence[float]], biases: Iterable[float], values: Sequence[float]
+) -> list[float]:
+    return [sum(map(mul, row, values), bias) for row, bias in zip(weights, biases)]  # noqa: B905
 
 
-SUMPROD: Callable[[Sequence[float], Sequence[float]], float] = getattr(
-    math, "sumprod", _plain_sumprod
-)
-"""Python 3.12 and later do it in half the time."""
+def _quick_layer(
+    weights: Iterable[Sequence[float]], biases: Iterable[float], values: Sequence[float]
+) -> list[float]:
+    sumprod: Callable[[Sequence[float], Sequence[float]], float] = math.sumprod  # type: ignore[attr-defined, unused-ignore]
+    return [sumprod(row, values) + bias for row, bias in zip(weights, biases)]  # noqa: B905
+
+
+LAYER = _quick_layer if hasattr(math, "sumprod") else _plain_layer
+"""Weights times values, plus biases. Python 3.12 and later do it in half the time."""
 
 Layer = tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
 """Rows of weights, and a bias for each."""
@@ -69,12 +75,11 @@ class Model:
     def logit(self, features: Sequence[float]) -> float:
         """Return the log-odds of failure soon, not calibrated."""
         values = [features[i] for i in self.indices]
-        last = len(self.folded) - 1
-        for depth, (weights, biases) in enumerate(self.folded):
-            values = [SUMPROD(row, values) + bias for row, bias in zip(weights, biases)]  # noqa: B905
-            if depth < last:
-                values = [math.tanh(value) for value in values]
-        return min(max(values[0], -LARGEST_LOGIT), LARGEST_LOGIT)
+        *hidden, (weights, biases) = self.folded
+        for rows, shifts in hidden:
+            values = list(map(math.tanh, LAYER(rows, shifts, values)))
+        logit = LAYER(weights, biases, values)[0]
+        return min(max(logit, -LARGEST_LOGIT), LARGEST_LOGIT)
 
     def probability(self, logit: float) -> float:
         """Return the calibrated chance that the loss doubles within the horizon of the card."""

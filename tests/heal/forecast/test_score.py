@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from heal.forecast import score
 from heal.forecast.features import NAMES
 from heal.forecast.judge import logits
 from heal.forecast.score import SHIPPED, Model, ModelError, from_json, read, shipped
@@ -103,3 +104,11 @@ def test_the_shipped_model_is_small_plain_and_says_where_it_comes_from():
     assert list(model.limits.values()) == sorted(model.limits.values())
     assert model.card["training_runs"] > 1000
     assert model.card["calibration_runs"] > 1000
+
+
+def test_both_ways_to_compute_a_layer_agree(monkeypatch):
+    """One of them is not that of the Python that runs the tests."""
+    monkeypatch.setattr(math, "sumprod", lambda a, b: float(np.dot(a, b)), raising=False)
+    weights, biases = ((1.0, -2.0, 0.5), (3.0, 4.0, 0.25)), (0.5, -1.0)
+    for layer in (score._plain_layer, score._quick_layer):
+        assert layer(weights, biases, [1.0, 2.0, 4.0]) == [-0.5, 11.0]
