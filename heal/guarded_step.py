@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import zclip
+from heal.calm import TOGETHER
 from heal.config import HealingConfig
 from heal.ranks import HAS_FAILED, NUM_LANES, HostFacts, Ranks
 from zclip.clippers import Clipper, ClipResult
-from zclip.layout import BLOCKED, NUM_LOSS_STATE, NUM_VERDICT
+from zclip.layout import BLOCKED, FLAGS, HAS_INF, HAS_NAN, NUM_LOSS_STATE, NUM_VERDICT
 from zclip.schemas import wide_dtype
 
 LOSS_DECAY = 0.99  # the running mean of the loss remembers about a hundred steps
@@ -40,15 +41,20 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         A verdict in host memory is simply read: that is no wait, and cheaper than to have the
         optimizer look at it.
         """
-        refused = self._refused(result, None)
-        if refused.is_cpu and self.apply == "inplace":
-            if not float(refused):
+        if result.verdict.is_cpu and self.apply == "inplace":
+            if not self._is_refused(result.verdict.tolist()):
                 self._step_inner()
             return
+        refused = self._refused(result, None)
         if not self.guards_on_device:
             self._waiting_step(refused)
         elif not self._must_wait() or not bool(refused):
             self._guarded_step(result, refused, None)
+
+    def _is_refused(self, row: list[float]) -> bool:
+        """Answer as :meth:`_refused` does, from a verdict on the host."""
+        heeds_flags = self.skip_nonfinite and self.clipper.on_nonfinite != "skip"
+        return row[BLOCKED] > 0 or (heeds_flags and bool(int(row[FLAGS]) & (HAS_NAN | HAS_INF)))
 
     def _step_inner(self) -> None:
         if self.lr_scale == 1.0:
@@ -116,6 +122,7 @@ class GuardedStep:
     Attributes:
         optimizers: the wrapped ones.
         mailbox: carries the verdict of each step, the loss scale after it, and what ranks told.
+        posted: what went into it last, if that was in host memory.
         ranks: with whom to agree. Then loss, news and failures are judged by what all told.
     """
 
@@ -140,7 +147,8 @@ class GuardedStep:
         device = next((p.device for p in params), torch.device("cpu"))
         self.ranks = Ranks(device, process_group)
         width = NUM_VERDICT + 1 + (NUM_LANES if self.ranks.has_others else 0)
-        self.mailbox = zclip.Mailbox(config.lag, width=width)
+        self.mailbox = zclip.Mailbox(config.lag, width=width, room=TOGETHER)
+        self.posted: list[float] | None = None
         self.watch = LossWatch(config.loss_spike_factor, device)
         for optimizer in self.optimizers:
             optimizer.watch = self.watch
@@ -177,8 +185,10 @@ class GuardedStep:
         if verdict.is_cpu and (scale is None or scale.is_cpu):
             row: list[float] = verdict.tolist()  # host memory: reading it is no wait
             row.append(NO_LOSS_SCALE if scale is None else float(scale))
-            self.mailbox.post_row(step, row if told is None else row + told.tolist())
+            self.posted = row if told is None else row + told.tolist()
+            self.mailbox.post_row(step, self.posted)
             return
+        self.posted = None
         tail = self._no_scale if scale is None else scale.reshape(1).to(verdict)
         parts = [verdict, tail] if told is None else [verdict, tail, told]
         self.mailbox.post(step, torch.cat(parts))

@@ -3,9 +3,9 @@
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+from heal.calm import Calm
 from heal.causes import Finding
 from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
@@ -73,6 +73,7 @@ class Listener:
         self._step_began = clock()
         self._host: dict[int, dict[str, Any]] = {}
         self._rolled_back = False
+        self._calm = Calm(config.lag)
         run.healing_state = self.watch.state
         run.on_restore = self._returned
 
@@ -106,6 +107,9 @@ class Listener:
             if facts.flags:
                 fields["flags"] = facts.flags
         self._host[self._run.step] = fields
+        # Ranks hear of each other by records only, and a forecast counts its lead in steps.
+        hurries = self._guarded.ranks.has_others or self.watch.forecast is not None
+        self._calm.note(self._run.step, None if hurries else self._guarded.posted, facts)
 
     def not_sent(self, facts: HostFacts) -> None:
         """Keep the news of a step that had no gradients, and so no record, for the next."""
@@ -123,9 +127,13 @@ class Listener:
             self._health.post(self._run.step)
 
     def listen(self) -> None:
-        """Hear of all steps that are ``lag`` old, and treat what was wrong with them."""
+        """Hear of all steps that are ``lag`` old, and treat what was wrong with them.
+
+        Calm ones may wait for some more, see :class:`heal.calm.Calm`.
+        """
         self._rolled_back = False
-        for step, row in self._guarded.mailbox.poll():
+        is_time = self._calm.is_time(self._run.step)
+        for step, row in self._guarded.mailbox.poll() if is_time else ():
             record = self._decode(step, row)
             findings = self.watch.observe(record)
             self._judge_snapshots(record, findings)
@@ -165,7 +173,7 @@ class Listener:
             host["loss_scale"] = row[NUM_VERDICT]
         record = Record.decode(step, row, **host)
         if record.blocked or record.has(Flag.SPIKE):
-            record = replace(record, worst_name=self._guarded.name_of(record.worst))
+            record = record._replace(worst_name=self._guarded.name_of(record.worst))
         self.latest = record
         self.series.note(record)
         if record.has(Flag.SNAPSHOT_WANTED):

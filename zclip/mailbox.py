@@ -36,16 +36,18 @@ class Mailbox:
     Args:
         lag: how many posts later a verdict may be read; 0 waits for the one just posted.
         width: how many numbers a verdict has.
+        room: how many verdicts older than ``lag`` may wait for somebody to poll.
 
     Attributes:
         dropped: verdicts that were overwritten because nobody polled in time.
     """
 
-    def __init__(self, lag: int = 2, width: int = NUM_VERDICT) -> None:
+    def __init__(self, lag: int = 2, width: int = NUM_VERDICT, room: int = 1) -> None:
         if lag < 0:
             raise ValueError(f"lag must be >= 0, got {lag}")
         self.lag = lag
         self.width = width
+        self.room = room
         self.dropped = 0
         self._latest: list[float] | None = None
         self._sent: deque[_Letter] = deque()
@@ -95,7 +97,7 @@ class Mailbox:
         self._latest = None
 
     def _make_room(self) -> None:
-        if len(self._sent) > self.lag:
+        if len(self._sent) >= self.lag + self.room:
             slot = self._sent.popleft().slot
             if not isinstance(slot, list):
                 self._free.append(slot)

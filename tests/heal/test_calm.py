@@ -1,0 +1,105 @@
+"""Records of calm steps wait for each other; whatever could be trouble is heard as soon as ever."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from heal import Healer, HealingConfig
+from heal.calm import Calm
+from heal.ranks import HostFacts
+from heal.verdict import Flag
+from zclip.layout import BLOCKED, CLIPPED, FLAGS, HAS_NAN, LOSS_SPIKE, NORM, NUM_VERDICT
+
+LAG = 2
+
+
+def row(norm=1.0, flags=0, blocked=0.0):
+    values = [0.0] * (NUM_VERDICT + 1)
+    values[NORM], values[FLAGS], values[BLOCKED] = norm, float(flags), blocked
+    return values
+
+
+def heard(rows, facts=HostFacts(lr=0.1)):
+    """Return the steps after which mail is read, if such rows were posted."""
+    calm, steps = Calm(LAG), []
+    for step, values in enumerate(rows):
+        calm.note(step, values, facts[step] if isinstance(facts, list) else facts)
+        if calm.is_time(step + 1):
+            steps.append(step + 1)
+    return steps
+
+
+def test_calm_steps_are_heard_together():
+    steps = heard([row()] * 21)
+    assert steps[-3:] == [12, 16, 20]
+
+
+def test_clipping_is_calm():
+    assert heard([row(flags=CLIPPED)] * 21)[-3:] == [12, 16, 20]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        row(norm=math.nan),
+        row(norm=5.0),
+        row(flags=HAS_NAN),
+        row(flags=CLIPPED + LOSS_SPIKE),
+        row(blocked=1.0),
+        None,
+    ],
+    ids=["nan", "leap", "flag", "flags", "blocked", "on a device"],
+)
+def test_what_could_be_trouble_is_heard_lag_steps_later(odd):
+    rows = [row()] * 21
+    assert 15 not in heard(rows)
+    rows[12] = odd
+    assert 12 + LAG + 1 in heard(rows)  # its mail can be read when two more were posted
+
+
+@pytest.mark.parametrize(
+    "odd", [HostFacts(lr=0.3), HostFacts(lr=0.1, flags=Flag.PREEMPTED)], ids=["lr", "news"]
+)
+def test_a_leap_of_the_rate_and_news_of_the_host_are_heard_at_once(odd):
+    facts = [HostFacts(lr=0.1)] * 21
+    facts[12] = odd
+    assert 12 + LAG + 1 in heard([row()] * 21, facts)
+
+
+def test_a_rate_that_nobody_knows_is_calm():
+    assert heard([row()] * 21, HostFacts(lr=math.nan))[-3:] == [12, 16, 20]
+
+
+def run_of(healer, model, steps):
+    for _ in range(steps):
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        healer.step(loss)
+        model.zero_grad()
+
+
+def build(**settings):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    healer = Healer(model, optimizer, config=HealingConfig(**settings))
+    healer.exits.dismiss()
+    return model, healer
+
+
+def test_no_record_is_lost_by_waiting():
+    model, healer = build()
+    run_of(healer, model, 33)
+    assert healer._guarded.mailbox.dropped == 0
+    healer.hear_the_rest()
+    assert healer.latest.step == 32
+    assert healer._listener.watch.detectors["lr_spike"].seen == 33
+
+
+def test_a_forecast_hears_every_step_when_it_can():
+    model, healer = build(forecast=True)
+    for step in range(30):
+        run_of(healer, model, 1)
+        assert healer._listener.watch.forecast.features.steps == max(0, step + 1 - LAG)
