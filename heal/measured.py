@@ -20,13 +20,15 @@ def copy_on_host(
     runs = [key for key, tensor in tensors.items() if is_run_of_bytes(copies[key], tensor)]
     at_once = set(runs)
     others = [key for key in tensors if key not in at_once]
-    rows = copy_and_hash([copies[k] for k in runs], [tensors[k] for k in runs])
-    copy_by_kind([copies[k] for k in others], [tensors[k] for k in others], non_blocking=False)
-    hashes = dict(zip(runs, rows[:, 0].tolist(), strict=True))
-    hashes |= zip(others, fingerprints(tensors[k] for k in others).tolist(), strict=True)
-    counted = torch.tensor([must_be_finite(key, tensors[key]) for key in runs], dtype=torch.bool)
-    num_bad = rows[counted, 1].sum() + count_bad((k, tensors[k]) for k in others).cpu()
-    return torch.tensor([hashes[key] for key in tensors], dtype=torch.int64), num_bad
+    rows = copy_and_hash([copies[k] for k in runs], [tensors[k] for k in runs]).tolist()
+    hashes = {key: row[0] for key, row in zip(runs, rows, strict=True)}
+    counted = zip(runs, rows, strict=True)
+    num_bad = sum(row[1] for key, row in counted if must_be_finite(key, tensors[key]))
+    if others:
+        copy_by_kind([copies[k] for k in others], [tensors[k] for k in others], non_blocking=False)
+        hashes |= zip(others, fingerprints(tensors[k] for k in others).tolist(), strict=True)
+        num_bad += int(count_bad((k, tensors[k]) for k in others))
+    return torch.tensor([hashes[key] for key in tensors], dtype=torch.int64), torch.tensor(num_bad)
 
 
 def must_be_finite(key: Key, tensor: Tensor) -> bool:

@@ -332,6 +332,8 @@ def _without_duplicates(named: Iterable[tuple[Key, Tensor]]) -> dict[Key, Tensor
 
 def _once_each(tensor: Tensor) -> Tensor:
     """Drop repetitions of an expanded tensor: they could be read but not written."""
+    if tensor.is_contiguous():
+        return tensor
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)

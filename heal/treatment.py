@@ -59,6 +59,8 @@ class Treatment:
         Raises:
             CannotHeal: the run must stop.
         """
+        if not findings:
+            return ()
         diagnosis = diagnose(findings, self.history)
         self.history.note_findings(findings)
         return () if diagnosis is None else self.carry_out(diagnosis)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import Any
+from typing import Any, NamedTuple
 
 COLUMNS = (
     "blocked",
@@ -63,8 +63,7 @@ FAILED = Flag.DATA_ERROR | Flag.OUT_OF_MEMORY | Flag.NETWORK_ERROR | Flag.UNKNOW
 NONFINITE_GRADIENT = Flag.HAS_NAN | Flag.HAS_INF | Flag.OVERFLOW
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(NamedTuple):
     """One optimizer step as the host hears of it, some steps late.
 
     ``worst`` is the index of the tensor to blame, -1 if none; ``step`` is the number that the
@@ -72,7 +71,8 @@ class Record:
     ``scheduled_lr`` the one that the schedule wanted, where that is known. ``loss_scale`` is that
     of a gradient scaler, None without one; ``lr_scale`` the factor of healing on the rate.
     ``seconds`` is the mean over ranks, ``own_seconds`` what this one took.
-    NaN stands for what nobody told.
+    NaN stands for what nobody told. A tuple, because one is made in every step and a frozen
+    dataclass of so many fields takes three times as long.
     """
 
     step: int
@@ -108,23 +108,35 @@ class Record:
         if len(row) < len(COLUMNS):
             raise ValueError(f"a verdict has {len(COLUMNS)} numbers, the row has {len(row)}")
         # Spelled out: this runs in every step, and a dictionary costs more than all the rest.
-        blocked, flagged, norm, clipped, z, threshold, mean, std = row[:8]
-        loss, loss_ratio, worst, clips, skips = row[8:13]
+        (
+            blocked,
+            flagged,
+            norm,
+            clipped,
+            z,
+            threshold,
+            mean,
+            std,
+            loss,
+            ratio,
+            worst,
+            clips,
+            skips,
+        ) = row[:13]
         flags = _whole(flagged, otherwise=0) | int(host.pop("flags", 0))
-        loss = host.pop("loss", loss)
         return cls(
-            step=step,
-            flags=Flag(flags) if flags else NO_FLAG,
-            blocked=blocked != 0.0,
-            norm=norm,
-            clipped_norm=clipped,
-            z=z,
-            threshold=threshold,
-            mean=mean,
-            std=std,
-            loss=loss,
-            loss_ratio=loss_ratio,
-            worst=_whole(worst, otherwise=-1),
+            step,
+            Flag(flags) if flags else NO_FLAG,
+            blocked != 0.0,
+            norm,
+            clipped,
+            z,
+            threshold,
+            mean,
+            std,
+            host.pop("loss", loss),
+            ratio,
+            _whole(worst, otherwise=-1),
             clips=_whole(clips, otherwise=0),
             skips=_whole(skips, otherwise=0),
             **host,
