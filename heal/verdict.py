@@ -108,21 +108,8 @@ class Record(NamedTuple):
         if len(row) < len(COLUMNS):
             raise ValueError(f"a verdict has {len(COLUMNS)} numbers, the row has {len(row)}")
         # Spelled out: this runs in every step, and a dictionary costs more than all the rest.
-        (
-            blocked,
-            flagged,
-            norm,
-            clipped,
-            z,
-            threshold,
-            mean,
-            std,
-            loss,
-            ratio,
-            worst,
-            clips,
-            skips,
-        ) = row[:13]
+        blocked, flagged, norm, clipped, z, threshold, mean, std = row[:8]
+        loss, ratio, worst, clips, skips = row[8:13]
         flags = _whole(flagged, otherwise=0) | int(host.pop("flags", 0))
         return cls(
             step,

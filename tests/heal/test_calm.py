@@ -13,6 +13,7 @@ from heal.verdict import Flag
 from zclip.layout import BLOCKED, CLIPPED, FLAGS, HAS_NAN, LOSS_SPIKE, NORM, NUM_VERDICT
 
 LAG = 2
+USUAL = HostFacts(lr=0.1)
 
 
 def row(norm=1.0, flags=0, blocked=0.0):
@@ -21,7 +22,7 @@ def row(norm=1.0, flags=0, blocked=0.0):
     return values
 
 
-def heard(rows, facts=HostFacts(lr=0.1)):
+def heard(rows, facts=USUAL):
     """Return the steps after which mail is read, if such rows were posted."""
     calm, steps = Calm(LAG), []
     for step, values in enumerate(rows):
@@ -63,7 +64,7 @@ def test_what_could_be_trouble_is_heard_lag_steps_later(odd):
     "odd", [HostFacts(lr=0.3), HostFacts(lr=0.1, flags=Flag.PREEMPTED)], ids=["lr", "news"]
 )
 def test_a_leap_of_the_rate_and_news_of_the_host_are_heard_at_once(odd):
-    facts = [HostFacts(lr=0.1)] * 21
+    facts = [USUAL] * 21
     facts[12] = odd
     assert 12 + LAG + 1 in heard([row()] * 21, facts)
 
