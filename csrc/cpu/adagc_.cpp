@@ -32,7 +32,7 @@ Clipped clip_by_adagc_(std::vector<Tensor> grads, Tensor state, double lambda_re
   const AdaGcSettings settings =
       adagc_settings(lambda_rel, beta, lambda_abs, eps, warmup_steps, seed, on_nonfinite);
   const TensorList list(grads, TensorList::Access::kWrite, op, "grads");
-  return clip_by(list, state, adagc_for(state, static_cast<int64_t>(grads.size()), settings, op));
+  return clip_by(list, adagc_for(state, static_cast<int64_t>(grads.size()), settings, op));
 }
 
 }  // namespace zclip::cpu

@@ -44,7 +44,7 @@ Clipped agc_(std::vector<Tensor> grads, std::vector<Tensor> params, Tensor state
   const TensorList list(grads, Access::kWrite, "agc_", "grads", TensorList::Cut::kRows);
   const TensorList weights(params, Access::kRead, "agc_", "params", TensorList::Cut::kRows);
   double* counters = state_of(state, kNumCounters, "agc_");
-  const Measured results = make_results(list, state);
+  const Measured results = make_results(list);
   const std::vector<GradStats> grad_rows = measure_rows(list);
   const std::vector<GradStats> weight_rows = measure_rows(weights);
 

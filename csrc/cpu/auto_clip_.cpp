@@ -31,7 +31,7 @@ Clipped clip_by_auto_clip_(std::vector<Tensor> grads, Tensor state, double perce
                            int64_t history, int64_t on_nonfinite) {
   const char* op = "clip_by_auto_clip_";
   const TensorList list(grads, TensorList::Access::kWrite, op, "grads");
-  return clip_by(list, state, auto_clip_for(state, percentile, history, on_nonfinite, op));
+  return clip_by(list, auto_clip_for(state, percentile, history, on_nonfinite, op));
 }
 
 }  // namespace zclip::cpu

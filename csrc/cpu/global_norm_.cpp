@@ -27,7 +27,7 @@ Clipped clip_by_global_norm_(std::vector<Tensor> grads, Tensor state, double max
   const char* op = "clip_by_global_norm_";
   const auto mode = static_cast<NonFinite>(nonfinite);
   const TensorList list(grads, TensorList::Access::kWrite, op, "grads");
-  return clip_by(list, state, global_norm_for(state, max_norm, mode, op), mode);
+  return clip_by(list, global_norm_for(state, max_norm, mode, op), mode);
 }
 
 }  // namespace zclip::cpu

@@ -1,5 +1,7 @@
 #include "rule_op.h"
 
+#include <initializer_list>
+
 namespace zclip::cpu {
 
 double* state_of(const Tensor& state, int64_t size, const char* op) {
@@ -20,13 +22,27 @@ Loss loss_of(const Tensor& loss, const char* op) {
                          [](auto* value) { return static_cast<double>(widen(*value)); })};
 }
 
-Measured make_results(const TensorList& grads, const Tensor& like) {
+namespace {
+
+// Past the dispatcher: four ways through it take longer than to measure a small model.
+Tensor empty_on_cpu(std::initializer_list<int64_t> sizes, ScalarType type) {
+  const int64_t strides[] = {sizes.size() == 2 ? sizes.begin()[1] : 1, 1};
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+      aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+}  // namespace
+
+Measured make_results(const TensorList& grads) {
   const auto count = static_cast<int64_t>(grads.spans().size());
   const ScalarType norm_type = grads.has_float64() ? ScalarType::Double : ScalarType::Float;
-  return {torch::stable::new_empty(like, {}, norm_type),
-          torch::stable::new_empty(like, {count, kNumStats}, ScalarType::Double),
-          torch::stable::new_empty(like, {count}, ScalarType::Double),
-          torch::stable::new_empty(like, {kNumVerdict}, ScalarType::Float)};
+  return {empty_on_cpu({}, norm_type), empty_on_cpu({count, kNumStats}, ScalarType::Double),
+          empty_on_cpu({count}, ScalarType::Double),
+          empty_on_cpu({kNumVerdict}, ScalarType::Float)};
 }
 
 void fill_measured(const Measured& results, const std::vector<GradStats>& rows, double norm) {

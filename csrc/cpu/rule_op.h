@@ -61,13 +61,12 @@ struct Measured {
   Tensor coefs;
   Tensor verdict;
 };
-Measured make_results(const TensorList& grads, const Tensor& like);
+Measured make_results(const TensorList& grads);
 void fill_measured(const Measured& results, const std::vector<GradStats>& rows, double norm);
 
 template <typename Rule>
-Clipped clip_by(const TensorList& grads, const Tensor& state, Rule&& rule,
-                NonFinite nonfinite = NonFinite::kPropagate) {
-  const Measured results = make_results(grads, state);
+Clipped clip_by(const TensorList& grads, Rule&& rule, NonFinite nonfinite = NonFinite::kPropagate) {
+  const Measured results = make_results(grads);
   const std::vector<GradStats> rows = measure(grads);
   const auto count = static_cast<int64_t>(rows.size());
   auto* coefs = static_cast<double*>(results.coefs.mutable_data_ptr());

@@ -34,7 +34,7 @@ Clipped clip_by_spike_skip_(std::vector<Tensor> grads, Tensor state, Tensor loss
   const SpikeSkipSettings settings = {window, sigma, min_count,
                                       static_cast<OnNonFinite>(on_nonfinite)};
   const TensorList list(grads, TensorList::Access::kWrite, op, "grads");
-  return clip_by(list, state, spike_skip_for(state, loss, settings, op));
+  return clip_by(list, spike_skip_for(state, loss, settings, op));
 }
 
 }  // namespace zclip::cpu

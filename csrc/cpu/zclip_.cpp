@@ -35,7 +35,7 @@ Clipped clip_by_zclip_(std::vector<Tensor> grads, Tensor state, double alpha, do
       zclip_settings(alpha, z_thresh, max_grad_norm, eps, warmup_steps, mode, clip_factor,
                      skip_update_on_spike, skip_step_on_spike, on_nonfinite);
   const TensorList list(grads, TensorList::Access::kWrite, op, "grads");
-  return clip_by(list, state, zclip_for(state, settings, op));
+  return clip_by(list, zclip_for(state, settings, op));
 }
 
 }  // namespace zclip::cpu
