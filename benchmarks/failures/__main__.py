@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from benchmarks.failures.alerts import alert_rows
 from benchmarks.failures.families import FAMILIES
 from benchmarks.failures.page import Key, page
 from benchmarks.failures.protections import PROTECTIONS, run_one
@@ -63,7 +64,8 @@ def main() -> None:
     complete = [s for s in range(arguments.seeds) if all(k in results for k in keys if k[2] == s)]
     keys = [key for key in keys if key in results and (key[0] == CALM or key[2] in complete)]
     load = f"made on {os.cpu_count()} cores with a load of {os.getloadavg()[0]:.0f}"
-    text = page({key: results[key] for key in keys}, load)
+    alerts = list(alert_rows(arguments.seeds, FAMILIES))
+    text = page({key: results[key] for key in keys}, load, alerts)
     if arguments.seeds >= SEEDS:
         PAGE.write_text(text)
     else:

@@ -36,8 +36,8 @@ def undisturbed(results: Results, family: str, protection: str) -> list[float]:
     ]
 
 
-def page(results: Results, load: str) -> str:
-    """Return the page."""
+def page(results: Results, load: str, alerts: Iterable[str] = ()) -> str:
+    """Return the page; ``alerts`` are the lines of the table of what is told and not healed."""
     rows = [row.name for row in ROWS if row.name != "undisturbed"]
     return "\n".join(
         [
@@ -58,6 +58,13 @@ def page(results: Results, load: str) -> str:
             "## Where healing loses",
             "",
             *_losses(results, rows),
+            "",
+            "## Told, not healed",
+            "",
+            "Where nothing can be undone, healing tells, and changes nothing. The same trainings,",
+            "with the trouble and without; a crash counts if its postmortem has every field.",
+            "",
+            *alerts,
             "",
         ]
     )

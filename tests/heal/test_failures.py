@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from benchmarks.failures.alerts import ALERTS, alert_rows
 from benchmarks.failures.page import is_healed, page
 from benchmarks.failures.protections import PROTECTIONS, run_one
 
@@ -38,3 +39,16 @@ def test_the_page_has_a_row_for_each_failure(results):
     text = page(results, "made in a test")
     for row in SOME[1:]:
         assert f"| {row} | 1/1 | 1/1 |" in text
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_what_cannot_be_healed_is_told_and_only_that(name):
+    assert ALERTS[name]("GPT", 0, True)
+    assert not ALERTS[name]("GPT", 0, False)
+
+
+def test_the_table_of_alerts_counts_runs_with_and_without_the_trouble(monkeypatch):
+    monkeypatch.setattr(
+        "benchmarks.failures.alerts.ALERTS", {"x": lambda family, seed, strikes: strikes or seed}
+    )
+    assert list(alert_rows(2, ["A", "B"]))[-1] == "| x | 4/4 | 2/4 |"
