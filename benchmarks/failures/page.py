@@ -46,7 +46,8 @@ def page(results: Results, load: str, alerts: Iterable[str] = ()) -> str:
             "",
             "## By failure",
             "",
-            "Runs that ended within noise, of all; for healing also those that were detected, and",
+            "Runs that ended within noise, of all; for healing also those that were detected, be it",
+            f"by a note in the journal (without a fault: {_told_for_nothing(results)}), and",
             "the median of steps lost: done and undone, refused, or never done.",
             "",
             *_table(results, rows),
@@ -68,6 +69,11 @@ def page(results: Results, load: str, alerts: Iterable[str] = ()) -> str:
             "",
         ]
     )
+
+
+def _told_for_nothing(results: Results) -> str:
+    calm = [e for k, e in results.items() if k[0] == "undisturbed" and k[3] == "heal"]
+    return f"{sum(e['detected'] for e in calm)} of {len(calm)}"
 
 
 def _head(results: Results, load: str) -> Iterable[str]:

@@ -13,7 +13,6 @@ from benchmarks.failures.families import STEPS, Training, make
 from benchmarks.failures.rows import ROWS, Row, creeping
 from heal import Healer, HealingConfig
 from heal.actions import CannotHeal, Refuse, Rollback, changes_training
-from heal.causes import Severity
 from heal.chaos import Chaos
 
 SETTINGS: dict[str, Any] = {
@@ -33,7 +32,7 @@ class Ended(NamedTuple):
     """How one run ended."""
 
     loss: float  # held out; NaN if the model is broken
-    detected: bool
+    detected: bool  # whether anything was told of it, be it a note in the journal
     lost: int  # steps that were done and undone, refused, or not done because the run died
     died: str  # what ended it before its time; empty if nothing did
     changed: bool  # whether training was changed, by more than a refusal
@@ -74,9 +73,8 @@ def healed(row: Row, family: str, seed: int) -> Ended:
     except (CannotHeal, Exception) as error:
         died = type(error).__name__
         lost += STEPS - 1 - healer.last_step
-    told = [d for _, d, _ in healer.history if d.severity >= Severity.WARN]
     changed = any(changes_training(plan) for _, _, plan in healer.history)
-    return Ended(_evaluated(training), bool(told), lost, died, changed)
+    return Ended(_evaluated(training), bool(healer.history), lost, died, changed)
 
 
 def bare(row: Row, family: str, seed: int, max_norm: float | None = None) -> Ended:
