@@ -121,6 +121,8 @@ def action_words(action: Mapping[str, Any], resumed_at: int | None) -> str:
         "ClearCache": "cleared the cache",
         "Backoff": f"waited {show(action.get('seconds'))} s and tried again",
         "PerturbWeights": "nudged the weights",
+        "AnchorWeights": f"held the weights near the snapshot (strength "
+        f"{show(action.get('strength'))}, for {show(action.get('steps'))} steps)",
         "Halt": f"stopped the run: {show(action.get('reason'))}",
     }.get(name, shorten(name, 60))
     return phrase if action.get("effect", True) else f"{phrase} (without effect)"
