@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from heal.rng import RngState
 from heal.split import num_samples, split
@@ -42,6 +43,17 @@ def undisturbed(model: Module) -> Iterator[list[tuple[str, Tensor]]]:
         for param, grad in grads:
             param.grad = grad
         rng.put_back()
+
+
+def freeze_batch_statistics(model: Module) -> None:
+    """Have batch norms use their running statistics until the run is as before.
+
+    A sample alone has no statistics: torch refuses it, and pieces of several samples would each be
+    normalised in another way than the batch was. To be called within :func:`undisturbed`.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            module.eval()
 
 
 def pieces_of(batch: Any, count: int | None) -> list[Any]:
