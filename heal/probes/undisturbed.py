@@ -16,10 +16,15 @@ T = TypeVar("T")
 
 
 @contextmanager
-def undisturbed(model: Module) -> Iterator[list[tuple[str, Tensor]]]:
+def undisturbed(model: Module, hides_gradients: bool = True) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield the trainable parameters by name; afterwards the run is bit by bit as before.
 
     Parameters themselves are not copied: a probe reads them.
+
+    Args:
+        model: what is trained.
+        hides_gradients: whether the body sees no gradients and may make its own; else it sees
+            those that are there, and what it writes into them stays.
 
     Example:
         >>> with undisturbed(model) as params:
@@ -31,7 +36,7 @@ def undisturbed(model: Module) -> Iterator[list[tuple[str, Tensor]]]:
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     try:
-        for param, _ in grads:
+        for param, _ in grads if hides_gradients else ():
             param.grad = None
         yield [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     finally:

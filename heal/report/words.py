@@ -21,6 +21,7 @@ TITLES = {
     "optimizer_reset": "The optimizer lost its memory",
     "weight_drift": "A weight left its course",
     "plateau": "The loss stopped improving",
+    "probe_alarm": "A probe raised its alarm",
     "overfitting": "Evaluation fell behind training",
     "throughput_collapse": "Steps became slow",
     "oom": "Memory ran out",
