@@ -55,6 +55,27 @@ def test_a_rollback_anchors_the_run_and_the_journal_tells_so(model, tmp_path):
     assert healer.optimizers[0].pull is None
 
 
+def test_each_rollback_sets_one_anchor_anew():
+    setup = regression(anchor_strength=0.5, anchor_steps=60)
+    healer = setup.healer()
+    chaos = Chaos(healer, [Fault("corrupt_weight", at=50), Fault("corrupt_weight", at=70)])
+    pulls, held = [], []
+
+    def noted(step):
+        held.append(healer._run.anchor.steps_left)
+        pull = healer.optimizers[0].pull
+        if pull is not None and not any(pull is known for known in pulls):
+            pulls.append(pull)
+
+    healer.run(chaos.wrap(setup.train_step), setup.loader, 200, progress=False, on_step=noted)
+    plans = [e["actions"] for e in healer.recoveries if "Rollback" in e["actions"]]
+    assert len(plans) == 2
+    assert all("AnchorWeights" in plan for plan in plans)
+    assert len(pulls) == 2
+    assert max(held) == 60
+    assert held[-1] == 0
+
+
 @pytest.mark.parametrize("strength", [0.0, 3.0])
 def test_without_a_rollback_there_is_no_anchor_and_training_is_bit_by_bit_the_bare_one(strength):
     bare, healed = regression(), regression(anchor_strength=strength)
@@ -130,6 +151,27 @@ def test_a_scaled_gradient_is_pulled_as_much():
     weight.grad = torch.zeros_like(weight)
     healer.optimizers[0].pull.add_to_gradients(torch.tensor(1024.0))
     torch.testing.assert_close(weight.grad, torch.full_like(weight, 1024.0))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_a_grad_scaler_changes_nothing_about_the_pull(fused):
+    ends = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        model = nn.Linear(3, 1, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[1.0, 2.0, 3.0]]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        healer = Healer(model, optimizer, config=quick(), scaler=scaler)
+        healer._run.anchor_weights(0.5, 10)
+        for _ in range(3):
+            loss = model(torch.ones(1, 3)).mean()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            healer.step(loss.detach())
+            optimizer.zero_grad()
+        ends.append(model.weight.detach())
+    torch.testing.assert_close(ends[0], ends[1])
+    # Two steps of -0.1 and a third, each drawn back by 0.05 of the way so far.
+    torch.testing.assert_close(ends[0][0, 0], torch.tensor(1.0 - 0.285250))
 
 
 def test_a_new_anchor_takes_the_place_of_the_old():
