@@ -81,9 +81,8 @@ class WeightAnchor:
 
         The squared gradients that Adam keeps are the diagonal of the empirical Fisher information
         of mini-batches. A weight counts ``2 * F / (F + mean(F))``: 1 if it is as important as the
-        mean, never above 2: the pull by itself is stable under plain descent while
-        ``lr * strength < 1``.
-        Weights without such a memory count 1.
+        mean, never above 2, so that the pull by itself is stable under plain descent while
+        ``lr * strength < 1``. Weights without such a memory count 1.
         """
         self.release()
         means = [self._mean(optimizer) for optimizer in self._optimizers]
