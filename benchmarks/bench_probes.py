@@ -4,7 +4,9 @@ python benchmarks/bench_probes.py [--save benchmarks/results]
 """
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -12,18 +14,26 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from heal.forecast.features import Features
-from heal.forecast.score import shipped
+from heal import HealingConfig
+from heal.forecast.watch import ForecastWatch
+from heal.guarded_step import GuardedStep
 from heal.probes import (
+    Anchor,
     LyapunovMeter,
     fisher_diagonal,
+    importance,
     noise_scale,
     optimizer_health,
     oscillation,
     sharpness,
 )
+from heal.verdict import Record
+from heal.weight_anchor import WeightAnchor
 
 WIDTH, LAYERS, BATCH, ROUNDS = 256, 4, 32, 15
+
+REPEATS = {"forecast, one step": 200, "LyapunovMeter.observe": 10, "AnchorWeights, one step": 10}
+"""How often in a row what takes microseconds is called; all else once."""
 
 
 def subjects():
@@ -34,7 +44,6 @@ def subjects():
     batch = torch.randn(BATCH, WIDTH)
     meter = LyapunovMeter(model.parameters())
     losses = torch.randn(256).tolist()
-    features, scorer = Features(), shipped()
 
     def train_step(inputs):
         return model(inputs).square().mean()
@@ -44,13 +53,16 @@ def subjects():
         train_step(batch).backward()
         optimizer.step()
 
-    def forecast():
-        scorer.logit(features.update(1.0, 1.0, 1.0, 1e-3, 1e-3, False, False, 0.1))
-
     step()
+    fisher = fisher_diagonal(model, train_step, batch)
+    anchor = Anchor(model, fisher, strength=1.0)
+    guarded = GuardedStep([optimizer], HealingConfig(), model.named_parameters())
+    held = WeightAnchor(guarded.optimizers, guarded.ranks)
+    held.hold(1.0, steps=1)
     return step, {
         "fisher_diagonal, 8 pieces": lambda: fisher_diagonal(model, train_step, batch, 8),
         "fisher_diagonal, per sample": lambda: fisher_diagonal(model, train_step, batch),
+        "importance": lambda: importance(model, fisher),
         "noise_scale, 8 pieces": lambda: noise_scale(model, train_step, batch, 8),
         "sharpness, 10 products": lambda: sharpness(
             model, train_step, batch, iterations=10, tolerance=0.0
@@ -58,8 +70,35 @@ def subjects():
         "optimizer_health": lambda: optimizer_health(optimizer),
         "LyapunovMeter.observe": meter.observe,
         "oscillation, 256 losses": lambda: oscillation(losses),
-        "forecast, one step": forecast,
+        "AnchoredRecovery, at a rollback": lambda: Anchor(
+            model, fisher_diagonal(model, train_step, batch), strength=1.0
+        ),
+        "Anchor, one step": lambda: anchor.penalty().backward(),
+        "AnchorWeights, at a rollback": lambda: held.hold(1.0, steps=1),
+        "AnchorWeights, one step": lambda: guarded.optimizers[0].pull.add_to_gradients(None),
+        "forecast, one step": forecast_step(),
     }
+
+
+def forecast_step():
+    """What a healer calls for each record, on the noisy stream of a healthy run."""
+    watch = ForecastWatch.of(HealingConfig(forecast=True))
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(5000, 3, generator=generator).tolist()
+    records = itertools.cycle(
+        Record(
+            step=at,
+            loss=0.3 + 2.0 * math.exp(-at / 1000) + 0.05 * a,
+            norm=math.exp(0.3 * b),
+            lr=1e-3,
+            scheduled_lr=1e-3,
+            seconds=0.1 * math.exp(0.05 * c),
+        )
+        for at, (a, b, c) in enumerate(noise)
+    )
+    for _ in range(100):  # the first steps are not scored
+        watch.observe(next(records))
+    return lambda: watch.observe(next(records))
 
 
 def measure(rounds):
@@ -73,7 +112,7 @@ def measure(rounds):
             step()
         bare = (time.process_time() - began) / 5
         for name, probe in probes.items():
-            repeats = 200 if name.startswith("forecast") else 1
+            repeats = REPEATS.get(name, 1)
             began = time.process_time()
             for _ in range(repeats):
                 probe()
@@ -94,7 +133,7 @@ def main():
     torch.set_num_threads(1)
     told = measure(arguments.rounds)
     for name, row in told.items():
-        print(f"{name:30} {row['steps']:8.3f} steps {row['cpu_us']:10.0f} us of CPU time")
+        print(f"{name:32} {row['steps']:8.3f} steps {row['cpu_us']:10.0f} us of CPU time")
     if arguments.save:
         path = Path(arguments.save) / "probes.json"
         path.write_text(json.dumps(told, indent=1) + "\n")

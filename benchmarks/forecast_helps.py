@@ -119,13 +119,18 @@ class Broken:
 
 SLOW = ("growing_lr", "oscillation", "drift", "creeping_noise")
 INSTANT = ("nan_batch", "corrupt_weight")
-VARIANTS = ("bare healer", "forecast", "EWC, Fisher", "EWC, uniform")
+ANCHOR_STRENGTH = 0.1  # of the action: as if the loss were so much more curved at the snapshot
+VARIANTS = ("bare healer", "forecast", "EWC, Fisher", "EWC, uniform", "EWC, action")
 
 
 def train(network, kind, variant, seed):
     """Return losses by attempt, attempts of warnings, steps lost, halted, and the final loss."""
     model, optimizer, loader, train_step, evaluate = setup(network, seed)
-    config = HealingConfig(forecast="forecast" in variant, max_recovery_attempts=20)
+    config = HealingConfig(
+        forecast="forecast" in variant,
+        max_recovery_attempts=20,
+        anchor_strength=ANCHOR_STRENGTH if "action" in variant else 0.0,
+    )
     healer = Healer(model, optimizer, config=config, sleep=lambda s: None)
     healer.exits.dismiss()
     warnings, lost, losses = [], [0], []
@@ -142,7 +147,7 @@ def train(network, kind, variant, seed):
     chosen = [Fault(faults[kind][0], ONSET, faults[kind][1])] if kind in faults else []
     chaos = Chaos(healer, chosen, seed)
     step = Broken(kind, healer, optimizer, train_step, seed)
-    if "EWC" in variant:
+    if "EWC" in variant and "action" not in variant:
         recovery = AnchoredRecovery(healer, strength=10.0, steps=100)
         if "uniform" in variant:
             recovery.make_anchor = uniform_anchor

@@ -128,6 +128,25 @@ def costs_table() -> str:
     return "\n".join(rows)
 
 
+def share_sentence() -> str:
+    """What following the weights costs, beside a step."""
+    share = results("probes")["LyapunovMeter.observe"]["steps"]
+    return (
+        f"By the table below `LyapunovMeter.observe` costs {share:.2g} of a training step. It "
+        "follows 4096 weights however\nmany there are, and does not wait: call it every step where "
+        "steps are long, every tenth where they are short."
+    )
+
+
+def cost_sentence() -> str:
+    """What the forecast costs: the one number that is published."""
+    cost = results("probes")["forecast, one step"]["cpu_us"]
+    return (
+        f"A step costs {cost:.0f} µs of host time ([as measured with the probes]"
+        "(probes.md#what-they-cost); the aim was 50)."
+    )
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "forecast.md": {
         "features": features_table,
@@ -137,8 +156,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "limits": limits_table,
         "coverage": coverage_table,
         "helps": helps_table,
+        "cost": cost_sentence,
     },
-    "probes.md": {"costs": costs_table},
+    "probes.md": {"costs": costs_table, "share": share_sentence},
 }
 
 

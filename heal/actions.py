@@ -79,6 +79,10 @@ class Run(Protocol):
         """Add normal noise of ``std`` times each tensor's own spread; alike on every rank."""
         ...
 
+    def anchor_weights(self, strength: float, steps: int) -> bool:
+        """Pull weights to where they are now for so many steps; False if there are none."""
+        ...
+
 
 class CannotHeal(RuntimeError):
     """The plan cannot be carried out; the run should stop and keep its postmortem."""
@@ -242,6 +246,20 @@ class PerturbWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class AnchorWeights:
+    """Hold the weights near those of the snapshot for ``steps`` steps; off unless asked for.
+
+    Elastic weight consolidation (arXiv:1612.00796): the important weights are held most.
+    """
+
+    strength: float
+    steps: int
+
+    def apply(self, run: Run) -> bool:
+        return run.anchor_weights(self.strength, self.steps)
+
+
+@dataclass(frozen=True, slots=True)
 class Halt:
     """Give up, saying why. The journal already holds the rest of the story."""
 
@@ -266,6 +284,7 @@ Action = (
     | TakeSnapshot
     | WatchClosely
     | PerturbWeights
+    | AnchorWeights
     | Halt
 )
 Plan = tuple[Action, ...]

@@ -21,7 +21,7 @@ class Bookkeeping:
         config: intervals.
         journal: gets the metrics.
         notes: told of what could not be done.
-        readout: has the metrics.
+        readout: has the metrics, and the probes.
 
     Attributes:
         durable: saves to disk when it is time; None if nothing is saved.
@@ -75,13 +75,22 @@ class Bookkeeping:
             self._capture()
         step = self._run.step
         self._listener.listen()
-        if self.durable is not None and self._run.step == step:  # else the step was taken back
-            self.durable.after_step()
+        if self._run.step == step:  # else the step was taken back
+            if self.durable is not None:
+                self.durable.after_step()
+            self._probe(step)
         if self._listener.wants_snapshot:
             self._listener.wants_snapshot = False
             self._wants_snapshot = True
         if self._run.step % METRICS_INTERVAL == 0 and self._journal.is_heard:
             self._journal.metrics(self._readout.last_step, self._readout.numbers())
+
+    def _probe(self, step: int) -> None:
+        """Run the probes that are due; their time counts for no step, or it would seem slow."""
+        probes = self._readout._probes
+        if probes.are_due(step):
+            with self._listener.clock_stopped():
+                probes.look(step)
 
     def _capture(self, is_proven: bool = False) -> None:
         if not self._run.capture(is_proven) and self._run.ring.degraded:

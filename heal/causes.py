@@ -48,6 +48,7 @@ class Cause(str, Enum):
     PREFERENCE_INVERSION = "preference_inversion"
     LIKELIHOOD_COLLAPSE = "likelihood_collapse"
     THROUGHPUT_COLLAPSE = "throughput_collapse"
+    PROBE_ALARM = "probe_alarm"
     OUT_OF_MEMORY = "oom"
     MEMORY_PRESSURE = "memory_pressure"
     DATA_ERROR = "data_error"
@@ -79,6 +80,7 @@ DPO = "Rafailov et al. 2023, arXiv:2305.18290"
 GRPO = "DeepSeekMath, arXiv:2402.03300"
 DAPO = "DAPO, arXiv:2503.14476"
 ORPO = "Hong et al. 2024, arXiv:2403.07691"
+EDGE = "Cohen et al. 2021, arXiv:2103.00065"
 DISPLACEMENT = "Razin et al. 2024, arXiv:2410.08847"
 
 ABOUT: dict[Cause, About] = {
@@ -136,6 +138,9 @@ ABOUT: dict[Cause, About] = {
     ),
     Cause.THROUGHPUT_COLLAPSE: About(
         Family.ALERT, "Steps take much longer than they used to.", UNICRON
+    ),
+    Cause.PROBE_ALARM: About(
+        Family.ALERT, "A probe that was attached to the run found what it should warn of.", EDGE
     ),
     Cause.OUT_OF_MEMORY: About(
         Family.MEMORY, "Out of memory: the micro-batch exceeds what is free.", UNICRON

@@ -151,6 +151,14 @@ class HealingConfig:
         least=0,
         most=1,
     )
+    anchor_strength: float = setting(
+        0.0,
+        "Pull of the weights to those of the snapshot after a rollback, the important ones most; "
+        "0: never.",
+        group="cure",
+        least=0,
+    )
+    anchor_steps: int = setting(100, "Steps for which that pull holds.", group="cure", least=1)
 
     # Snapshots.
     snapshot_interval: int = setting(

@@ -15,6 +15,7 @@ import zclip
 from heal.calm import TOGETHER
 from heal.config import HealingConfig
 from heal.ranks import HAS_FAILED, NUM_LANES, HostFacts, Ranks
+from heal.weight_anchor import Pull
 from zclip.clippers import Clipper, ClipResult
 from zclip.layout import BLOCKED, FLAGS, HAS_INF, HAS_NAN, NUM_LOSS_STATE, NUM_VERDICT
 from zclip.schemas import wide_dtype
@@ -29,6 +30,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
     """A clipped optimizer that also refuses a step whose loss is NaN or Inf."""
 
     watch: "LossWatch | None" = None
+    pull: Pull | None = None  # set for some steps after a rollback, if asked for
     ranks: Ranks | None = None  # set where there are others to agree with
 
     def clip(self, loss: Tensor | None, extra: Tensor | None) -> ClipResult | None:
@@ -67,6 +69,8 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         self, loss: Tensor | None, grad_scale: Tensor | None, extra: Tensor | None = None
     ) -> ClipResult | None:
         """As the parent, but the loss is judged before the verdict counts; mail goes out later."""
+        if self.pull is not None:
+            self.pull.add_to_gradients(grad_scale)
         groups = self.param_groups
         if self.apply == "inplace":
             self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)

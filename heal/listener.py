@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from heal.calm import Calm
@@ -88,6 +89,15 @@ class Listener:
         for source in self.sources:
             flags |= source()
         return HostFacts(seconds, lr, scheduled, flags, self._run.micro_batches)
+
+    @contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """Leave out of the duration of the next step what the body takes."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._step_began += self._clock() - began
 
     def note_step(self, facts: HostFacts, has_loss: bool) -> None:
         """Keep what the host knows of the step just posted until its record arrives."""

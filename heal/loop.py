@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from heal.actions import CannotHeal
+from heal.attached_probes import AttachedProbes, Probing
 from heal.attempts import Attempts
 from heal.bookkeeping import Bookkeeping
 from heal.cluster.watch import ClusterWatch
@@ -43,7 +44,7 @@ from heal.verdict import Flag
 from heal.whole_loop import WholeLoop
 
 
-class Healer(Readout, Resuming):
+class Healer(Readout, Resuming, Probing):
     """Watches a training run, and heals it.
 
     A healthy run is bit by bit what it would be without (clipping apart, see ``zclip_enabled``),
@@ -127,8 +128,7 @@ class Healer(Readout, Resuming):
         config, note = self.config, self._note
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         guarded = GuardedStep(optimizers, config, model.named_parameters(), scaler, process_group)
-        extra = {"loss": guarded.watch.state}
-        wrapped = guarded.optimizers
+        wrapped, extra = guarded.optimizers, {"loss": guarded.watch.state}
         state = TrainingState(model, wrapped, self._schedulers, guarded.scaler, extra)
         smallest, grow_steps = config.micro_batch_min, config.micro_batch_grow_steps
         micro = MicroBatcher(model, state.parameters, smallest, grow_steps)
@@ -150,6 +150,7 @@ class Healer(Readout, Resuming):
         self._run, self._treatment, self._listener = run, treatment, listener
         self._attempts = Attempts(run, guarded, micro, treatment, stream, self.journal, self)
         self._books = Bookkeeping(run, listener, config, self.journal, self._notes, self)
+        self._probes = AttachedProbes(model, guarded.ranks, treatment, self.journal, self._notes)
 
     # What a hand-written loop calls.
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from heal.actions import (
     Action,
+    AnchorWeights,
     Backoff,
     CheckpointActivations,
     ClearCache,
@@ -203,13 +204,21 @@ def _rungs(
         target = usable[min(config.rollback_depth - 1 + tried, len(usable) - 1)]
         back: tuple[Action, ...] = (Rollback(target), *_skip(diagnosis, config, target, tried))
         if diagnosis.cause in INNOCENT_DATA and not tried:
-            yield back
-        yield (*back, scale)
-        yield (*back, scale, TightenClip(config.clip_factor))
+            yield (*back, *_hold(config))
+        yield (*back, scale, *_hold(config))
+        yield (*back, scale, TightenClip(config.clip_factor), *_hold(config))
         if config.perturb_std > 0:
-            yield (*back, scale, PerturbWeights(config.perturb_std, seed=tried))
+            nudge = PerturbWeights(config.perturb_std, seed=tried)
+            yield (*back, scale, nudge, *_hold(config))
     elif diagnosis.cause not in BEYOND_REPAIR and not diagnosis.evidence.get("applied"):
         yield soft
+
+
+def _hold(config: HealingConfig) -> Plan:
+    """Return what every plan with a rollback ends with, if asked for: the weights are final."""
+    if config.anchor_strength <= 0:
+        return ()
+    return (AnchorWeights(config.anchor_strength, config.anchor_steps),)
 
 
 def _skip(diagnosis: Diagnosis, config: HealingConfig, target: int, tried: int) -> Plan:
@@ -254,7 +263,7 @@ def _make_room(
         why = "out of memory within the optimizer's step, and no snapshot to return to"
         return (_halt(diagnosis, why, ExitCode.NO_SNAPSHOT),)
     target = max(usable)
-    return (*plan, Rollback(target), *_skip(diagnosis, config, target, 0))
+    return (*plan, Rollback(target), *_skip(diagnosis, config, target, 0), *_hold(config))
 
 
 def _wait(diagnosis: Diagnosis, history: History, config: HealingConfig) -> Plan:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from heal.actions import Plan
+from heal.attached_probes import AttachedProbes
 from heal.diagnose import Diagnosis
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal
@@ -25,6 +26,7 @@ class Readout:
     _listener: Listener
     _treatment: Treatment
     _micro: MicroBatcher
+    _probes: AttachedProbes
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log; those of the device are ``lag`` steps old."""
@@ -33,6 +35,7 @@ class Readout:
             "healing/recovery_attempts": float(history.total_attempts),
             "healing/nan_count": float(history.nan_count),
             **self._listener.watch.metrics(),
+            **self._probes.metrics(),
         }
         if latest is not None:
             metrics |= {

@@ -252,6 +252,11 @@ def recompute(
             f"healing has the learning rate at {run.lr_scale:g} of its schedule, and had it "
             "elsewhere in these steps; wait until it is back"
         )
+    if run.anchor.steps_left:
+        raise CannotRecompute(
+            f"healing holds the weights for {run.anchor.steps_left} more steps, and may not have "
+            "in all of these; wait until it is over"
+        )
 
     def take(step: int, loss: Tensor) -> None:
         guarded.step(step, loss, HostFacts())

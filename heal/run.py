@@ -22,6 +22,7 @@ from heal.micro_batch import MicroBatcher
 from heal.rng import RngState
 from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
 from heal.training_state import StateMismatch, TrainingState
+from heal.weight_anchor import WeightAnchor
 
 RECENT_NORMS = 101  # gradient norms whose median is taken for the usual one
 CLIP_LIMITS = ("max_grad_norm", "max_norm")  # what clippers call their limit
@@ -60,6 +61,7 @@ class TorchRun:
         on_restore: called with the plain healing state that was saved, after a rollback.
         healing_state: returns that state, to be saved.
         durable: checkpoints on disk, for where no snapshot is old enough; None if there are none.
+        anchor: holds weights near those of a snapshot, for some steps after a rollback.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class TorchRun:
         self._relax_in = 0
         self._norms: deque[float] = deque(maxlen=RECENT_NORMS)
         self.close_watch_until = 0
+        self.anchor = WeightAnchor(guarded.optimizers, guarded.ranks)
         self._frozen: Tensor | None = None
         self._signature = state.signature()
 
@@ -159,6 +162,7 @@ class TorchRun:
             "tightened": tightened,
             "norms": list(self._norms),
             "micro_batches": self.micro_batches,
+            "anchor_steps": self.anchor.steps_left,
         }
 
     def resume(self, step: int, saved: dict[str, Any]) -> None:
@@ -167,6 +171,8 @@ class TorchRun:
         self.lr_scale, self._ramp = saved["lr_scale"], saved["ramp"]
         self._relax_in, self.micro_batches = saved["relax_in"], saved["micro_batches"]
         self._norms.extend(saved["norms"])
+        if saved.get("anchor_steps"):  # weights and importance would double the checkpoint
+            self._note(f"an anchor held for {saved['anchor_steps']} more steps; it was not saved")
         for o, name, limit in saved["limits"]:
             clipper = self._guarded.optimizers[o].clipper
             self._limits[id(clipper)] = (clipper, name, limit)
@@ -203,6 +209,7 @@ class TorchRun:
         if not self._ranks.all_agree(not problem):
             raise CannotHeal(problem or "another rank could not return to its snapshot")
         self._guarded.mailbox.clear()
+        self.anchor.release()
         self._state.restore(snapshot.tensors, snapshot.values)
         if self._config.data == "replay":
             snapshot.values["rng"].put_back()
@@ -235,6 +242,7 @@ class TorchRun:
     def advance(self) -> None:
         """Count a step: the learning rate comes a little closer to its schedule."""
         self.step += 1
+        self.anchor.count_step()
         if self._ramp is not None:
             start, done, total = self._ramp
             done += 1
@@ -313,6 +321,10 @@ class TorchRun:
             if param.requires_grad and param.numel() > 1:
                 noise = torch.randn(param.shape, generator=generator).to(param)
                 param.add_(noise * param.std() * std)
+
+    def anchor_weights(self, strength: float, steps: int) -> bool:
+        """Hold the weights where they are now; see :class:`heal.weight_anchor.WeightAnchor`."""
+        return self.anchor.hold(strength, steps)
 
     def _verified(self, step: int) -> Snapshot:
         for candidate in [s for s in self.snapshots() if s <= step]:

@@ -1,6 +1,7 @@
 """Elastic weight consolidation: holds weights near those of a snapshot, the important ones most.
 
-Off unless asked for; whether it helps is in docs/forecast.md.
+This is the form on demand, around a ``train_step``. The action ``AnchorWeights`` of healing, by the
+setting ``anchor_strength``, needs none. Whether it helps is in docs/forecast.md.
 """
 
 from collections.abc import Callable
@@ -55,6 +56,8 @@ class Anchor:
 class AnchoredRecovery:
     """Anchors a run for some steps after each rollback, to the weights that it returned to.
 
+    If the Fisher information cannot be had, the run goes on without an anchor and a note says why.
+
     Args:
         healer: whose rollbacks are followed.
         strength: of the anchor.
@@ -87,9 +90,7 @@ class AnchoredRecovery:
 
         def anchored(batch: Any) -> Tensor:
             if self._was_rolled_back():
-                fisher = fisher_diagonal(self.healer.model, train_step, batch)
-                self._anchor = self.make_anchor(self.healer.model, fisher, self.strength)
-                self._left = self.steps
+                self._set_anchor(train_step, batch)
             loss = train_step(batch)
             if self._anchor is None or self._left <= 0:
                 return loss
@@ -97,6 +98,15 @@ class AnchoredRecovery:
             return self._anchor(loss)
 
         return anchored
+
+    def _set_anchor(self, train_step: TrainStep, batch: Any) -> None:
+        self._anchor, self._left = None, 0
+        try:
+            fisher = fisher_diagonal(self.healer.model, train_step, batch)
+            self._anchor = self.make_anchor(self.healer.model, fisher, self.strength)
+            self._left = self.steps
+        except Exception as error:  # what is only to help must not end the run
+            self.healer._note(f"the run is not anchored after its rollback: {error!r}")
 
     def _was_rolled_back(self) -> bool:
         new = self.healer.recoveries[self._known :]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from heal.micro_batch import TrainStep
-from heal.probes.undisturbed import pieces_of, undisturbed
+from heal.probes.undisturbed import freeze_batch_statistics, pieces_of, undisturbed
 
 
 def fisher_diagonal(
@@ -16,7 +16,8 @@ def fisher_diagonal(
     """Return the diagonal of the empirical Fisher matrix: mean squared gradient of one sample.
 
     Costs one forward and backward per piece. With fewer pieces than samples it is cheaper and too
-    small: the gradients of samples partly cancel before they are squared.
+    small: the gradients of samples partly cancel before they are squared. Batch norms use their
+    running statistics, for one sample has none.
 
     Args:
         model: what is trained.
@@ -28,6 +29,7 @@ def fisher_diagonal(
         By name of the parameter; zero where the loss does not depend on it.
     """
     with undisturbed(model) as params:
+        freeze_batch_statistics(model)
         totals = {name: torch.zeros_like(p) for name, p in params}
         parts = pieces_of(batch, pieces)
         for part in parts:

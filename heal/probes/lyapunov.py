@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 SAMPLE = 4096  # weights that are followed; enough for a norm to within two percent
+FEWEST = 3  # lengths of steps whose growth can be told
 
 
 class LyapunovMeter:
@@ -26,7 +27,7 @@ class LyapunovMeter:
 
     Example:
         >>> meter = LyapunovMeter(model.parameters())
-        >>> meter.observe()  # after each step, or after every tenth: nothing waits
+        >>> meter.observe(healer.last_step)  # after each step, or every tenth: nothing waits
         >>> meter.exponent()  # waits for the device
     """
 
@@ -45,10 +46,25 @@ class LyapunovMeter:
             self._followed.append((param, chosen.to(param.device)))
         self._before: list[Tensor] | None = None
         self._lengths: deque[Tensor] = deque(maxlen=window + 1)
+        self._step = -1
+
+    def restart(self) -> None:
+        """Forget all steps: the weights were set, not trained, to where they are."""
+        self._before = None
+        self._lengths.clear()
 
     @torch.no_grad()
-    def observe(self) -> None:
-        """Measure the step since the last call; the length stays on the device."""
+    def observe(self, step: int | None = None) -> None:
+        """Measure the step since the last call; the length stays on the device.
+
+        Args:
+            step: its number. One that is not above the last tells of a rollback, whose leap is
+                no step: the meter starts anew.
+        """
+        if step is not None:
+            if step <= self._step:
+                self.restart()
+            self._step = step
         now = [p.detach().reshape(-1)[chosen].double() for p, chosen in self._followed]
         if self._before is not None:
             moves = [a - b for a, b in zip(now, self._before, strict=True)]
@@ -60,14 +76,18 @@ class LyapunovMeter:
     def exponent(self) -> float:
         """Return the mean log-growth of the steps, per observation; NaN before there are three.
 
-        Least squares over the window, so that one odd step does not decide.
+        Least squares over the window, so that one odd step does not decide. A refused step moved
+        nothing and is left out; so is all that came before the last burst to Inf or NaN.
         """
-        if len(self._lengths) < 3:
+        if not self._lengths:
             return math.nan
         lengths = torch.stack(list(self._lengths)).cpu()
-        if not bool((lengths > 0).all()) or not bool(lengths.isfinite().all()):
+        burst = (~lengths.isfinite()).nonzero()
+        if len(burst):
+            lengths = lengths[int(burst[-1]) + 1 :]
+        logs = lengths[lengths > 0].log()
+        if len(logs) < FEWEST:
             return math.nan
-        logs = lengths.log()
         steps = torch.arange(len(logs), dtype=torch.float64)
         steps = steps - steps.mean()
         return float((steps * (logs - logs.mean())).sum() / steps.square().sum())

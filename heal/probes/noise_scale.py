@@ -8,7 +8,7 @@ import torch
 from torch.nn import Module
 
 from heal.micro_batch import TrainStep
-from heal.probes.undisturbed import pieces_of, undisturbed
+from heal.probes.undisturbed import freeze_batch_statistics, pieces_of, undisturbed
 from heal.split import num_samples
 
 
@@ -34,6 +34,8 @@ def noise_scale(
 ) -> NoiseScale:
     """Compare the gradients of the pieces of a batch with that of the whole.
 
+    Batch norms use their running statistics, so that a piece is to be compared with the whole.
+
     Args:
         model: what is trained.
         train_step: takes a batch, returns its mean loss over samples.
@@ -44,6 +46,7 @@ def noise_scale(
         ValueError: there is only one piece, or the batch does not divide.
     """
     with undisturbed(model) as params:
+        freeze_batch_statistics(model)
         parts = pieces_of(batch, pieces)
         count, samples = len(parts), num_samples(batch)
         if count < 2:

@@ -1,14 +1,24 @@
-"""Is the optimizer's memory sane? Looks at the moments of every parameter."""
+"""Is the optimizer's memory sane? Looks at the state of every parameter."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-FIRST = ("exp_avg", "momentum_buffer")
-SECOND = ("exp_avg_sq", "square_avg", "max_exp_avg_sq", "sum")
+SQUARES = ("exp_avg_sq", "square_avg", "sum")  # running sums of squared gradients
+NEVER_NEGATIVE = (
+    *SQUARES,
+    "max_exp_avg_sq",
+    "exp_inf",
+    "row_var",
+    "col_var",
+    "variance",
+    "acc_delta",
+    "step_size",
+)
 LARGE_UPDATE = 10.0  # Adam's update is below 1 where gradients are alike, and seldom above 10
 STALE = 1e4  # squared gradients so far above their mean were not known to it
 
@@ -19,7 +29,8 @@ class OptimizerHealth:
 
     ``update_rms`` and ``update_max`` are of first moment over root of second, bias taken out, in
     units of the learning rate; NaN for optimizers without both. ``missing`` counts parameters with
-    a gradient and no state.
+    a gradient and no state, ``unstepped`` those with moments and a step count below 1. Step counts
+    that differ are no problem: a layer that was unfrozen late has fewer.
     """
 
     update_rms: float = float("nan")
@@ -27,6 +38,7 @@ class OptimizerHealth:
     nonfinite: int = 0
     negative: int = 0
     missing: int = 0
+    unstepped: int = 0
     fewest_steps: float = float("nan")
     most_steps: float = float("nan")
     problems: list[str] = field(default_factory=list)
@@ -40,78 +52,107 @@ class OptimizerHealth:
 def optimizer_health(optimizer: Optimizer) -> OptimizerHealth:
     """Measure the state of an optimizer of torch, wrapped or not; waits for the device once.
 
-    Finds moments that hold NaN or Inf, second moments below zero, parameters whose state is gone,
-    step counts that differ, updates of more than ten learning rates, and second moments far below
-    the present gradient (a reset, or a corrupted memory).
+    Finds state that holds NaN or Inf, whatever it is called; second moments below zero; parameters
+    whose state is gone; moments whose step count was lost; updates of more than ten learning
+    rates; and second moments far below the present gradient (a reset, or a corrupted memory). An
+    optimizer that keeps no state, as SGD without momentum, has nothing to lose.
     """
     told: list[Tensor] = []
-    counts: list[float] = []
     missing = 0
+    keeps_any = False
     for group in optimizer.param_groups:
+        keeps = _keeps_state(optimizer, group)
+        keeps_any = keeps_any or keeps
         for param in group["params"]:
             state = optimizer.state.get(param, {})
-            if not state:
-                missing += param.grad is not None and bool(optimizer.state)
-                continue
-            if "step" in state:
-                counts.append(float(state["step"]))
-            told.append(_measure(param, state, group))
+            if any(isinstance(value, Tensor) and value.numel() for value in state.values()):
+                told.append(_measure(param, state, group))
+            else:
+                missing += keeps and param.grad is not None and param.numel() > 0
     if not told:
-        problems = ["no state: the optimizer has not stepped, or was reset"]
-        return OptimizerHealth(missing=missing, problems=problems)
+        problems = ["no state: the optimizer has not stepped, or was reset"] if keeps_any else []
+        return OptimizerHealth(missing=missing if problems else 0, problems=problems)
     rows = torch.stack([row.to(told[0].device, non_blocking=True) for row in told]).cpu()
-    squares, elements, largest, nonfinite, negative, stale = rows.unbind(1)
+    squares, elements, largest, nonfinite, negative, stale, steps = rows.unbind(1)
     has_update = bool(elements.sum() > 0)
+    counts = [count for count in steps.tolist() if not math.isnan(count)]
     health = OptimizerHealth(
-        update_rms=float((squares.sum() / elements.sum()).sqrt()) if has_update else float("nan"),
-        update_max=float(largest.max()) if has_update else float("nan"),
+        update_rms=float((squares.sum() / elements.sum()).sqrt()) if has_update else math.nan,
+        update_max=float(largest.max()) if has_update else math.nan,
         nonfinite=int(nonfinite.sum()),
         negative=int(negative.sum()),
         missing=int(missing),
-        fewest_steps=min(counts, default=float("nan")),
-        most_steps=max(counts, default=float("nan")),
+        unstepped=sum(count < 1.0 for count in counts),
+        fewest_steps=min(counts, default=math.nan),
+        most_steps=max(counts, default=math.nan),
     )
     health.problems.extend(_problems(health, int(stale.sum())))
     return health
 
 
+def _keeps_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    inner = getattr(optimizer, "inner", optimizer)
+    return not (isinstance(inner, SGD) and not group.get("momentum"))
+
+
 def _measure(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """Sum of squares and number of updates, the largest, and counts of what is wrong."""
-    first = next((state[n] for n in FIRST if isinstance(state.get(n), Tensor)), None)
-    second = next((state[n] for n in SECOND if isinstance(state.get(n), Tensor)), None)
-    kept = [t for t in (first, second) if t is not None]
+    """Sum of squares and number of updates, the largest, counts of what is wrong, and the step.
+
+    All of it on the device of the parameter, the step too: where it lives there, reading it would
+    be a wait for each parameter.
+    """
     zero = torch.zeros((), dtype=torch.float64, device=param.device)
-    nonfinite = sum(((~t.isfinite()).sum().double() for t in kept), zero)
-    negative = zero if second is None else (second < 0).sum().double()
-    stale = zero
-    if second is not None and param.grad is not None:
-        stale = (param.grad.square() > STALE * second.clamp(min=1e-30)).sum().double()
-        stale = torch.where(stale > param.numel() / 2, stale, zero)  # a few are only rare rows
-    if first is None or second is None or "betas" not in group:
-        return torch.stack([zero, zero, zero, nonfinite, negative, stale])
-    steps = torch.as_tensor(state["step"], dtype=torch.float64, device=param.device)
-    beta1, beta2 = (
-        torch.as_tensor(b, dtype=torch.float64, device=param.device) for b in group["betas"]
-    )
+    kept = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    nonfinite, negative = zero, zero
+    for name, value in kept.items():
+        nonfinite = nonfinite + _beside((~value.isfinite()).sum(), zero)
+        if name in NEVER_NEGATIVE:
+            negative = negative + _beside((value < 0).sum(), zero)
+    steps = _beside(torch.as_tensor(state.get("step", math.nan)), zero).reshape(())
+    second = next((kept[name] for name in SQUARES if name in kept), None)
+    first = kept.get("exp_avg")
+    stale = _stale(param, second, zero)
+    update = [zero, zero, zero]
+    if first is not None and second is not None and first.numel() and "betas" in group:
+        divisor = kept.get("max_exp_avg_sq", second)
+        update = _update(first, divisor, steps, group)
+    return torch.stack([*update, nonfinite, negative, stale, steps])
+
+
+def _stale(param: Tensor, second: Tensor | None, zero: Tensor) -> Tensor:
+    """Count squared gradients far above their running mean, if they are the most of a tensor."""
+    if second is None or param.grad is None or param.grad.layout is not torch.strided:
+        return zero  # a sparse gradient is silent on all rows but its own
+    if second.shape != param.grad.shape:
+        return zero
+    count = (param.grad.square() > STALE * second.clamp(min=1e-30)).sum().double()
+    return torch.where(count > param.numel() / 2, count, zero)  # a few are only rare rows
+
+
+def _update(first: Tensor, second: Tensor, steps: Tensor, group: dict[str, Any]) -> list[Tensor]:
+    """Return sum of squares, number and largest of Adam's updates, in learning rates."""
+    beta1, beta2 = (_beside(torch.as_tensor(beta), steps) for beta in group["betas"])
     mean = first.double() / (1 - beta1**steps)
     root = (second.double() / (1 - beta2**steps)).clamp(min=0).sqrt()
     update = (mean / (root + group.get("eps", 1e-8))).nan_to_num(0.0, 0.0, 0.0)
-    count = torch.full_like(zero, update.numel())
-    return torch.stack(
-        [update.square().sum(), count, update.abs().max(), nonfinite, negative, stale]
-    )
+    return [update.square().sum(), torch.full_like(steps, update.numel()), update.abs().max()]
+
+
+def _beside(value: Tensor, other: Tensor) -> Tensor:
+    """Return a number in the precision and on the device of another, without a wait."""
+    return value.to(other.device, other.dtype, non_blocking=True)
 
 
 def _problems(health: OptimizerHealth, stale: int) -> list[str]:
     found = []
     if health.nonfinite:
-        found.append(f"{health.nonfinite} elements of the moments are NaN or Inf")
+        found.append(f"{health.nonfinite} elements of the state are NaN or Inf")
     if health.negative:
         found.append(f"{health.negative} second moments are below zero")
     if health.missing:
         found.append(f"{health.missing} parameters with a gradient have no state")
-    if health.most_steps > health.fewest_steps:
-        found.append(f"step counts differ: {health.fewest_steps:g} to {health.most_steps:g}")
+    if health.unstepped:
+        found.append(f"{health.unstepped} parameters have moments and a step count below 1")
     if health.update_max > LARGE_UPDATE:
         found.append(f"an update of {health.update_max:.3g} learning rates; wanted at most 10")
     if stale:

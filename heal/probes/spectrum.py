@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 FEWEST = 16
-MOST_TERMS = 64  # of Fisher's sum; later ones are below rounding where the test matters
+FEWEST_PERIODS = 3  # a wave that was seen less often cannot be told from a trend
+DECAYS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.995)  # from one value to the next; 0 is white noise
+ROUNDS = 30  # of the fit; later ones change p-values by less than the noise does
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,10 @@ def oscillation(values: Sequence[float]) -> Oscillation | None:
     """Return the strongest oscillation; None if there are fewer than 16 finite values in a row.
 
     Fisher's exact test (1929) on the periodogram: white noise puts no more than so much of its
-    power into one frequency. A line is taken out first. Losses are not white: a series whose
-    neighbours are alike is whitened by its own lag-1 correlation, with the median instead of the
-    mean so that the oscillation itself does not pass for colour.
+    power into one frequency. Losses are not white: they fall, step and wander. The spectrum of all
+    that falls off towards fast waves, so a curve that does is fitted to the periodogram and divided
+    out; what stands out of it is a wave. Waves of fewer than three periods are not looked for, and
+    a power that only rises towards them belongs to the trend: its p-value is 1.
 
     Args:
         values: the newest last; what comes before the last NaN or Inf is not used.
@@ -57,46 +60,57 @@ def oscillation(values: Sequence[float]) -> Oscillation | None:
     power = transform.abs().square()[1 : last + 1]
     if float(power.sum()) <= 0.0:
         return None
-    frequencies = torch.arange(1, last + 1, dtype=torch.float64) / count
-    white = power / _colour(x, frequencies)
-    share, at_tensor = (white / white.sum()).max(0)
-    best = int(at_tensor)
+    white = power / _background(power, torch.arange(1, last + 1, dtype=torch.float64) / count)
+    slow = FEWEST_PERIODS - 1
+    share, at_tensor = (white[slow:] / white[slow:].sum()).max(0)
+    best = int(at_tensor) + slow
+    is_peak = bool(power[best] > power[best - 1])
     return Oscillation(
         period=1.0 / _refined(transform, best + 1, count),
         amplitude=2.0 * float(power[best].sqrt()) / count,
         share=float(share),
-        p_value=fisher_g(float(share), last),
+        p_value=fisher_g(float(share), last - slow) if is_peak else 1.0,
     )
 
 
 def fisher_g(share: float, frequencies: int) -> float:
-    """Return the chance that white noise has one of so many frequencies with this share or more."""
+    """Return the chance that white noise has one of so many frequencies with this share or more.
+
+    Where that chance is large the terms of Fisher's sum cancel to nothing but rounding, and its
+    limit for independent frequencies is taken.
+    """
     if share * frequencies <= 1.0:
         return 1.0
     total = 0.0
-    for j in range(1, min(frequencies, int(1.0 / share), MOST_TERMS) + 1):
-        log_term = math.lgamma(frequencies + 1) - math.lgamma(j + 1)
-        log_term -= math.lgamma(frequencies - j + 1)
+    for j in range(1, min(frequencies, int(1.0 / share)) + 1):
         rest = 1.0 - j * share
         if rest <= 0.0:
             break
-        term = math.exp(log_term + (frequencies - 1) * math.log(rest))
-        total += term if j % 2 else -term
+        log_term = math.lgamma(frequencies + 1) - math.lgamma(j + 1)
+        log_term += (frequencies - 1) * math.log(rest) - math.lgamma(frequencies - j + 1)
+        if j == 1 and log_term > 0.0:
+            return -math.expm1(-math.exp(log_term))
+        total += math.exp(log_term) if j % 2 else -math.exp(log_term)
     return min(max(total, 0.0), 1.0)
 
 
-def _colour(x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Return the spectrum, up to a factor, of noise whose neighbours are as alike as these.
+def _background(power: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Return the spectrum of all that is no wave, fitted to the power.
 
-    The correlation is the median over lags of ``r(2) / r(1)`` and ``r(1)``, so that a sine, whose
-    own correlation is high, has less of a say; never negative, or a zigzag would be noise.
+    A sum of white noise, of decays (an exponential curve and lag-1 noise have the same spectrum),
+    of a step or walk, and of a bend. Weights are positive, so that it only falls and no peak fits
+    in; they are found by multiplicative updates of Whittle's likelihood (arXiv:1010.1763), in
+    which a power of many times the background counts little.
     """
-    power = float(x.square().sum())
-    first = float((x[1:] * x[:-1]).sum()) / power
-    second = float((x[2:] * x[:-2]).sum()) / power
-    ratio = second / first if abs(first) > 1e-9 else 0.0
-    phi = min(max(min(first, ratio), 0.0), 0.95)
-    return 1.0 / (1.0 + phi * phi - 2.0 * phi * torch.cos(2.0 * math.pi * frequencies))
+    steepness = 4.0 * torch.sin(math.pi * frequencies).square()
+    shapes = [1.0 / ((1.0 - d) ** 2 + d * steepness) for d in DECAYS]
+    shape = torch.stack([*shapes, 1.0 / steepness, 1.0 / steepness.square()])
+    shape = shape / shape.mean(1, keepdim=True)
+    weights = torch.full((len(shape),), float(power.mean()) / len(shape), dtype=torch.float64)
+    for _ in range(ROUNDS):
+        sums = weights @ shape
+        weights = weights * (shape @ (power / sums.square())) / (shape @ (1.0 / sums))
+    return weights @ shape
 
 
 def _refined(transform: torch.Tensor, peak: int, count: int) -> float:

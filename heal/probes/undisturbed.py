@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from heal.rng import RngState
 from heal.split import num_samples, split
@@ -15,10 +16,15 @@ T = TypeVar("T")
 
 
 @contextmanager
-def undisturbed(model: Module) -> Iterator[list[tuple[str, Tensor]]]:
+def undisturbed(model: Module, hides_gradients: bool = True) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield the trainable parameters by name; afterwards the run is bit by bit as before.
 
     Parameters themselves are not copied: a probe reads them.
+
+    Args:
+        model: what is trained.
+        hides_gradients: whether the body sees no gradients and may make its own; else it sees
+            those that are there, and what it writes into them stays.
 
     Example:
         >>> with undisturbed(model) as params:
@@ -30,7 +36,7 @@ def undisturbed(model: Module) -> Iterator[list[tuple[str, Tensor]]]:
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     try:
-        for param, _ in grads:
+        for param, _ in grads if hides_gradients else ():
             param.grad = None
         yield [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     finally:
@@ -42,6 +48,17 @@ def undisturbed(model: Module) -> Iterator[list[tuple[str, Tensor]]]:
         for param, grad in grads:
             param.grad = grad
         rng.put_back()
+
+
+def freeze_batch_statistics(model: Module) -> None:
+    """Have batch norms use their running statistics until the run is as before.
+
+    A sample alone has no statistics: torch refuses it, and pieces of several samples would each be
+    normalised in another way than the batch was. To be called within :func:`undisturbed`.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            module.eval()
 
 
 def pieces_of(batch: Any, count: int | None) -> list[Any]:

@@ -31,6 +31,7 @@ KIND_OF_ACTION = {
     "Rollback": "rollback",
     "PerturbWeights": "rollback",
     "TightenClip": "soften",
+    "AnchorWeights": "soften",
     "ScaleLr": "soften",
     "ShrinkBatch": "memory",
     "CheckpointActivations": "memory",

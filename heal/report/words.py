@@ -21,6 +21,7 @@ TITLES = {
     "optimizer_reset": "The optimizer lost its memory",
     "weight_drift": "A weight left its course",
     "plateau": "The loss stopped improving",
+    "probe_alarm": "A probe raised its alarm",
     "overfitting": "Evaluation fell behind training",
     "throughput_collapse": "Steps became slow",
     "oom": "Memory ran out",
@@ -121,6 +122,8 @@ def action_words(action: Mapping[str, Any], resumed_at: int | None) -> str:
         "ClearCache": "cleared the cache",
         "Backoff": f"waited {show(action.get('seconds'))} s and tried again",
         "PerturbWeights": "nudged the weights",
+        "AnchorWeights": f"held the weights near the snapshot (strength "
+        f"{show(action.get('strength'))}, for {show(action.get('steps'))} steps)",
         "Halt": f"stopped the run: {show(action.get('reason'))}",
     }.get(name, shorten(name, 60))
     return phrase if action.get("effect", True) else f"{phrase} (without effect)"

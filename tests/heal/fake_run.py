@@ -55,3 +55,7 @@ class FakeRun:
 
     def perturb_weights(self, std, seed):
         self.done.append(("perturb_weights", std, seed))
+
+    def anchor_weights(self, strength, steps):
+        self.done.append(("anchor_weights", strength, steps))
+        return True

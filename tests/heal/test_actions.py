@@ -5,6 +5,7 @@ import pytest
 
 from heal.actions import (
     Action,
+    AnchorWeights,
     Backoff,
     CannotHeal,
     CheckpointActivations,
@@ -40,6 +41,7 @@ EXAMPLES = [
     TakeSnapshot(),
     WatchClosely(100),
     PerturbWeights(0.01, 3),
+    AnchorWeights(1.0, 100),
     Halt("why"),
 ]
 
@@ -88,6 +90,7 @@ def test_the_rest_is_passed_to_the_run_as_it_is():
         ClearCache(),
         Backoff(30.0),
         PerturbWeights(0.1, seed=2),
+        AnchorWeights(2.0, 50),
         Refuse(),
     ]
     assert all(action.apply(run) for action in plan)
@@ -98,6 +101,7 @@ def test_the_rest_is_passed_to_the_run_as_it_is():
         ("clear_cache",),
         ("sleep", 30.0),
         ("perturb_weights", 0.1, 2),
+        ("anchor_weights", 2.0, 50),
     ]
 
 

@@ -31,6 +31,7 @@ def test_the_defaults_are_those_that_were_promised():
         "lag": 2,
         "data": "skip",
         "perturb_std": 0.0,
+        "anchor_strength": 0.0,
         "micro_batch_min": 1,
     }
     assert promised.items() <= config.to_dict().items()

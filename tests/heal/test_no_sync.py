@@ -110,6 +110,20 @@ def test_the_forecast_waits_for_nothing(device):
     healer.exits._closed = True
 
 
+def test_an_anchor_waits_for_nothing_neither_set_nor_holding(device):
+    with fake_cuda():
+        model, healer = build()
+        take_steps(model, healer, 2)
+        assert healer._run.anchor_weights(0.1, 3)
+        take_steps(model, healer, 2)
+        assert healer.optimizers[0].pull is not None
+        take_steps(model, healer, 2)
+    assert healer.optimizers[0].pull is None
+    assert healer.notes == []
+    assert Event.host_waits == 0
+    healer.exits._closed = True
+
+
 def test_the_whole_loop_waits_for_nothing(device):
     with fake_cuda():
         model, healer = build()

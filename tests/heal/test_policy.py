@@ -3,6 +3,7 @@
 import pytest
 
 from heal.actions import (
+    AnchorWeights,
     Backoff,
     CheckpointActivations,
     ClearCache,
@@ -204,6 +205,25 @@ def test_weights_are_perturbed_only_if_asked_and_only_late():
         isinstance(a, PerturbWeights) for plan in climb(sick(Cause.DIVERGENCE)) for a in plan
     )
     assert halt.exit_code in (ExitCode.UNRECOVERABLE, ExitCode.BUDGET_SPENT)
+
+
+def test_weights_are_anchored_after_every_rollback_if_asked_and_never_else():
+    config = HealingConfig(anchor_strength=2.0, anchor_steps=30, perturb_std=0.01)
+    for cause in (Cause.DIVERGENCE, Cause.WEIGHT_CORRUPTION, Cause.LOSS_SPIKE):
+        *plans, _ = climb(sick(cause), config)
+        assert any(isinstance(a, Rollback) for plan in plans for a in plan)
+        for plan in plans:
+            is_back = any(isinstance(action, Rollback) for action in plan)
+            assert (plan[-1] == AnchorWeights(2.0, 30)) is is_back
+            assert sum(isinstance(action, AnchorWeights) for action in plan) == is_back
+        assert len(plans) == len(set(plans))
+        assert not any(isinstance(a, AnchorWeights) for plan in climb(sick(cause)) for a in plan)
+
+
+def test_a_rollback_after_a_half_done_step_is_anchored_too():
+    config = HealingConfig(anchor_strength=2.0)
+    plan = decide(sick(Cause.OUT_OF_MEMORY, phase="step"), History(), config, SNAPSHOTS)
+    assert plan[-1] == AnchorWeights(2.0, 100)
 
 
 def test_with_one_snapshot_and_no_window_the_run_ends_when_nothing_new_is_left():

@@ -28,6 +28,7 @@ CONFIGS = st.builds(
     skip_window=st.integers(0, 3),
     rollback_depth=st.integers(1, 4),
     perturb_std=st.sampled_from([0.0, 0.01]),
+    anchor_strength=st.sampled_from([0.0, 1.0]),
     max_backoffs=st.integers(0, 5),
     max_data_errors=st.integers(0, 10),
     attempts_reset_steps=st.sampled_from([0, 200]),

@@ -2,8 +2,9 @@ import pytest
 
 from heal.causes import Cause
 from heal.report.collect import read_run
+from heal.report.incident import KIND_OF_ACTION
 from heal.report.summary import summarise
-from heal.report.words import TITLES, clean, duration, show
+from heal.report.words import TITLES, action_words, clean, duration, show
 from tests.report.journals import (
     act,
     calm_metrics,
@@ -176,3 +177,11 @@ def test_nothing_that_is_shown_steers_a_terminal():
 )
 def test_durations_read_as_people_say_them(seconds, text):
     assert duration(seconds) == text
+
+
+def test_an_anchor_and_the_alarm_of_a_probe_are_told_in_words():
+    action = {"action": "AnchorWeights", "strength": 0.5, "steps": 100, "effect": True}
+    told = action_words(action, None)
+    assert told == "held the weights near the snapshot (strength 0.5, for 100 steps)"
+    assert KIND_OF_ACTION["AnchorWeights"] == "soften"
+    assert TITLES["probe_alarm"] == "A probe raised its alarm"

@@ -21,6 +21,18 @@ class Quadratic(nn.Module):
         return 0.5 * off @ self.hessian @ off
 
 
+class Diagonal(nn.Module):
+    """0.5 * sum(spectrum * w ** 2), for spectra too long for a matrix."""
+
+    def __init__(self, spectrum, dtype=torch.float64):
+        super().__init__()
+        self.spectrum = torch.tensor(spectrum, dtype=dtype)
+        self.w = nn.Parameter(torch.ones(len(spectrum), dtype=dtype))
+
+    def forward(self, batch=None):
+        return 0.5 * (self.spectrum * self.w.square()).sum()
+
+
 class Line(nn.Module):
     """Linear regression with a half squared error: the gradient of a sample is residual * x."""
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch import nn
 
 from heal.chaos import Chaos, Fault
 from heal.probes.ewc import Anchor, AnchoredRecovery
@@ -62,3 +63,33 @@ def test_a_rollback_sets_the_anchor_and_the_steps_release_it():
     assert not any(held[:50])
     assert not recovery.is_holding
     assert recovery._anchor is not None
+
+
+def batch_norm():
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def without_statistics():
+    norm = nn.BatchNorm1d(16, track_running_stats=False)
+    return nn.Sequential(nn.Linear(8, 16), norm, nn.Tanh(), nn.Linear(16, 1))
+
+
+def test_batch_norm_is_anchored_too():
+    setup = regression(model=batch_norm)
+    healer = setup.healer()
+    recovery = AnchoredRecovery(healer, strength=1.0, steps=15)
+    chaos = Chaos(healer, [Fault("corrupt_weight", at=50)])
+    healer.run(recovery.wrap(chaos.wrap(setup.train_step)), setup.loader, 120, progress=False)
+    assert recovery._anchor is not None
+    assert not healer.notes
+
+
+def test_a_run_that_cannot_be_anchored_goes_on_without_and_says_so():
+    setup = regression(model=without_statistics)
+    healer = setup.healer()
+    recovery = AnchoredRecovery(healer, strength=1.0, steps=15)
+    chaos = Chaos(healer, [Fault("corrupt_weight", at=50)])
+    healer.run(recovery.wrap(chaos.wrap(setup.train_step)), setup.loader, 120, progress=False)
+    assert healer.last_step == 119
+    assert not recovery.is_holding
+    assert "the run is not anchored after its rollback: ValueError" in healer.notes[0]

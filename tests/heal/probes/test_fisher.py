@@ -53,6 +53,21 @@ def test_importance_is_fisher_times_the_square_of_the_weight():
     assert float(shares["a.w"]) == pytest.approx(0.9)
 
 
+def test_batch_norm_does_not_keep_a_sample_from_being_looked_at_alone():
+    torch.manual_seed(0)
+    model = Noisy()
+    model.layers[3].p = 0.0
+    batch = torch.randn(8, 4)
+    model.loss(batch)  # statistics that are not those of the beginning
+    statistics = [b.clone() for b in model.buffers()]
+    fisher = fisher_diagonal(model, model.loss, batch)
+    assert model.layers[1].training
+    assert all(torch.equal(a, b) for a, b in zip(statistics, model.buffers(), strict=True))
+    expected = fisher_diagonal(model.eval(), model.loss, batch)
+    assert all(torch.equal(fisher[name], expected[name]) for name in fisher)
+    assert float(fisher["layers.0.weight"].sum()) > 0.0
+
+
 def test_a_batch_that_does_not_divide_is_refused():
     model, (x, y) = line(samples=10)
     with pytest.raises(ValueError, match="10 samples do not make 3 equal pieces"):

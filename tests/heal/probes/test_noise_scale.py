@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from heal.probes import noise_scale
+from tests.heal.probes.problems import Noisy
 
 
 class Mean(nn.Module):
@@ -55,3 +56,11 @@ def test_one_sample_is_refused():
     model, batch = known(0.5, [1.0])
     with pytest.raises(ValueError, match="one piece tells nothing"):
         noise_scale(model, model.loss, batch[:1])
+
+
+def test_batch_norm_does_not_keep_a_sample_from_being_looked_at_alone():
+    torch.manual_seed(0)
+    model = Noisy()
+    found = noise_scale(model, model.loss, torch.randn(8, 4))
+    assert found.noise > 0.0
+    assert model.layers[1].training
