@@ -121,6 +121,7 @@ class GuardedStep:
 
     Attributes:
         optimizers: the wrapped ones.
+        names: of the parameters, by identity.
         mailbox: carries the verdict of each step, the loss scale after it, and what ranks told.
         posted: what went into it last, if that was in host memory.
         ranks: with whom to agree. Then loss, news and failures are judged by what all told.
@@ -134,8 +135,9 @@ class GuardedStep:
         scaler: Any = None,
         process_group: Any = None,
     ) -> None:
-        names = list(named_parameters)
-        self.optimizers = [_watched(o, config, names) for o in optimizers]
+        named = list(named_parameters)
+        self.names = {id(p): name for name, p in named}
+        self.optimizers = [_watched(o, config, named) for o in optimizers]
         for optimizer in self.optimizers:
             if optimizer._needs_closure():
                 raise TypeError(
@@ -197,6 +199,13 @@ class GuardedStep:
     def has_stages(self) -> bool:
         """Whether ranks hold different tensors, so that weights cannot be measured together."""
         return any(o.clipper._peers._groups[1] is not None for o in self.optimizers)
+
+    def learn_names(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Hear the names again, because parameters have joined."""
+        named = list(named_parameters)
+        self.names.update((id(p), name) for name, p in named)
+        for optimizer in self.optimizers:
+            optimizer._learn_names(named)
 
     def name_of(self, worst: int) -> str:
         """Return the name of the tensor that a verdict blames, "" if it is not known."""
@@ -274,13 +283,12 @@ def _watched(
     else:
         clipper = make_clipper(config)
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    theirs = [(name, p) for name, p in names if id(p) in own]
-    complete = len({id(p) for _, p in theirs}) == len(own)
+    is_complete = own <= {id(p) for _, p in names}
     return WatchedOptimizer(
         optimizer,
         clipper,
         apply=apply,
-        named_parameters=theirs if complete else None,
+        named_parameters=names if is_complete else None,  # all: others may join it later
         lag=config.lag,
     )
 

@@ -140,9 +140,8 @@ class Healer(Readout, Resuming):
         )
         run = TorchRun(state, guarded, config, stream, micro, note, sleep)
         treatment = Treatment(run, config, self.journal)
-        names = {id(p): name for name, p in model.named_parameters()}
         rates = LearningRates(wrapped, self._schedulers, note)
-        listener = Listener(run, guarded, treatment, config, names, rates, clock)
+        listener = Listener(run, guarded, treatment, config, rates, clock)
         listener.cluster = ClusterWatch(
             model, config, self.journal, listener.report, note, process_group
         )
