@@ -13,6 +13,7 @@ from zclip.layout import FLAGS, HAS_INF, HAS_NAN
 from zclip.mailbox import Mailbox
 from zclip.momentum import FirstMomentum
 from zclip.optimizer_proxy import OptimizerProxy
+from zclip.unscaling import adopt_unscaling, asking_scaler
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -110,6 +111,9 @@ class ClippedOptimizer(OptimizerProxy):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What GradScaler asks: if True it leaves unscaling and refusing to us, and never waits."""
+        scaler = asking_scaler()
+        if scaler is not None:
+            adopt_unscaling(scaler, self, self.inner)
         return self.guards_on_device
 
     @torch.no_grad()
@@ -164,16 +168,24 @@ class ClippedOptimizer(OptimizerProxy):
     def _clip(
         self, loss: Tensor | None, grad_scale: Tensor | None, extra: Tensor | None = None
     ) -> ClipResult | None:
-        groups = self.param_groups
-        if self.apply == "inplace":
-            self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
-        else:
-            self.clipper.decide(groups, loss=loss, grad_scale=grad_scale, extra=extra)
-        result = self.clipper.result
+        result = self._measure(self.param_groups, loss, grad_scale, extra)
         if result is not None:
             self.mailbox.post(self._steps, result.verdict)
         self._steps += 1
         return result
+
+    def _measure(
+        self,
+        groups: list[dict[str, Any]],
+        loss: Tensor | None,
+        grad_scale: Tensor | None,
+        extra: Tensor | None,
+    ) -> ClipResult | None:
+        if self.apply == "inplace":
+            self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
+        else:
+            self.clipper.decide(groups, loss=loss, grad_scale=grad_scale, extra=extra)
+        return self.clipper.result
 
     def _clip_after(self, closure: Callable[[], Any]) -> Any:
         """Serve an optimizer that calls the closure itself; a refused gradient is zero to it."""
