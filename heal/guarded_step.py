@@ -3,8 +3,7 @@
 Everything is decided on the device. The host hears of it ``lag`` steps later.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,85 +13,15 @@ from torch.optim import Optimizer
 import zclip
 from heal.calm import TOGETHER
 from heal.config import HealingConfig
-from heal.ranks import HAS_FAILED, NUM_LANES, HostFacts, Ranks
+from heal.loss_watch import LossWatch
+from heal.ranks import NUM_LANES, HostFacts, Ranks
 from heal.scaled_gradients import ScaledGradients
+from heal.watched_optimizer import watched
 from zclip.clippers import Clipper, ClipResult
 from zclip.clippers.result import merge_verdicts
-from zclip.layout import BLOCKED, FLAGS, HAS_INF, HAS_NAN, NUM_LOSS_STATE, NUM_VERDICT
-from zclip.schemas import wide_dtype
-
-LOSS_DECAY = 0.99  # the running mean of the loss remembers about a hundred steps
-LOSS_WARMUP_STEPS = 25  # losses to absorb before any is called a spike, as many as ZClip's norms
+from zclip.layout import BLOCKED, NUM_VERDICT
 
 NO_LOSS_SCALE = 0.0  # no scaler has it: what is sent where there is none
-
-
-class WatchedOptimizer(zclip.ClippedOptimizer):
-    """A clipped optimizer that clips now and steps later, once all are judged together."""
-
-    def clip(
-        self, loss: Tensor | None, extra: Tensor | None, grad_scale: Tensor | None = None
-    ) -> ClipResult | None:
-        """Clip without the step and without mail; None if there are no gradients."""
-        result = self._measure(self.param_groups, loss, grad_scale, extra)
-        self._steps += 1
-        return result
-
-    def step_if_allowed(self, result: ClipResult, grad_scale: Tensor | None = None) -> None:
-        """Step unless the result says that it is refused.
-
-        A verdict in host memory is simply read: that is no wait, and cheaper than to have the
-        optimizer look at it.
-
-        Args:
-            result: what :meth:`clip` returned.
-            grad_scale: what it was given.
-        """
-        if result.verdict.is_cpu and self.apply == "inplace":
-            if not self._is_refused(result.verdict.tolist()):
-                self._step_inner()
-            return
-        refused = self._refused(result, None)
-        if not self.guards_on_device:
-            self._waiting_step(refused)
-        elif not self._must_wait() or not bool(refused):
-            self._guarded_step(result, refused, grad_scale)
-
-    def _is_refused(self, row: list[float]) -> bool:
-        """Answer as :meth:`_refused` does, from a verdict on the host."""
-        heeds_flags = self.skip_nonfinite and self.clipper.on_nonfinite != "skip"
-        return row[BLOCKED] > 0 or (heeds_flags and bool(int(row[FLAGS]) & (HAS_NAN | HAS_INF)))
-
-    def _step_inner(self) -> None:
-        if self.lr_scale == 1.0:
-            self.inner.step()
-            return
-        with self._scaled_lr():
-            self.inner.step()
-
-
-class LossWatch:
-    """The running statistics of the loss, on the device of the parameters."""
-
-    def __init__(self, factor: float, device: torch.device) -> None:
-        self.factor = factor
-        self.state = torch.zeros(NUM_LOSS_STATE, dtype=wide_dtype(device), device=device)
-
-    def judge(self, loss: Tensor, verdict: Tensor) -> None:
-        """Write into the verdict what the loss says. Rises are left to the host, which has time."""
-        loss = loss.detach()
-        if loss.dim() and loss.numel() != 1:
-            loss = loss.mean()
-        if loss.device != self.state.device:
-            loss = loss.to(self.state.device, non_blocking=True)
-        torch.ops.zclip.watch_loss_(
-            self.state, loss, verdict, self.factor, 0, LOSS_DECAY, LOSS_WARMUP_STEPS
-        )
-
-    def judge_together(self, ranks: Ranks, summed: Tensor, verdict: Tensor) -> None:
-        """As :meth:`judge`, by the mean over all ranks; refuse too if one of them failed."""
-        self.judge(ranks.mean_loss(summed, self.state), verdict)
-        verdict[BLOCKED].clamp_(min=summed[HAS_FAILED].clamp(max=1.0).to(verdict.dtype))
 
 
 class GuardedStep:
@@ -104,6 +33,7 @@ class GuardedStep:
         named_parameters: names for what goes wrong.
         scaler: a GradScaler. Its scale backs off where it found NaN or Inf, and only there.
         process_group: the ranks that act alike; all if None.
+        note: told of what cannot be guarded.
 
     Raises:
         TypeError: an optimizer calls a closure by itself, as LBFGS does.
@@ -124,11 +54,13 @@ class GuardedStep:
         named_parameters: Iterable[tuple[str, Tensor]],
         scaler: Any = None,
         process_group: Any = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         named = list(named_parameters)
         self.names = {id(p): name for name, p in named}
-        self.optimizers = [_watched(o, config, named) for o in optimizers]
+        self.optimizers = [watched(o, config, named) for o in optimizers]
         for optimizer in self.optimizers:
+            optimizer.note = note
             if optimizer._needs_closure():
                 raise TypeError(
                     f"{type(optimizer.inner).__name__} calls a closure several times within one "
@@ -166,17 +98,20 @@ class GuardedStep:
         if self.scaler is not None:
             scaled = ScaledGradients(self.scaler, self.optimizers)
             scales, overflows = scaled.scales, scaled.overflows
-        results = self.clip(loss, lanes, scales)
-        judged = self.judge(results, loss, lanes, overflows)
+        judged = None
         try:
+            results = self.clip(loss, lanes, scales)
+            judged = self.judge(results, loss, lanes, overflows)
             for optimizer, result, scale in zip(self.optimizers, results, scales, strict=True):
                 if result is not None:
                     optimizer.step_if_allowed(result, scale)
             if scaled is not None:
-                scaled.finish()
+                scaled.update()
         finally:  # also if the optimizer fails: ranks that count their mail differently are lost
             if judged is not None:
                 self._post(step, judged)
+            if scaled is not None:
+                scaled.forget()
         return judged is not None
 
     def clip(
@@ -242,11 +177,12 @@ class GuardedStep:
         """Return one verdict for all; the tensor that it blames is one of all, in their order."""
         pairs = zip(self.optimizers, results, strict=True)
         judged = [(o, result) for o, result in pairs if result is not None]
-        self._blamed = [o.clipper for o, _ in judged]
+        measured = [pair for pair in judged if len(pair[1].stats)] or judged[:1]
+        self._blamed = [o.clipper for o, _ in measured]
         device = self.watch.state.device
         merged = merge_verdicts(
-            [_moved(result.verdict, device) for _, result in judged],
-            torch.cat([_moved(result.stats, device) for _, result in judged]),
+            [_moved(result.verdict, device) for _, result in measured],
+            torch.cat([_moved(result.stats, device) for _, result in measured]),
         )
         refused = [_moved(o._refused(result, None), device) for o, result in judged]
         merged[BLOCKED] = torch.stack(refused).amax()
@@ -306,29 +242,3 @@ def _add_record_group(clipper: Clipper, ranks: Ranks) -> None:
     if peers._record_group is None:
         process_group, pipeline_group = peers._groups
         clipper.distribute(process_group, pipeline_group, ranks.record_group)
-
-
-def _watched(
-    optimizer: Optimizer, config: HealingConfig, names: list[tuple[str, Tensor]]
-) -> WatchedOptimizer:
-    apply = "inplace"
-    if isinstance(optimizer, zclip.ClippedOptimizer):
-        clipper, apply, optimizer = optimizer.clipper, optimizer.apply, optimizer.inner
-    else:
-        clipper = make_clipper(config)
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    is_complete = own <= {id(p) for _, p in names}
-    return WatchedOptimizer(
-        optimizer,
-        clipper,
-        apply=apply,
-        named_parameters=names if is_complete else None,  # all: others may join it later
-        lag=config.lag,
-    )
-
-
-def make_clipper(config: HealingConfig) -> Clipper:
-    """Return the clipper that the settings ask for; without one, norms are still measured."""
-    if not config.zclip_enabled:
-        return zclip.GlobalNorm(math.inf)
-    return zclip.ZClip(z_thresh=config.zclip_z_threshold, max_grad_norm=config.max_grad_norm)

@@ -126,7 +126,8 @@ class Healer(Readout, Resuming):
         """Put the parts together; each knows those before it."""
         config, note = self.config, self._note
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        guarded = GuardedStep(optimizers, config, model.named_parameters(), scaler, process_group)
+        named = model.named_parameters()
+        guarded = GuardedStep(optimizers, config, named, scaler, process_group, note)
         extra = {"loss": guarded.watch.state}
         wrapped = guarded.optimizers
         state = TrainingState(model, wrapped, self._schedulers, guarded.scaler, extra)

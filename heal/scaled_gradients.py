@@ -36,13 +36,15 @@ class ScaledGradients:
             self.scales.append(self._prepare(optimizer))
             self.overflows += self._state_of(optimizer)["found_inf_per_device"].values()
 
-    def finish(self) -> None:
+    def update(self) -> None:
         """Have the scale grow, or back off where the scaler found something."""
-        states = self._scaler._per_optimizer_states
-        if any(state["found_inf_per_device"] for state in states.values()):
+        states = self._scaler._per_optimizer_states.values()
+        if any(state["found_inf_per_device"] for state in states):  # else update() would raise
             self._scaler.update()
-        else:  # nobody had gradients, which update() takes for a mistake
-            states.clear()
+
+    def forget(self) -> None:
+        """Let the scaler begin anew: the next gradients are scaled, also if this step failed."""
+        self._scaler._per_optimizer_states.clear()
 
     def _prepare(self, optimizer: ClippedOptimizer) -> Tensor | None:
         adopt_unscaling(self._scaler, optimizer, optimizer.inner)

@@ -109,6 +109,25 @@ def test_a_step_without_gradients_is_none_and_does_not_raise(fused):
     assert scaler.get_scale() == SCALE
 
 
+@pytest.mark.filterwarnings("ignore:.*is not fused")
+@FUSED
+def test_gradients_after_a_step_that_failed_are_divided_again(fused):
+    model, optimizer, scaler = build(fused)
+    healer = Healer(model, optimizer, config=quick(lag=0), scaler=scaler)
+    healer.exits.dismiss()
+    first, second = batches(2)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    loss = backward(model, scaler, first)
+    with pytest.raises(ZeroDivisionError):
+        healer.step(loss)
+    handle.remove()
+    optimizer.zero_grad()
+    healer.step(backward(model, scaler, second))
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    assert healer.latest.norm == pytest.approx(norm, rel=1e-5)
+    assert norm < SCALE
+
+
 def test_a_second_step_by_the_scaler_is_refused_with_what_was_wanted():
     model, optimizer, scaler = build(True)
     healer = Healer(model, optimizer, config=quick(), scaler=scaler)
