@@ -33,7 +33,6 @@ class Listener:
         guarded: whose mailbox is read.
         treatment: told of what was found.
         config: intervals and limits.
-        names: of the parameters, by identity.
         rates: the learning rates, and what the schedules want them to be.
         clock: seconds, for the duration of steps.
 
@@ -52,7 +51,6 @@ class Listener:
         guarded: GuardedStep,
         treatment: Treatment,
         config: HealingConfig,
-        names: dict[int, str],
         rates: LearningRates,
         clock: Callable[[], float],
     ) -> None:
@@ -69,7 +67,7 @@ class Listener:
         self._guarded = guarded
         self._treatment = treatment
         self._config = config
-        self._health = HealthCheck(guarded.optimizers, names, config.lag, guarded.ranks)
+        self._health = HealthCheck(guarded.optimizers, guarded.names, config.lag, guarded.ranks)
         self._clock = clock
         self._step_began = clock()
         self._host: dict[int, dict[str, Any]] = {}

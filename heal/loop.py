@@ -127,7 +127,8 @@ class Healer(Readout, Resuming, Probing):
         """Put the parts together; each knows those before it."""
         config, note = self.config, self._note
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        guarded = GuardedStep(optimizers, config, model.named_parameters(), scaler, process_group)
+        named = model.named_parameters()
+        guarded = GuardedStep(optimizers, config, named, scaler, process_group, note)
         wrapped, extra = guarded.optimizers, {"loss": guarded.watch.state}
         state = TrainingState(model, wrapped, self._schedulers, guarded.scaler, extra)
         smallest, grow_steps = config.micro_batch_min, config.micro_batch_grow_steps
@@ -140,9 +141,8 @@ class Healer(Readout, Resuming, Probing):
         )
         run = TorchRun(state, guarded, config, stream, micro, note, sleep)
         treatment = Treatment(run, config, self.journal)
-        names = {id(p): name for name, p in model.named_parameters()}
         rates = LearningRates(wrapped, self._schedulers, note)
-        listener = Listener(run, guarded, treatment, config, names, rates, clock)
+        listener = Listener(run, guarded, treatment, config, rates, clock)
         listener.cluster = ClusterWatch(
             model, config, self.journal, listener.report, note, process_group
         )

@@ -186,7 +186,7 @@ class TorchRun:
     def has_changed_shape(self) -> bool:
         """Return whether parameters came, went, froze or thawed since last asked.
 
-        Snapshots of before cannot be returned to and are dropped.
+        Snapshots of before cannot be returned to and are dropped; new parameters get their names.
         """
         signature = self._state.signature()
         if signature == self._signature:
@@ -194,6 +194,7 @@ class TorchRun:
         self._signature = signature
         self._frozen = None
         self.ring.drop_all()
+        self._guarded.learn_names(self._state.model.named_parameters())
         return True
 
     def restore(self, step: int) -> None:

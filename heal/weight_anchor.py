@@ -13,7 +13,7 @@ from torch import Tensor
 from heal.ranks import Ranks
 
 if TYPE_CHECKING:
-    from heal.guarded_step import WatchedOptimizer
+    from heal.watched_optimizer import WatchedOptimizer
 
 SQUARES = ("exp_avg_sq", "square_avg", "sum")
 """What optimizers call their running mean, or sum, of squared gradients."""

@@ -18,6 +18,13 @@ MAKE = {
 }
 
 
+UNSCALE = pytest.mark.parametrize(
+    "unscale",
+    [False, True, "inside"],
+    ids=["in step", "unscale_ by hand", "unscale_ the one inside"],
+)
+
+
 @pytest.fixture(params=MAKE, ids=str)
 def make_optimizer(request):
     return MAKE[request.param]
@@ -38,13 +45,13 @@ def train(make, scaler, apply="inplace", unscale=False, batches=range(6)):
                 loss = loss * math.inf
             scaler.scale(loss).backward()
             if unscale:
-                scaler.unscale_(optimizer)
+                scaler.unscale_(optimizer.inner if unscale == "inside" else optimizer)
             scaler.step(optimizer)
             scaler.update()
     return [p.detach().clone() for p in model.parameters()], optimizer
 
 
-@pytest.mark.parametrize("unscale", [False, True], ids=["in step", "unscale_ by hand"])
+@UNSCALE
 def test_the_scale_leaves_no_trace(make_optimizer, unscale):
     plain, _ = train(make_optimizer, GradScaler("cpu", enabled=False))
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -56,7 +63,7 @@ def test_the_scale_leaves_no_trace(make_optimizer, unscale):
     assert not hasattr(optimizer.inner, "found_inf")
 
 
-@pytest.mark.parametrize("unscale", [False, True], ids=["in step", "unscale_ by hand"])
+@UNSCALE
 def test_the_clip_and_the_scale_ride_together(unscale):
     plain, _ = train(MAKE["AdamW"], GradScaler("cpu", enabled=False))
     scaler = GradScaler("cpu", init_scale=2.0**10)
@@ -69,6 +76,16 @@ def test_an_overflow_is_refused_and_backs_the_scale_off(make_optimizer):
     calm, _ = train(make_optimizer, GradScaler("cpu", init_scale=2.0**10, growth_interval=99))
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=99)
     shaken, _ = train(make_optimizer, scaler, batches=["bad", 0, 1, 2, "bad", 3, 4, 5])
+    assert scaler.get_scale() == 2.0**8
+    for one, two in zip(calm, shaken, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_an_overflow_that_was_found_inside_is_refused_and_backs_the_scale_off(make_optimizer):
+    calm, _ = train(make_optimizer, GradScaler("cpu", init_scale=2.0**10, growth_interval=99))
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=99)
+    batches = ["bad", 0, 1, 2, "bad", 3, 4, 5]
+    shaken, _ = train(make_optimizer, scaler, unscale="inside", batches=batches)
     assert scaler.get_scale() == 2.0**8
     for one, two in zip(calm, shaken, strict=True):
         assert torch.equal(one, two)

@@ -264,6 +264,21 @@ def test_add_param_group_keeps_what_was_learned():
     assert float(after[2]) == pytest.approx(3.0)
 
 
+def test_names_by_hand_do_not_keep_groups_from_joining():
+    """torch refuses to add a group without names to groups that have some."""
+    model, extra = make_model(), nn.Linear(2, 1)
+    named = [*model.named_parameters(), ("extra.weight", extra.weight)]
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer = zclip.ClippedOptimizer(inner, zclip.AdaGC(), named_parameters=named)
+    for owner, param in ((inner, extra.weight), (optimizer, extra.bias)):
+        owner.add_param_group({"params": [param]})
+    backward(model, 0)
+    extra(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    names = list(optimizer.clipper.norms_by_name())
+    assert names == [*(n for n, _ in model.named_parameters()), "extra.weight", "parameters[5]"]
+
+
 def test_groups_of_the_optimizer_are_the_groups_of_the_clipper():
     params = parameters_with_norms([4.0, 4.0])
     groups = [{"params": params[:1], "max_norm": 2.0}, {"params": params[1:]}]

@@ -13,6 +13,7 @@ from zclip.layout import FLAGS, HAS_INF, HAS_NAN
 from zclip.mailbox import Mailbox
 from zclip.momentum import FirstMomentum
 from zclip.optimizer_proxy import OptimizerProxy
+from zclip.unscaling import adopt_unscaling, asking_scaler
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,8 +42,9 @@ class ClippedOptimizer(OptimizerProxy):
         skip_nonfinite: refuse a step with NaN or Inf even if the clipper would let it pass.
         apply: "inplace" scales the gradients where there is something to clip; "grad_scale" has
             the fused step do it, for clippers with one coefficient for all.
-        named_parameters: names for norms, states and errors, if the optimizer was built without;
-            written into its groups as "param_names", as torch does.
+        named_parameters: names for norms, states and errors, if the optimizer was built without.
+            Those of parameters that join later may be among them; others are then called by their
+            place. They are not written into the groups, or torch would refuse a group without.
         lag: how many steps late :meth:`metrics` is.
         process_group: this and the next two: see :meth:`zclip.Clipper.distribute`. Not needed for
             DDP, FSDP2 and whatever else makes DTensors.
@@ -88,9 +90,11 @@ class ClippedOptimizer(OptimizerProxy):
         self._steps = 0
         self._warned = False
         self._momentum = FirstMomentum()
+        self._named: list[tuple[str, Tensor]] = []
         self._check_apply()
         if named_parameters is not None:
-            self._name_parameters(dict((id(p), name) for name, p in named_parameters))
+            self._check_names(named_parameters := list(named_parameters))
+            self._learn_names(named_parameters)
         if (process_group, pipeline_group, record_group) != (None, None, None):
             clipper.distribute(process_group, pipeline_group, record_group)
         clipper.bind(self.param_groups)
@@ -107,6 +111,9 @@ class ClippedOptimizer(OptimizerProxy):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What GradScaler asks: if True it leaves unscaling and refusing to us, and never waits."""
+        scaler = asking_scaler()
+        if scaler is not None:
+            adopt_unscaling(scaler, self, self.inner)
         return self.guards_on_device
 
     @torch.no_grad()
@@ -161,16 +168,24 @@ class ClippedOptimizer(OptimizerProxy):
     def _clip(
         self, loss: Tensor | None, grad_scale: Tensor | None, extra: Tensor | None = None
     ) -> ClipResult | None:
-        groups = self.param_groups
-        if self.apply == "inplace":
-            self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
-        else:
-            self.clipper.decide(groups, loss=loss, grad_scale=grad_scale, extra=extra)
-        result = self.clipper.result
+        result = self._measure(self.param_groups, loss, grad_scale, extra)
         if result is not None:
             self.mailbox.post(self._steps, result.verdict)
         self._steps += 1
         return result
+
+    def _measure(
+        self,
+        groups: list[dict[str, Any]],
+        loss: Tensor | None,
+        grad_scale: Tensor | None,
+        extra: Tensor | None,
+    ) -> ClipResult | None:
+        if self.apply == "inplace":
+            self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
+        else:
+            self.clipper.decide(groups, loss=loss, grad_scale=grad_scale, extra=extra)
+        return self.clipper.result
 
     def _clip_after(self, closure: Callable[[], Any]) -> Any:
         """Serve an optimizer that calls the closure itself; a refused gradient is zero to it."""
@@ -227,6 +242,17 @@ class ClippedOptimizer(OptimizerProxy):
         if not bool(refused):
             with self._scaled_lr():
                 self.inner.step()
+
+    def _check_names(self, named: list[tuple[str, Tensor]]) -> None:
+        known = {id(param) for _, param in named}
+        for group in self.param_groups:
+            unnamed = [tuple(p.shape) for p in group["params"] if id(p) not in known]
+            if unnamed:
+                raise ValueError(f"named_parameters lacks parameters of the shapes {unnamed}")
+
+    def _learn_names(self, named: list[tuple[str, Tensor]]) -> None:
+        self._named = named
+        self.clipper._cache.give_names(named)
 
     def _check_apply(self) -> None:
         if self.apply not in APPLY:
@@ -285,13 +311,20 @@ class ClippedOptimizer(OptimizerProxy):
         self._momentum.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the hooks, as torch does."""
+        """Leave out the hooks, as torch does, and names of parameters that are not in here."""
         kept = ("inner", "clipper", "skip_nonfinite", "apply", "lr_scale", "mailbox", "_steps")
+        own = {id(p) for group in self.param_groups for p in group["params"]}
         return {
             **{name: self.__dict__[name] for name in kept},
             "_warned": self._warned,
             "_momentum": FirstMomentum(),
+            "_named": [(name, param) for name, param in self._named if id(param) in own],
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Tell the copied clipper, which holds no parameters, the names of the copied ones."""
+        super().__setstate__(state)
+        self._learn_names(self._named)
 
 
 def wrap(

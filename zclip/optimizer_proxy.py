@@ -78,11 +78,3 @@ class OptimizerProxy(Optimizer):
     def _needs_closure(self) -> bool:
         closure = inspect.signature(self.inner.step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty
-
-    def _name_parameters(self, names: dict[int, str]) -> None:
-        """Write the names where torch does, so that copies and checkpoints keep them."""
-        for group in self.param_groups:
-            unnamed = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-            if unnamed:
-                raise ValueError(f"named_parameters lacks parameters of the shapes {unnamed}")
-            group["param_names"] = [names[id(p)] for p in group["params"]]

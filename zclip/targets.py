@@ -103,6 +103,7 @@ class TargetCache:
     """Turns what a step is handed into :class:`Targets`, and makes new ones only on change."""
 
     def __init__(self) -> None:
+        self._given: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, or ids could return
         self._targets: Targets | None = None
         self._trees: list[_Tree] = []
         self._entries: list[Any] = []
@@ -110,6 +111,11 @@ class TargetCache:
     @property
     def targets(self) -> Targets | None:
         return self._targets
+
+    def give_names(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Call parameters of groups by these names; what they have in the groups counts less."""
+        self._given = {id(param): (name, param) for name, param in named}
+        self._targets = None
 
     def find(self, handed: tuple[Any, ...]) -> Targets:
         """Return the parameters to clip.
@@ -162,10 +168,11 @@ class TargetCache:
         if not self._holds(entries):
             named, position = [], 0
             for group in groups:
-                given = group.get("param_names")
+                listed = group.get("param_names")
                 pairs = []
                 for i, param in enumerate(group["params"]):
-                    name = given[i] if given else _name(position, param)
+                    name = listed[i] if listed else _name(position, param)
+                    name, _ = self._given.get(id(param), (name, param))
                     pairs.append((name, tensor_at(position, param)))
                     position += 1
                 named.append(pairs)

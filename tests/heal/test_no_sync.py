@@ -66,23 +66,25 @@ def fill_gradients():
             param.grad = torch.empty_like(param)
 
 
-def build(**config):
+def build(num_optimizers=1, scaler=None, **config):
     there = {"device": "cuda"}
     layers = nn.Linear(4, 4, **there), nn.LayerNorm(4, **there), nn.Linear(4, 1, **there)
     model = nn.Sequential(*layers)
     model.register_buffer("mask", torch.empty(3, device="cuda"))
     model[2].bias.requires_grad_(False)
     PARAMETERS[:] = model.parameters()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    shares = [PARAMETERS[o::num_optimizers] for o in range(num_optimizers)]
+    optimizers = [torch.optim.AdamW(share, lr=1e-3, fused=True) for share in shares]
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], 50)
     settings = {"snapshot_interval": 3, "check_interval": 2, "quarantine_steps": 40, **config}
-    return model, Healer(model, optimizer, scheduler, HealingConfig(**settings))
+    return model, Healer(model, optimizers, scheduler, HealingConfig(**settings), scaler=scaler)
 
 
 def take_steps(model, healer, steps):
     for batch in healer.batches([torch.empty(5, 4, device="cuda") for _ in range(steps)]):
         loss = model(batch).square().mean()
-        loss.backward()
+        scaler = healer._guarded.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward()
         healer.step(loss)
         healer.model.zero_grad()
 
@@ -98,6 +100,23 @@ def test_healthy_steps_with_snapshots_and_checks_wait_for_nothing(device, zclip_
     assert mode.ops.count("zclip::fingerprint") >= 3
     assert Event.host_waits == 0
     healer.exits._closed = True  # a fake run has no numbers for a postmortem
+
+
+@pytest.mark.parametrize("num_optimizers", [1, 3])
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["plain", "scaled"])
+def test_several_optimizers_and_a_scaler_wait_for_nothing(
+    device, monkeypatch, num_optimizers, is_scaled
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # else the scaler is disabled
+    with fake_cuda() as mode:
+        scaler = torch.amp.GradScaler("cuda") if is_scaled else None
+        model, healer = build(num_optimizers, scaler)
+        take_steps(model, healer, 4)
+    assert healer.notes == []
+    assert mode.ops.count("zclip::watch_loss_") == 4
+    assert mode.ops.count("aten::_amp_update_scale_") == (4 if is_scaled else 0)
+    assert Event.host_waits == 0
+    healer.exits._closed = True
 
 
 def test_the_forecast_waits_for_nothing(device):

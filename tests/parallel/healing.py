@@ -1,7 +1,6 @@
 """Healing with several ranks: what happens to one is heard, decided and done by all alike."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -125,7 +124,7 @@ def every_rank_hears_of_the_mean_loss_and_of_seconds_alike():
         setup.model(setup.loader[step]).square().mean().backward()
         setup.healer.step(torch.tensor(2.0 + 2.0 * dist.get_rank()))
     assert setup.healer.latest.loss == 3.0
-    shared = replace(setup.healer.latest, own_seconds=0.0)  # all but what it says it is
+    shared = setup.healer.latest._replace(own_seconds=0.0)  # all but what it says it is
     told = setup.healer._guarded.ranks.gather(repr(shared))
     assert told[0] == told[1]
 
@@ -141,6 +140,64 @@ def a_nan_loss_on_one_rank_is_refused_by_all():
         is_bad = step == 4
         setup.healer.step(loss * math.nan if is_bad and dist.get_rank() == 1 else loss)
         assert all(map(torch.equal, before, setup.model.parameters())) == is_bad
+    setup.assert_alike()
+    assert setup.causes() == ["nonfinite_loss"]
+
+
+class Two(Setup):
+    """As :class:`Setup`, with an optimizer for each layer; the second has the first layer."""
+
+    def __init__(self, **config):
+        super().__init__(**config)
+        model = self.model.module
+        self.optimizers = [
+            torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
+            for layer in (model[3], model[0])
+        ]
+        self.healer = Healer(
+            self.model, self.optimizers, config=self.healer.config, rank=dist.get_rank()
+        )
+        self.healer.exits.dismiss()
+
+    def step(self, batch, loss=None):
+        self.model.zero_grad()
+        mean = self.model(batch).square().mean()
+        mean.backward()
+        self.healer.step(mean if loss is None else loss)
+
+
+@check(2)
+def nan_under_the_second_optimizer_is_named_and_refused_by_all():
+    setup = Two()
+    for step in range(10):
+        before = [p.detach().clone() for p in setup.model.parameters()]
+        is_bad = step == 4
+        setup.step(setup.loader[step] * (math.nan if is_bad and dist.get_rank() else 1.0))
+        assert all(map(torch.equal, before, setup.model.parameters())) == is_bad
+    setup.assert_alike()
+    assert setup.causes() == ["nonfinite_loss"]
+    setup.model.zero_grad()
+    setup.model(setup.loader[0]).square().mean().backward()
+    setup.model.module[0].weight.grad[0, 0] = math.nan  # as DDP would give it to all
+    setup.healer.step(torch.ones(()))
+    for step in range(4):
+        setup.step(setup.loader[step])
+    diagnosis = setup.healer.history[-1][1]
+    assert diagnosis.cause.value == "nonfinite_gradient"
+    assert diagnosis.evidence["tensor"] == "module.0.weight"
+
+
+@check(2)
+def a_first_optimizer_without_gradients_keeps_no_rank_from_hearing_the_others():
+    setup = Two()
+    for step in range(10):
+        is_bad = step == 4 and dist.get_rank() == 1
+        setup.model.zero_grad()
+        loss = setup.model(setup.loader[step]).square().mean()
+        loss.backward()
+        for param in setup.model.module[3].parameters():
+            param.grad = None
+        setup.healer.step(loss * math.nan if is_bad else loss)
     setup.assert_alike()
     assert setup.causes() == ["nonfinite_loss"]
 

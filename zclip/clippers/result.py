@@ -62,16 +62,17 @@ class ClipResult:
         return norms_of(self.stats)
 
 
-def merge_verdicts(verdicts: list[Tensor], stats: Tensor, counters: Tensor) -> Tensor:
-    """Return one verdict for groups that were judged apart, and count the step.
+def merge_verdicts(verdicts: list[Tensor], stats: Tensor, counters: Tensor | None = None) -> Tensor:
+    """Return one verdict for groups, or optimizers, that were judged apart; count the step.
 
-    The step is refused if any group refuses it. Norms add up as vectors do; z, threshold, mean and
-    deviation are those of the group that stands out most.
+    The step is refused if any of them refuses it. Norms add up as vectors do; z, threshold, mean
+    and deviation are those of the one that stands out most.
 
     Args:
-        verdicts: float32 [14], one per group.
+        verdicts: float32 [14], one each.
         stats: float64 [N, 3] of all gradients.
-        counters: float64 [3], updated in place: steps, clips and skips of the whole.
+        counters: float64 [3], updated in place: steps, clips and skips of the whole. Where nobody
+            keeps them, clips and skips are the sums of those of the parts.
     """
     table = torch.stack(verdicts)
     merged = table.amax(dim=0)  # BLOCKED: any group; LOSS and the ratio: the same in all
@@ -87,6 +88,10 @@ def merge_verdicts(verdicts: list[Tensor], stats: Tensor, counters: Tensor) -> T
     for column in (Z, THRESHOLD, MEAN, STD):
         merged[column] = stands_out[column]
     merged[WORST] = worst_of(stats)
+    if counters is None:
+        for column in (CLIPS, SKIPS):
+            merged[column] = table[:, column].sum()
+        return merged
     clipped = ~blocked & (flags & CLIPPED > 0)
     counters += torch.stack([torch.ones_like(blocked), clipped, blocked])
     for column, counter in ((STEP, STEPS), (CLIPS, CLIP_COUNT), (SKIPS, SKIP_COUNT)):

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heal.guarded_step import GuardedStep, WatchedOptimizer
+from heal.guarded_step import GuardedStep, Judged
 from heal.ranks import HostFacts
+from heal.watched_optimizer import WatchedOptimizer
 from zclip.clippers import ClipResult
-from zclip.layout import BLOCKED
 
 
 class TrainerGuard:
@@ -49,6 +49,7 @@ class TrainerGuard:
         self._ask_facts = facts
         self._scaled = scaled
         self._results: list[ClipResult | None] | None = None
+        self._judged: Judged | None = None
 
     def add_loss(self, loss: Tensor) -> None:
         """Hear of a micro-batch; its share of the step's mean loss, on the device."""
@@ -81,39 +82,33 @@ class TrainerGuard:
             self._judge()
         results, self._results = self._results or [], None
         self.has_loss, self.loss = self.loss is not None, None
-        found = next((r for r in results if r is not None), None)
+        judged, self._judged = self._judged, None
         try:
-            for optimizer, judged in zip(guarded.optimizers, results, strict=True):
-                if judged is None:
+            for optimizer, result in zip(guarded.optimizers, results, strict=True):
+                if result is None:
                     optimizer.inner.step()  # what it makes of no gradients is its own affair
                 elif self._scaled is not None:
-                    self._scaled.step(optimizer, judged)
+                    self._scaled.step(optimizer, result)
                 else:
-                    optimizer.step_if_allowed(judged)
+                    optimizer.step_if_allowed(result)
         finally:  # also if the optimizer fails: ranks must count their mail alike
-            if found is not None:
-                guarded._post(step, found.verdict, found.extra)
-        return found is not None
+            if judged is not None:
+                guarded._post(step, judged)
+        return judged is not None
 
     def forget(self) -> None:
         """Drop what a step that was given up left behind."""
-        self._results = self.loss = None
+        self._results = self._judged = self.loss = None
 
     def _judge(self) -> list[ClipResult]:
         """Measure, clip if that is ours, and judge the loss; all groups or none are refused."""
         if self._results is None:
-            first, *others = self._guarded.optimizers
             ranks = self._guarded.ranks
             self.facts = self._ask_facts()
             lanes = ranks.lanes(self.facts, self.loss) if ranks.has_others else None
-            self._results = [first.clip(self.loss, lanes), *(o.clip(None, None) for o in others)]
-        found = [r for r in self._results if r is not None]
-        if len(found) > 1:
-            device = found[0].verdict.device
-            blocked = torch.stack([r.blocked.to(device, non_blocking=True) for r in found]).amax()
-            for result in found:
-                result.verdict[BLOCKED] = blocked.to(result.verdict.device, non_blocking=True)
-        return found
+            self._results = self._guarded.clip(self.loss, lanes)
+            self._judged = self._guarded.judge(self._results, self.loss, lanes)
+        return [result for result in self._results if result is not None]
 
 
 class ScaledStep:
