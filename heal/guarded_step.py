@@ -4,7 +4,7 @@ Everything is decided on the device. The host hears of it ``lag`` steps later.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from zclip.clippers.result import merge_verdicts
 from zclip.layout import BLOCKED, NUM_VERDICT
 
 NO_LOSS_SCALE = 0.0  # no scaler has it: what is sent where there is none
+
+Judged = tuple[Tensor, Tensor | None]
+"""What goes out by mail: the verdict about a step, and what ranks told, if there are others."""
 
 
 class GuardedStep:
@@ -74,7 +77,6 @@ class GuardedStep:
         self.mailbox = zclip.Mailbox(config.lag, width=width, room=TOGETHER)
         self.posted: list[float] | None = None
         self.watch = LossWatch(config.loss_spike_factor, device)
-        self._no_scales: list[Tensor | None] = [None] * len(self.optimizers)
         self._blamed = [o.clipper for o in self.optimizers]
         if self.ranks.has_others and self.optimizers:
             # The first carries what ranks tell; each judges gradients that all ranks share.
@@ -93,7 +95,7 @@ class GuardedStep:
         if self.ranks.has_others:
             lanes = self.ranks.lanes(facts or HostFacts(), loss)
         scaled: ScaledGradients | None = None
-        scales = self._no_scales
+        scales: Sequence[Tensor | None] = ()
         overflows: Sequence[Tensor] = ()
         if self.scaler is not None:
             scaled = ScaledGradients(self.scaler, self.optimizers)
@@ -102,9 +104,9 @@ class GuardedStep:
         try:
             results = self.clip(loss, lanes, scales)
             judged = self.judge(results, loss, lanes, overflows)
-            for optimizer, result, scale in zip(self.optimizers, results, scales, strict=True):
+            for o, result in enumerate(results):
                 if result is not None:
-                    optimizer.step_if_allowed(result, scale)
+                    self.optimizers[o].step_if_allowed(result, scales[o] if scales else None)
             if scaled is not None:
                 scaled.update()
         finally:  # also if the optimizer fails: ranks that count their mail differently are lost
@@ -118,18 +120,18 @@ class GuardedStep:
         self,
         loss: Tensor | None,
         lanes: Tensor | None,
-        scales: Sequence[Tensor | None] | None = None,
+        scales: Sequence[Tensor | None] = (),
     ) -> list[ClipResult | None]:
         """Measure and clip all; None stands for an optimizer without gradients.
 
         Args:
             loss: of this rank.
             lanes: what this rank tells the others; None if there are none.
-            scales: for each optimizer by what its gradients are to be divided first.
+            scales: for each optimizer by what its gradients are to be divided first; none if empty.
         """
         results = []
-        for optimizer, scale in zip(self.optimizers, scales or self._no_scales, strict=True):
-            results.append(optimizer.clip(loss, lanes, scale))
+        for o, optimizer in enumerate(self.optimizers):
+            results.append(optimizer.clip(loss, lanes, scales[o] if scales else None))
             lanes = None  # told once
         return results
 
@@ -139,7 +141,7 @@ class GuardedStep:
         loss: Tensor | None,
         lanes: Tensor | None,
         overflows: Sequence[Tensor] = (),
-    ) -> "Judged | None":
+    ) -> Judged | None:
         """Come to one verdict about all optimizers and the loss; None if there are no gradients.
 
         Refused by one is refused by all: half a step is a state no run ever had. Their own
@@ -158,9 +160,8 @@ class GuardedStep:
         if lanes is not None:
             first = results[0]
             told = self.ranks.reduce(lanes) if first is None or first.extra is None else first.extra
-        verdict = found[0].verdict
-        if len(self.optimizers) > 1:
-            verdict = self._merged(results)
+        is_alone = len(results) == 1
+        verdict = found[0].verdict if is_alone else self._merged(results)
         for overflow in overflows:
             blocked = verdict[BLOCKED]
             blocked.clamp_(min=_moved(overflow, blocked.device).clamp(max=1.0))
@@ -168,10 +169,10 @@ class GuardedStep:
             self.watch.judge_together(self.ranks, told, verdict)
         elif loss is not None:
             self.watch.judge(loss, verdict)
-        if len(self.optimizers) > 1:
+        if not is_alone:
             for result in found:
                 result.verdict[BLOCKED] = _moved(verdict[BLOCKED], result.verdict.device)
-        return Judged(verdict, told)
+        return verdict, told
 
     def _merged(self, results: Sequence[ClipResult | None]) -> Tensor:
         """Return one verdict for all; the tensor that it blames is one of all, in their order."""
@@ -188,7 +189,7 @@ class GuardedStep:
         merged[BLOCKED] = torch.stack(refused).amax()
         return merged
 
-    def _post(self, step: int, judged: "Judged") -> None:
+    def _post(self, step: int, judged: Judged) -> None:
         verdict, told = judged
         scale = getattr(self.scaler, "_scale", None)
         if verdict.is_cpu and (scale is None or scale.is_cpu):
@@ -222,13 +223,6 @@ class GuardedStep:
             return [name for clipper in self._blamed for name in clipper._names()][worst]
         except (IndexError, AssertionError):
             return ""
-
-
-class Judged(NamedTuple):
-    """What goes out by mail: the verdict about a step, and what ranks told, if there are others."""
-
-    verdict: Tensor
-    told: Tensor | None
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

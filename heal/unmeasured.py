@@ -26,9 +26,6 @@ class Unmeasured:
         self._measured: Groups = []
         self._seen: list[tuple[int, int]] = []  # the groups, by identity and length
 
-    def __bool__(self) -> bool:
-        return bool(self._params)
-
     def add_from(self, groups: Groups) -> list[tuple[Tensor, str]]:
         """Look for more of them; return each with what its gradient is."""
         known = {id(p) for p in self._params}

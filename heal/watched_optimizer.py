@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,15 +24,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
 
     note: Callable[[str], None] = staticmethod(lambda text: None)
     pull: Pull | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._unmeasured = Unmeasured()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy finds out by itself what cannot be measured."""
-        super().__setstate__(state)
-        self._unmeasured = Unmeasured()
+    _unmeasured: Unmeasured | None = None  # a copy finds out by itself
 
     def clip(
         self, loss: Tensor | None, extra: Tensor | None, grad_scale: Tensor | None = None
@@ -41,24 +32,32 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         """Clip without the step and without mail; None if there are no gradients."""
         if self.pull is not None:
             self.pull.add_to_gradients(grad_scale)
+        return self._clip_measurable(loss, extra, grad_scale)
+
+    def _clip_measurable(
+        self, loss: Tensor | None, extra: Tensor | None, grad_scale: Tensor | None
+    ) -> ClipResult | None:
+        groups = self.param_groups
+        if self._unmeasured is not None:
+            groups = self._unmeasured.left_out_of(groups)
         try:
-            result = self._measure(self._measurable_groups(), loss, grad_scale, extra)
+            result = self._measure(groups, loss, grad_scale, extra)
         except (TypeError, RuntimeError):
             if not self._leave_out():
                 raise
-            result = self._measure(self._measurable_groups(), loss, grad_scale, extra)
+            return self._clip_measurable(loss, extra, grad_scale)
         self._steps += 1
-        if result is None and self._unmeasured:
+        if result is None and self._unmeasured is not None:
             return self._unmeasured.stand_in()
         return result
 
-    def _measurable_groups(self) -> list[dict[str, Any]]:
-        groups = self.param_groups
-        return self._unmeasured.left_out_of(groups) if self._unmeasured else groups
-
     def _leave_out(self) -> bool:
         """Leave out what cannot be measured from now on; False if there is nothing new."""
-        found = self._unmeasured.add_from(self.param_groups)
+        unmeasured = self._unmeasured or Unmeasured()
+        found = unmeasured.add_from(self.param_groups)
+        if not found:
+            return False
+        self._unmeasured = unmeasured
         names = {id(param): name for name, param in self._named}
         for param, kind in found:
             name = names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
@@ -66,7 +65,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
                 f"the gradient of {name} is {kind}, which cannot be measured: it is stepped "
                 "unguarded, not clipped and not watched for NaN"
             )
-        return bool(found)
+        return True
 
     def step_if_allowed(self, result: ClipResult, grad_scale: Tensor | None = None) -> None:
         """Step unless the result says that it is refused.

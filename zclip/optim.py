@@ -243,13 +243,6 @@ class ClippedOptimizer(OptimizerProxy):
             with self._scaled_lr():
                 self.inner.step()
 
-    def _check_names(self, named: list[tuple[str, Tensor]]) -> None:
-        known = {id(param) for _, param in named}
-        for group in self.param_groups:
-            unnamed = [tuple(p.shape) for p in group["params"] if id(p) not in known]
-            if unnamed:
-                raise ValueError(f"named_parameters lacks parameters of the shapes {unnamed}")
-
     def _learn_names(self, named: list[tuple[str, Tensor]]) -> None:
         self._named = named
         self.clipper._cache.give_names(named)

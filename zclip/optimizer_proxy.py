@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -78,3 +79,10 @@ class OptimizerProxy(Optimizer):
     def _needs_closure(self) -> bool:
         closure = inspect.signature(self.inner.step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty
+
+    def _check_names(self, named: list[tuple[str, Tensor]]) -> None:
+        known = {id(param) for _, param in named}
+        for group in self.param_groups:
+            unnamed = [tuple(p.shape) for p in group["params"] if id(p) not in known]
+            if unnamed:
+                raise ValueError(f"named_parameters lacks parameters of the shapes {unnamed}")
