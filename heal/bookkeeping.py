@@ -54,6 +54,12 @@ class Bookkeeping:
         if self._run.ring.newest_step() is None:
             self._notes.contain(lambda: self._capture(is_proven=self._run.step == 0))
 
+    def begin_epoch(self) -> None:
+        """Take the first snapshot; what was loaded since the healer was made is no step's doing."""
+        if self._run.step == 0 and self._run.ring.newest_step() is None:
+            self._notes.contain(self._run.buffers.restored)
+        self.first_snapshot()
+
     def before_step(self) -> None:
         """Let copies finish that the step would overtake, and notice a changed model."""
         self._run.ring.before_step()

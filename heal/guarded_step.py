@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import zclip
+from heal.buffer_copies import BufferCopies
 from heal.calm import TOGETHER
 from heal.config import HealingConfig
 from heal.ranks import HAS_FAILED, NUM_LANES, HostFacts, Ranks
@@ -55,6 +56,14 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         """Answer as :meth:`_refused` does, from a verdict on the host."""
         heeds_flags = self.skip_nonfinite and self.clipper.on_nonfinite != "skip"
         return row[BLOCKED] > 0 or (heeds_flags and bool(int(row[FLAGS]) & (HAS_NAN | HAS_INF)))
+
+    def _is_refused_there(self, verdict: Tensor) -> Tensor:
+        """Answer as :meth:`_is_refused` does, without reading the device."""
+        refused = verdict[BLOCKED]
+        if self.skip_nonfinite and self.clipper.on_nonfinite != "skip":
+            flags = verdict[FLAGS].int() & (HAS_NAN | HAS_INF)
+            refused = torch.maximum(refused, (flags > 0).to(refused))
+        return refused
 
     def _step_inner(self) -> None:
         if self.lr_scale == 1.0:
@@ -115,6 +124,7 @@ class GuardedStep:
         named_parameters: names for what goes wrong.
         scaler: a GradScaler. Each optimizer is then refused by itself, as torch does it.
         process_group: the ranks that act alike; all if None.
+        buffers: what forward writes beside the gradients; put back where the step is refused.
 
     Raises:
         TypeError: an optimizer calls a closure by itself, as LBFGS does.
@@ -133,6 +143,7 @@ class GuardedStep:
         named_parameters: Iterable[tuple[str, Tensor]],
         scaler: Any = None,
         process_group: Any = None,
+        buffers: BufferCopies | None = None,
     ) -> None:
         names = list(named_parameters)
         self.optimizers = [_watched(o, config, names) for o in optimizers]
@@ -142,6 +153,7 @@ class GuardedStep:
                     f"{type(optimizer.inner).__name__} calls a closure several times within one "
                     "step, which cannot be refused or repeated as a whole; wanted another optimizer"
                 )
+        self.buffers = BufferCopies(torch.nn.Module()) if buffers is None else buffers
         self.scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
         params = (p for o in self.optimizers for g in o.param_groups for p in g["params"])
         device = next((p.device for p in params), torch.device("cpu"))
@@ -178,6 +190,8 @@ class GuardedStep:
         finally:  # also if the optimizer fails: ranks that count their mail differently are lost
             if sent.verdict is not None:
                 self._post(step, sent.verdict, sent.told)
+            else:
+                self.buffers.settle(False)
         return sent.verdict is not None
 
     def _post(self, step: int, verdict: Tensor, told: Tensor | None) -> None:
@@ -187,11 +201,13 @@ class GuardedStep:
             row.append(NO_LOSS_SCALE if scale is None else float(scale))
             self.posted = row if told is None else row + told.tolist()
             self.mailbox.post_row(step, self.posted)
+            self.buffers.settle(self.optimizers[0]._is_refused(row), scale is not None)
             return
         self.posted = None
         tail = self._no_scale if scale is None else scale.reshape(1).to(verdict)
         parts = [verdict, tail] if told is None else [verdict, tail, told]
         self.mailbox.post(step, torch.cat(parts))
+        self.buffers.settle(self.optimizers[0]._is_refused_there(verdict), scale is not None)
 
     @property
     def has_stages(self) -> bool:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from heal.actions import CannotHeal
 from heal.attempts import Attempts
 from heal.bookkeeping import Bookkeeping
+from heal.buffer_copies import BufferCopies
 from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.data import BatchStream
@@ -126,16 +127,16 @@ class Healer(Readout, Resuming):
         """Put the parts together; each knows those before it."""
         config, note = self.config, self._note
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        guarded = GuardedStep(optimizers, config, model.named_parameters(), scaler, process_group)
-        extra = {"loss": guarded.watch.state}
-        wrapped = guarded.optimizers
-        state = TrainingState(model, wrapped, self._schedulers, guarded.scaler, extra)
+        named, buffers = model.named_parameters(), BufferCopies(model, note)
+        guarded = GuardedStep(optimizers, config, named, scaler, process_group, buffers)
+        wrapped, extra = guarded.optimizers, {"loss": guarded.watch.state}
+        state = TrainingState(model, wrapped, self._schedulers, guarded.scaler, extra, buffers)
         smallest, grow_steps = config.micro_batch_min, config.micro_batch_grow_steps
-        micro = MicroBatcher(model, state.parameters, smallest, grow_steps)
+        micro = MicroBatcher(model, state.parameters, smallest, grow_steps, None, buffers)
         stream = BatchStream(
             lambda error, epoch, index: self._attempts.loader_failed(error, epoch, index),
             lambda: self._run.step,
-            lambda: self._books.first_snapshot(),
+            lambda: self._books.begin_epoch(),
             keeps_last=guarded.ranks.has_others,
         )
         run = TorchRun(state, guarded, config, stream, micro, note, sleep)

@@ -57,6 +57,7 @@ class TorchRun:
 
     Attributes:
         step: the number of the step that comes next.
+        buffers: copies of those that steps write.
         on_restore: called with the plain healing state that was saved, after a rollback.
         healing_state: returns that state, to be saved.
         durable: checkpoints on disk, for where no snapshot is old enough; None if there are none.
@@ -73,6 +74,7 @@ class TorchRun:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.step = 0
+        self.buffers = state.buffers
         self.on_restore: Callable[[dict[str, Any]], None] = lambda saved: None
         self.healing_state: Callable[[], dict[str, Any]] = dict
         self.durable: Checkpoints | None = None

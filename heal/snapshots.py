@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heal.distinct import Key
 from heal.measured import copy_on_host, count_bad, fingerprints
 from heal.side_stream import SideStream, host_memory
-from heal.training_state import Key, copy_by_kind
+from heal.training_state import copy_by_kind
 
 AGE_RATIO = 4  # each snapshot kept is about this many times older than the next younger one
 YOUNGEST_AGE = 1.5  # intervals; between 1 and 2, so that two snapshots are of different ages

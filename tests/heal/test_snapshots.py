@@ -190,6 +190,14 @@ def test_a_state_with_a_nan_is_never_promoted(is_proven):
     assert ring.newest_step() is None
 
 
+@pytest.mark.parametrize("ruin", [torch.nan, torch.inf])
+def test_running_statistics_that_are_ruined_are_never_promoted(ruin):
+    state, ring = build(quarantine_steps=1)
+    state.model.norm.running_var[2] = ruin
+    take(state, ring, 0, is_proven=True)
+    assert ring.good_steps() == []
+
+
 @pytest.mark.parametrize("bit", range(0, 32, 5))
 def test_a_flipped_bit_is_found_and_the_snapshot_dropped(bit):
     state, ring = build(quarantine_steps=0)

@@ -93,6 +93,8 @@ class TrainerGuard:
         finally:  # also if the optimizer fails: ranks must count their mail alike
             if found is not None:
                 guarded._post(step, found.verdict, found.extra)
+            else:
+                guarded.buffers.settle(False)
         return found is not None
 
     def forget(self) -> None:
