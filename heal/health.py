@@ -55,7 +55,7 @@ class HealthCheck:
         told = told.float()
         mailbox = zclip.Mailbox(lag=0, width=told.numel())
         mailbox.post(step, told)
-        names = tuple(self._names.get(id(p), "") for p in self._parameters())
+        names = tuple(name for name, _ in self._named_parameters())
         self._sent.append((step, mailbox, owners, names))
 
     def read(self, step: int) -> list[HealthRow]:
@@ -71,12 +71,12 @@ class HealthCheck:
         """Forget what is under way: after a rollback it speaks of no state."""
         self._sent.clear()
 
-    def _parameters(self) -> list[Tensor]:
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Those that are trained; the name tells each from all others, frozen ones too."""
+        params = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
         return [
-            p
-            for o in self._optimizers
-            for group in o.param_groups
-            for p in group["params"]
+            (self._names.get(id(p), f"parameter {i}"), p)
+            for i, p in enumerate(params)
             if p.requires_grad and p.dtype in MEASURED
         ]
 
@@ -86,7 +86,7 @@ class HealthCheck:
         moments: list[Tensor] = []
         owners: list[int] = []
         counters: list[Tensor | float] = []
-        for param in self._parameters():
+        for _, param in self._named_parameters():
             states = (o.state[param] for o in self._optimizers if param in o.state)
             state: dict[str, Any] = next(states, {})
             counter: Tensor | float = NOTHING

@@ -89,18 +89,18 @@ class TrainingState:
             if param._version != seen:
                 self._changed_though_frozen.add(id(param))
 
-    def signature(self) -> tuple[int, ...]:
-        """Return numbers that change when parameters are added, frozen or unfrozen.
+    def signature(self) -> tuple[Any, ...]:
+        """Return what changes when parameters are added, frozen or unfrozen.
 
-        This runs in every step, so it counts and does not compare. A parameter that no optimizer
-        was told of is not trained and not looked for.
+        This runs in every step, so it walks through nothing but a list. A parameter that no
+        optimizer was told of is not trained and not looked for.
         """
         sizes = [len(group["params"]) for o in self.optimizers for group in o.param_groups]
         if sizes != self._sizes:  # walking through the modules takes longer than all the rest
             self._sizes = sizes
             self._known = self.parameters()
-        trainable = sum([p.requires_grad for p in self._known])
-        return (trainable, len(self._changed_though_frozen), *sizes)
+        trainable = bytes([p.requires_grad for p in self._known])
+        return (trainable, len(self._changed_though_frozen), self.buffers.num_late, *sizes)
 
     def tensors(self) -> dict[Key, Tensor]:
         """Return all tensors that steps may change, each part of memory once."""

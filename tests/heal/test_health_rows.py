@@ -92,8 +92,18 @@ def test_one_tensor_without_moments_was_not():
 
 def test_tensors_that_come_and_go_start_a_new_record():
     watch = calm_watch()
-    assert watch.observe_health(row(600, (10.0, 500.0, 0.5))) == []
-    assert watch.observe_health(row(700)) == []
+    assert watch.observe_health(row(600, (10.0, 5.0, 0.5))) == []
+    assert watch.observe_health(row(700, (10.0, 5.0, 0.5, 900.0))) == []
+
+
+def test_other_tensors_in_the_same_places_are_not_taken_for_the_old_ones():
+    watch = calm_watch()
+    names = ("embed", "tail.weight", "tail.bias", "head")
+    young = {"names": names, "step_counters": (600.0, 1.0, 1.0, 600.0)}
+    weights = (10.6, 900.0, 0.0, 5.3)
+    assert watch.observe_health(row(600, weights, moments=(1.0, 0.0, 0.0, 1.0), **young)) == []
+    (found,) = watch.observe_health(row(700, (10.6, 900.0, 0.0, 5000.0), **young))
+    assert found.evidence["tensor"] == "head"  # which was there all the time
 
 
 def healthy_weights(seed):
