@@ -20,6 +20,8 @@ NOTHING = -1.0  # stands for a moment or a step count that the optimizer does no
 class HealthCheck:
     """Posts a row of norms and counts; the row is read ``lag`` steps later, when it has landed.
 
+    One in host memory is there at once: the sooner damage is found, the fewer steps are undone.
+
     Args:
         optimizers: whose parameters and state are measured.
         names: of the parameters, by identity.
@@ -39,7 +41,7 @@ class HealthCheck:
         self._names = names
         self._lag = lag
         self._ranks = ranks
-        self._sent: list[tuple[int, zclip.Mailbox, list[int], tuple[str, ...]]] = []
+        self._sent: list[tuple[int, int, zclip.Mailbox, list[int], tuple[str, ...]]] = []
 
     @torch.no_grad()
     def post(self, step: int) -> None:
@@ -56,16 +58,22 @@ class HealthCheck:
         mailbox = zclip.Mailbox(lag=0, width=told.numel())
         mailbox.post(step, told)
         names = tuple(name for name, _ in self._named_parameters())
-        self._sent.append((step, mailbox, owners, names))
+        due = step if told.is_cpu else step + self._lag
+        self._sent.append((step, due, mailbox, owners, names))
 
     def read(self, step: int) -> list[HealthRow]:
-        """Return the rows that are ``lag`` steps old by now."""
+        """Return the rows that are due by now."""
         rows = []
-        while self._sent and self._sent[0][0] + self._lag <= step:
-            at, mailbox, owners, names = self._sent.pop(0)
+        while self._sent and self._sent[0][1] <= step:
+            at, _, mailbox, owners, names = self._sent.pop(0)
             for _, values in mailbox.poll():
                 rows.append(_decode(at, values, owners, names))
         return rows
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a row was posted that was not read yet."""
+        return bool(self._sent)
 
     def clear(self) -> None:
         """Forget what is under way: after a rollback it speaks of no state."""

@@ -59,7 +59,8 @@ class StateHealth:
             bad = [index for index, count in enumerate(counts) if count > 0]
             if bad:
                 evidence = {"tensors": len(bad), "elements": counts[bad[0]], "measured": True}
-                return self._found(cause, row, bad[0], Severity.ERROR, evidence)
+                # Snapshots with NaN are never good, so that any good one is from before.
+                return self._found(cause, row, bad[0], Severity.ERROR, evidence, row.step)
         return None
 
     def _reset(self, row: HealthRow) -> Finding | None:
@@ -117,11 +118,12 @@ class StateHealth:
         index: int,
         severity: Severity,
         evidence: Mapping[str, object],
+        bad_step: int | None = None,
     ) -> Finding:
         return Finding(
             cause=cause,
             step=row.step,
-            bad_step=self.clean_step,  # the damage was done since
+            bad_step=self.clean_step if bad_step is None else bad_step,  # done since
             severity=severity,
             evidence={"tensor": row.name(index), "tensor_index": index, **evidence},
         )

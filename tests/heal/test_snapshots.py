@@ -246,6 +246,25 @@ def test_snapshots_that_come_faster_than_they_are_proven_still_become_good():
     assert ring.good_steps()[0] > 35
 
 
+@pytest.mark.parametrize(("interval", "quarantine_steps"), [(10, 10), (10, 0), (7, 2), (50, 10)])
+def test_a_good_snapshot_from_before_the_last_sound_check_is_kept(interval, quarantine_steps):
+    _, ring = build(interval=interval, quarantine_steps=quarantine_steps)
+    tensors = {("extra", "x"): torch.ones(3)}
+    checked, newest = None, []
+    for step in range(1000):
+        if step and step % 100 == 0:
+            checked = step
+            ring.note_checked(step)
+        if step % interval == 0:
+            ring.capture(step, tensors, {}, is_proven=step == 0)
+        ring.note_clean(step)
+        good = ring.good_steps()
+        assert checked is None or good[-1] <= checked
+        newest.append(step - good[0])
+    assert len(set(newest)) > 1
+    assert max(newest) <= 100 + 2 * interval + quarantine_steps
+
+
 def test_too_little_memory_degrades_and_says_so(monkeypatch):
     state, ring = build()
     num_bytes = sum(t.nbytes for t in state.tensors().values())
