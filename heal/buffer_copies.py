@@ -67,8 +67,8 @@ class BufferCopies:
         self._regroup()
 
     def is_moving(self, name: str) -> bool:
-        """Return whether a buffer is one that steps write, as far as was seen."""
-        return name in self._moving
+        """Return whether a buffer is one that steps may write, as far as was seen."""
+        return name not in self._still
 
     def still(self) -> list[tuple[str, Tensor]]:
         """Return the buffers that nobody was seen to write."""
@@ -76,7 +76,9 @@ class BufferCopies:
 
     def count_as_moving(self, name: str) -> None:
         """Hear that a buffer was written though ``_version`` does not say so."""
-        self._begin_moving(self._still[name])
+        slot = self._still[name]
+        slot.copy = None  # of a time that no snapshot need be of
+        self._begin_moving(slot)
         self._regroup()
 
     def begin(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from heal.buffer_copies import BufferCopies
-from heal.distinct import Key, local_part, without_duplicates
+from heal.distinct import Key, without_duplicates
 from heal.host_copy import copy_and_hash, is_run_of_bytes
 from zclip import ClippedOptimizer
 
@@ -53,6 +53,8 @@ class TrainingState:
         self.buffers = BufferCopies(model) if buffers is None else buffers
         self._frozen_versions: dict[int, int] = {}
         self._changed_though_frozen: set[int] = set()
+        self._was_trainable: set[int] = set()
+        self._flags = b""
         self._sizes: list[int] = []
         self._known: list[Tensor] = []
 
@@ -68,13 +70,32 @@ class TrainingState:
         """Return whether steps may change a parameter, as far as can be seen."""
         if param.requires_grad or param.grad is not None:
             return True
-        if id(param) in self._changed_though_frozen:
+        if id(param) in self._changed_though_frozen or id(param) in self._was_trainable:
             return True
         return any(param in optimizer.state for optimizer in self.optimizers)
 
-    def frozen(self) -> list[Tensor]:
-        """Return the parameters that steps do not change."""
-        return [local_part(p) for p in self.parameters() if not self.is_trainable(p)]
+    def constants(self) -> list[tuple[Key, Tensor]]:
+        """Return frozen parameters and still buffers: what no snapshot holds."""
+        params = enumerate(self.parameters())
+        frozen: list[tuple[Key, Tensor]] = [
+            (("parameter", i), param) for i, param in params if not self.is_trainable(param)
+        ]
+        return frozen + [(("buffer", name), buffer) for name, buffer in self.buffers.still()]
+
+    def name_of(self, key: Key) -> str:
+        """Return what people call a tensor."""
+        if key[0] != "parameter":
+            return " ".join(map(str, key))
+        param = self.parameters()[int(key[1])]
+        found = (name for name, p in self.model.named_parameters() if p is param)
+        return f"parameter {next(found, key[1])}"
+
+    def count_as_changing(self, key: Key) -> None:
+        """Hear that something was written that seemed constant: it belongs to the state now."""
+        if key[0] == "buffer":
+            self.buffers.count_as_moving(str(key[1]))
+        else:
+            self._changed_though_frozen.add(id(self.parameters()[int(key[1])]))
 
     def notice_changes(self) -> None:
         """Count frozen parameters that are written in place, as moving averages are, as trainable.
@@ -84,6 +105,9 @@ class TrainingState:
         self.buffers.find()
         for param in self.parameters():
             if self.is_trainable(param):
+                # Until others are trained: an optimizer that lost its state must not make a
+                # parameter look as if it had never been trained.
+                self._was_trainable.add(id(param))
                 continue
             seen = self._frozen_versions.setdefault(id(param), param._version)
             if param._version != seen:
@@ -100,6 +124,9 @@ class TrainingState:
             self._sizes = sizes
             self._known = self.parameters()
         trainable = bytes([p.requires_grad for p in self._known])
+        if trainable != self._flags:
+            self._flags = trainable
+            self._was_trainable.clear()
         return (trainable, len(self._changed_though_frozen), self.buffers.num_late, *sizes)
 
     def tensors(self) -> dict[Key, Tensor]:
