@@ -39,6 +39,8 @@ class Bookkeeping:
         self._run = run
         self._listener = listener
         self._interval = config.snapshot_interval
+        self._lag = config.lag
+        self._num_waited = 0
         self._journal = journal
         self._notes = notes
         self._readout = readout
@@ -53,6 +55,12 @@ class Bookkeeping:
         """
         if self._run.ring.newest_step() is None:
             self._notes.contain(lambda: self._capture(is_proven=self._run.step == 0))
+
+    def begin_epoch(self) -> None:
+        """Take the first snapshot; what was loaded since the healer was made is no step's doing."""
+        if self._run.step == 0 and self._run.ring.newest_step() is None:
+            self._notes.contain(self._run.buffers.restored)
+        self.first_snapshot()
 
     def before_step(self) -> None:
         """Let copies finish that the step would overtake, and notice a changed model."""
@@ -70,12 +78,10 @@ class Bookkeeping:
             self._listener.not_sent(facts)
         self._run.advance()
         self._listener.check_health()
-        if self._wants_snapshot or self._run.step % self._interval == 0:
-            self._wants_snapshot = False
-            self._capture()
         step = self._run.step
         self._listener.listen()
         if self._run.step == step:  # else the step was taken back
+            self._capture_if_due()
             if self.durable is not None:
                 self.durable.after_step()
             self._probe(step)
@@ -91,6 +97,20 @@ class Bookkeeping:
         if probes.are_due(step):
             with self._listener.clock_stopped():
                 probes.look(step)
+
+    def _capture_if_due(self) -> None:
+        """Take a snapshot; if a check is under way, once it is read: it may save an older one.
+
+        A new snapshot takes the place of another, and what the check finds may need that one.
+        """
+        if self._wants_snapshot or self._run.step % self._interval == 0:
+            self._wants_snapshot = True
+            if self._listener.is_checking and self._num_waited < self._lag:
+                self._num_waited += 1
+                return
+            self._wants_snapshot = False
+            self._num_waited = 0
+            self._capture()
 
     def _capture(self, is_proven: bool = False) -> None:
         if not self._run.capture(is_proven) and self._run.ring.degraded:

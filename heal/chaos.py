@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from heal.broken_loader import BrokenLoader
+from heal.distinct import Key
 from heal.micro_batch import TrainStep
-from heal.training_state import Key
 
 if TYPE_CHECKING:
     from heal.loop import Healer
@@ -105,7 +106,7 @@ class Chaos:
 
     def wrap_loader(self, loader: Any) -> "BrokenLoader":
         """Return the loader with the faults of kind "loader_error"."""
-        return BrokenLoader(loader, self)
+        return BrokenLoader(loader, self.next_batch)
 
     def next_batch(self) -> None:
         """Count a batch that is about to be drawn.
@@ -158,37 +159,6 @@ class Chaos:
     def healer(self) -> "Healer":
         """Whose run is broken."""
         return self._healer
-
-
-class BrokenLoader:
-    """Passes on what a loader gives, except where it should fail."""
-
-    def __init__(self, loader: Any, chaos: Chaos) -> None:
-        self._loader = loader
-        self._chaos = chaos
-
-    def __iter__(self) -> "_BrokenIterator":
-        return _BrokenIterator(iter(self._loader), self._chaos)
-
-    def __getattr__(self, name: str) -> Any:
-        """Samplers, generators and the like are the loader's own."""
-        return getattr(self._loader, name)
-
-
-class _BrokenIterator:
-    """Goes on after an error, as the iterators of DataLoader do and generators do not."""
-
-    def __init__(self, iterator: Iterator[Any], chaos: Chaos) -> None:
-        self._iterator = iterator
-        self._chaos = chaos
-
-    def __iter__(self) -> "_BrokenIterator":
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._iterator)
-        self._chaos.next_batch()
-        return batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,16 +257,28 @@ def _spike_lr(chaos: Chaos, fault: Fault) -> None:
 def _bad_batch(chaos: Chaos, fault: Fault) -> BatchFault:
     """Give the model a batch of another shape than it can use."""
 
-    def spoil(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value[..., :0]
-        if isinstance(value, dict):
-            return {key: spoil(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(spoil(item) for item in value)
-        return value
+    return BatchFault(lambda batch: _changed(batch, lambda tensor: tensor[..., :0]))
 
-    return BatchFault(spoil)
+
+def _nan_batch(chaos: Chaos, fault: Fault) -> BatchFault:
+    """Give the model NaN for every float, as a broken decoder does; tokens are left as they are."""
+
+    def spoil(tensor: Tensor) -> Tensor:
+        is_float = tensor.is_floating_point() or tensor.is_complex()
+        return torch.full_like(tensor, float("nan")) if is_float else tensor
+
+    return BatchFault(lambda batch: _changed(batch, spoil))
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a change to every tensor of a batch."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _changed(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_changed(item, change) for item in value)
+    return value
 
 
 def _network_error(chaos: Chaos, fault: Fault) -> None:
@@ -341,6 +323,7 @@ KINDS: dict[str, Kind] = {
     "oom_backward": _oom_in_backward,
     "oom_step": _oom_in_step,
     "bad_batch": _bad_batch,
+    "nan_batch": _nan_batch,
     "loader_error": lambda chaos, fault: None,
     "network_error": _network_error,
     "flip_snapshot_bit": _flip_bit,

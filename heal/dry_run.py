@@ -51,7 +51,7 @@ def dry_run(
         return DryRunReport(problems=[problem])
     rng = RngState.now()
     rewind = loader_rewinder(loader)
-    saved = {key: tensor.detach().clone() for key, tensor in state.tensors().items()}
+    saved = {key: tensor.detach().clone() for key, tensor in state.everything().items()}
     values = state.values()
     grads = [(p, p.grad) for p in state.parameters()]
     counts = [(o, o._steps) for o in guarded.optimizers]

@@ -4,13 +4,14 @@ Everything is decided on the device. The host hears of it ``lag`` steps later.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 import zclip
+from heal.buffer_copies import BufferCopies
 from heal.calm import TOGETHER
 from heal.config import HealingConfig
 from heal.loss_watch import LossWatch
@@ -23,8 +24,12 @@ from zclip.layout import BLOCKED, NUM_VERDICT
 
 NO_LOSS_SCALE = 0.0  # no scaler has it: what is sent where there is none
 
-Judged = tuple[Tensor, Tensor | None]
-"""What goes out by mail: the verdict about a step, and what ranks told, if there are others."""
+
+class Judged(NamedTuple):
+    """What goes out by mail: the verdict about a step, and what ranks told, if there are others."""
+
+    verdict: Tensor
+    told: Tensor | None
 
 
 class GuardedStep:
@@ -37,6 +42,7 @@ class GuardedStep:
         scaler: a GradScaler. Its scale backs off where it found NaN or Inf, and only there.
         process_group: the ranks that act alike; all if None.
         note: told of what cannot be guarded.
+        buffers: what forward writes beside the gradients; put back where the step is refused.
 
     Raises:
         TypeError: an optimizer calls a closure by itself, as LBFGS does.
@@ -58,6 +64,7 @@ class GuardedStep:
         scaler: Any = None,
         process_group: Any = None,
         note: Callable[[str], None] = lambda text: None,
+        buffers: BufferCopies | None = None,
     ) -> None:
         named = list(named_parameters)
         self.names = {id(p): name for name, p in named}
@@ -69,6 +76,7 @@ class GuardedStep:
                     f"{type(optimizer.inner).__name__} calls a closure several times within one "
                     "step, which cannot be refused or repeated as a whole; wanted another optimizer"
                 )
+        self.buffers = BufferCopies(torch.nn.Module()) if buffers is None else buffers
         self.scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
         params = (p for o in self.optimizers for g in o.param_groups for p in g["params"])
         device = next((p.device for p in params), torch.device("cpu"))
@@ -112,6 +120,8 @@ class GuardedStep:
         finally:  # also if the optimizer fails: ranks that count their mail differently are lost
             if judged is not None:
                 self._post(step, judged)
+            else:
+                self.buffers.settle(False)
             if scaled is not None:
                 scaled.forget()
         return judged is not None
@@ -197,11 +207,13 @@ class GuardedStep:
             row.append(NO_LOSS_SCALE if scale is None else float(scale))
             self.posted = row if told is None else row + told.tolist()
             self.mailbox.post_row(step, self.posted)
+            self.buffers.settle(self.optimizers[0]._is_refused(row), scale is not None)
             return
         self.posted = None
         tail = self._no_scale if scale is None else scale.reshape(1).to(verdict)
         parts = [verdict, tail] if told is None else [verdict, tail, told]
         self.mailbox.post(step, torch.cat(parts))
+        self.buffers.settle(self.optimizers[0]._is_refused_there(verdict), scale is not None)
 
     @property
     def has_stages(self) -> bool:

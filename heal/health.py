@@ -20,6 +20,8 @@ NOTHING = -1.0  # stands for a moment or a step count that the optimizer does no
 class HealthCheck:
     """Posts a row of norms and counts; the row is read ``lag`` steps later, when it has landed.
 
+    One in host memory is there at once: the sooner damage is found, the fewer steps are undone.
+
     Args:
         optimizers: whose parameters and state are measured.
         names: of the parameters, by identity.
@@ -39,7 +41,7 @@ class HealthCheck:
         self._names = names
         self._lag = lag
         self._ranks = ranks
-        self._sent: list[tuple[int, zclip.Mailbox, list[int], tuple[str, ...]]] = []
+        self._sent: list[tuple[int, int, zclip.Mailbox, list[int], tuple[str, ...]]] = []
 
     @torch.no_grad()
     def post(self, step: int) -> None:
@@ -55,28 +57,34 @@ class HealthCheck:
         told = told.float()
         mailbox = zclip.Mailbox(lag=0, width=told.numel())
         mailbox.post(step, told)
-        names = tuple(self._names.get(id(p), "") for p in self._parameters())
-        self._sent.append((step, mailbox, owners, names))
+        names = tuple(name for name, _ in self._named_parameters())
+        due = step if told.is_cpu else step + self._lag
+        self._sent.append((step, due, mailbox, owners, names))
 
     def read(self, step: int) -> list[HealthRow]:
-        """Return the rows that are ``lag`` steps old by now."""
+        """Return the rows that are due by now."""
         rows = []
-        while self._sent and self._sent[0][0] + self._lag <= step:
-            at, mailbox, owners, names = self._sent.pop(0)
+        while self._sent and self._sent[0][1] <= step:
+            at, _, mailbox, owners, names = self._sent.pop(0)
             for _, values in mailbox.poll():
                 rows.append(_decode(at, values, owners, names))
         return rows
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a row was posted that was not read yet."""
+        return bool(self._sent)
 
     def clear(self) -> None:
         """Forget what is under way: after a rollback it speaks of no state."""
         self._sent.clear()
 
-    def _parameters(self) -> list[Tensor]:
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Those that are trained; the name tells each from all others, frozen ones too."""
+        params = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
         return [
-            p
-            for o in self._optimizers
-            for group in o.param_groups
-            for p in group["params"]
+            (self._names.get(id(p), f"parameter {i}"), p)
+            for i, p in enumerate(params)
             if p.requires_grad and p.dtype in MEASURED
         ]
 
@@ -86,7 +94,7 @@ class HealthCheck:
         moments: list[Tensor] = []
         owners: list[int] = []
         counters: list[Tensor | float] = []
-        for param in self._parameters():
+        for _, param in self._named_parameters():
             states = (o.state[param] for o in self._optimizers if param in o.state)
             state: dict[str, Any] = next(states, {})
             counter: Tensor | float = NOTHING

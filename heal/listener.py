@@ -134,6 +134,11 @@ class Listener:
         if interval and self._run.step % interval == 0 and not self._guarded.has_stages:
             self._health.post(self._run.step)
 
+    @property
+    def is_checking(self) -> bool:
+        """Whether weights were measured and nobody has heard yet of what was found."""
+        return self._health.is_under_way
+
     def listen(self) -> None:
         """Hear of all steps that are ``lag`` old, and treat what was wrong with them.
 
@@ -153,6 +158,8 @@ class Listener:
             findings = self.watch.observe_health(health)
             if is_suspect(findings):
                 self._run.ring.note_suspect()
+            else:
+                self._run.ring.note_checked(health.step)
             self._treatment.treat(findings)
             if self._rolled_back:
                 return

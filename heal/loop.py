@@ -19,6 +19,7 @@ from heal.actions import CannotHeal
 from heal.attached_probes import AttachedProbes, Probing
 from heal.attempts import Attempts
 from heal.bookkeeping import Bookkeeping
+from heal.buffer_copies import BufferCopies
 from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.data import BatchStream
@@ -127,16 +128,16 @@ class Healer(Readout, Resuming, Probing):
         """Put the parts together; each knows those before it."""
         config, note = self.config, self._note
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        named = model.named_parameters()
-        guarded = GuardedStep(optimizers, config, named, scaler, process_group, note)
+        named, buffers = model.named_parameters(), BufferCopies(model, note)
+        guarded = GuardedStep(optimizers, config, named, scaler, process_group, note, buffers)
         wrapped, extra = guarded.optimizers, {"loss": guarded.watch.state}
-        state = TrainingState(model, wrapped, self._schedulers, guarded.scaler, extra)
+        state = TrainingState(model, wrapped, self._schedulers, guarded.scaler, extra, buffers)
         smallest, grow_steps = config.micro_batch_min, config.micro_batch_grow_steps
-        micro = MicroBatcher(model, state.parameters, smallest, grow_steps)
+        micro = MicroBatcher(model, state.parameters, smallest, grow_steps, None, buffers)
         stream = BatchStream(
             lambda error, epoch, index: self._attempts.loader_failed(error, epoch, index),
             lambda: self._run.step,
-            lambda: self._books.first_snapshot(),
+            lambda: self._books.begin_epoch(),
             keeps_last=guarded.ranks.has_others,
         )
         run = TorchRun(state, guarded, config, stream, micro, note, sleep)

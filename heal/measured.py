@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from heal.buffer_copies import STATISTICS
+from heal.distinct import Key
 from heal.host_copy import copy_and_hash, is_run_of_bytes
-from heal.training_state import Key, copy_by_kind
+from heal.training_state import copy_by_kind
 from zclip.ops import by_device
 
 MEASURED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # by grad_stats
@@ -32,8 +34,12 @@ def copy_on_host(
 
 
 def must_be_finite(key: Key, tensor: Tensor) -> bool:
-    """Tell whether NaN or Inf in it is a fault. Buffers may hold Inf: masks do."""
-    return key[0] in ("parameter", "state") and tensor.dtype in MEASURED
+    """Tell whether NaN or Inf in it is a fault. Masks may hold Inf; running statistics may not."""
+    if tensor.dtype not in MEASURED:
+        return False
+    return key[0] in ("parameter", "state") or (
+        key[0] == "buffer" and str(key[1]).rpartition(".")[2] in STATISTICS
+    )
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> Tensor:
@@ -58,7 +64,7 @@ def fingerprints(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def count_bad(tensors: Iterable[tuple[Key, Tensor]]) -> Tensor:
-    """How many parameters and moments have NaN or Inf in them.
+    """How many parameters, moments and running statistics have NaN or Inf in them.
 
     A sum is finite only if all it adds up is. It reads memory at full speed whatever the numbers;
     sums of squares do not where they underflow, as those of second moments may.

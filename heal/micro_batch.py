@@ -7,11 +7,10 @@ half-way leaves no trace: gradients, buffers and generators are put back before 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _NormBase
 
+from heal.buffer_copies import BufferCopies
 from heal.gradient_messages import GradientMessages
 from heal.rng import RngState
 from heal.split import num_samples, split
@@ -28,11 +27,12 @@ class MicroBatcher:
     statistics of its piece, and dropout draws other numbers.
 
     Args:
-        model: its buffers are put back after a failure.
+        model: what is trained.
         parameters: whose gradients are cleared after a failure.
         smallest: fewest samples in a piece.
         grow_steps: clean steps after which pieces grow again; 0 for never.
         weigh: returns how much a piece counts; its number of samples if None.
+        buffers: of the model, put back after a failure; made here if None.
 
     Attributes:
         pieces: how many parts each batch is cut into.
@@ -48,19 +48,19 @@ class MicroBatcher:
         smallest: int = 1,
         grow_steps: int = 0,
         weigh: Callable[[Any], float] | None = None,
+        buffers: BufferCopies | None = None,
     ) -> None:
         self.pieces = 1
         self.phase = "forward"
         self.attempts = 0
         self.weigh = weigh
-        self._model = model
         self._parameters = parameters
         self._smallest = smallest
         self._grow_steps = grow_steps
         self._clean_steps = 0
         self._largest_batch = 0
         self._rng: RngState | None = None
-        self._buffers = BufferCopies(model)
+        self._buffers = BufferCopies(model) if buffers is None else buffers
         self.messages = GradientMessages(model)
 
     def backward(
@@ -99,7 +99,7 @@ class MicroBatcher:
     def begin(self) -> None:
         """Remember generators and buffers, to be put back by :meth:`undo`."""
         self._rng = RngState.now()
-        self._buffers.refresh()
+        self._buffers.begin()
         self.messages.begin()
 
     def stand_in(self, train_step: TrainStep, scale: Callable[[Tensor], Tensor]) -> None:
@@ -152,44 +152,3 @@ class MicroBatcher:
         weights = [float(n if self.weigh is None else self.weigh(p)) for p, n in pieces]
         whole = sum(weights)
         return [(piece, w / whole) for (piece, _), w in zip(pieces, weights, strict=True)]
-
-
-class BufferCopies:
-    """Copies of a model's buffers, renewed only where a buffer was written since.
-
-    Masks and position tables never are, so that they cost their memory once and no time. The
-    running statistics of BatchNorm and its kin are always renewed: their kernels write to them
-    without a trace.
-    """
-
-    def __init__(self, model: Module) -> None:
-        self._model = model
-        norms = [m for m in model.modules() if isinstance(m, _NormBase)]
-        self._always = {id(b) for norm in norms for b in norm.buffers()}
-        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}  # buffer, copy, version copied
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the buffers that have changed."""
-        kept: dict[int, tuple[Tensor, Tensor, int]] = {}
-        for buffer in self._model.buffers():
-            known = self._copies.get(id(buffer))
-            if known is not None and known[0] is buffer and self._is_as_copied(buffer, known[2]):
-                kept[id(buffer)] = known
-            elif known is not None and known[0] is buffer and known[1].shape == buffer.shape:
-                known[1].copy_(buffer)
-                kept[id(buffer)] = (buffer, known[1], buffer._version)
-            else:
-                kept[id(buffer)] = (buffer, buffer.detach().clone(), buffer._version)
-        self._copies = kept
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Write the copies over buffers that have changed."""
-        for key, (buffer, copy, version) in list(self._copies.items()):
-            if not self._is_as_copied(buffer, version):
-                buffer.copy_(copy)
-                self._copies[key] = (buffer, copy, buffer._version)
-
-    def _is_as_copied(self, buffer: Tensor, version: int) -> bool:
-        return buffer._version == version and id(buffer) not in self._always

@@ -47,6 +47,10 @@ INNOCENT_DATA = (
 )
 """Neither the batch nor the learning rate's schedule did it: the first rollback keeps both."""
 
+FOUND_LATE = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.OPTIMIZER_RESET)
+"""Checks find these some time after: where no snapshot is from before the last sound check, the
+oldest may still be from before the damage."""
+
 BEYOND_REPAIR = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.DESYNC)
 """Nothing but a snapshot brings these back."""
 
@@ -194,6 +198,8 @@ def _rungs(
     scale = ScaleLr(config.lr_factor, config.lr_floor, config.lr_ramp_steps)
     soft: Plan = (TightenClip(config.clip_factor), scale)
     usable = sorted((step for step in snapshots if step <= diagnosis.bad_step), reverse=True)
+    if not usable and snapshots and diagnosis.cause in FOUND_LATE:
+        usable = [min(snapshots)]
     tried = incident.rollbacks if incident is not None else 0
     if diagnosis.cause is Cause.GRADIENT_SPIKE:
         # Finite, refused and clean: not the state is wrong but what the rule takes for usual.

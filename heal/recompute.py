@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import zclip
 from heal.checkpoint import strict_json
 from heal.checkpoint.ranks import Ranks
+from heal.distinct import Key
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal
 from heal.measured import fingerprints
@@ -27,7 +28,7 @@ from heal.ranks import HostFacts
 from heal.rng import RngState
 from heal.run import TorchRun
 from heal.snapshots import Snapshot
-from heal.training_state import Key, TrainingState
+from heal.training_state import TrainingState
 
 
 class CannotRecompute(RuntimeError):

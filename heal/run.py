@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from heal.actions import CannotHeal
 from heal.activation_checkpointing import checkpoint_activations
 from heal.config import HealingConfig
+from heal.constants import Constants
 from heal.data import BatchStream
+from heal.distinct import Key
 from heal.exit_codes import ExitCode
 from heal.guarded_step import GuardedStep
-from heal.measured import fingerprints
 from heal.micro_batch import MicroBatcher
 from heal.rng import RngState
 from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
@@ -58,6 +58,7 @@ class TorchRun:
 
     Attributes:
         step: the number of the step that comes next.
+        buffers: copies of those that steps write.
         on_restore: called with the plain healing state that was saved, after a rollback.
         healing_state: returns that state, to be saved.
         durable: checkpoints on disk, for where no snapshot is old enough; None if there are none.
@@ -75,6 +76,7 @@ class TorchRun:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.step = 0
+        self.buffers = state.buffers
         self.on_restore: Callable[[dict[str, Any]], None] = lambda saved: None
         self.healing_state: Callable[[], dict[str, Any]] = dict
         self.durable: Checkpoints | None = None
@@ -99,7 +101,7 @@ class TorchRun:
         self._norms: deque[float] = deque(maxlen=RECENT_NORMS)
         self.close_watch_until = 0
         self.anchor = WeightAnchor(guarded.optimizers, guarded.ranks)
-        self._frozen: Tensor | None = None
+        self._constants = Constants(state, note)
         self._signature = state.signature()
 
     @property
@@ -134,15 +136,14 @@ class TorchRun:
         Args:
             is_proven: whether it is good at once, as the state is that training begins with.
         """
-        self._state.notice_changes()
+        self._constants.look(self.step)
+        self.has_changed_shape()
         values = {
             **self._state.values(),
             "rng": RngState.now(),
             "data": self._stream.position(),
             "healing": self.healing_state(),
         }
-        if self._frozen is None:
-            self._frozen = fingerprints(self._state.frozen())
         return self.ring.capture(self.step, self._state.tensors(), values, is_proven)
 
     def state(self) -> dict[str, Any]:
@@ -180,7 +181,7 @@ class TorchRun:
             setattr(self._guarded.optimizers[o].clipper, name, limit)
         self._guarded.mailbox.clear()
         self.ring.drop_all()
-        self._frozen = None
+        self._constants.forget()
         self._signature = self._state.signature()
 
     def has_changed_shape(self) -> bool:
@@ -192,7 +193,6 @@ class TorchRun:
         if signature == self._signature:
             return False
         self._signature = signature
-        self._frozen = None
         self.ring.drop_all()
         self._guarded.learn_names(self._state.model.named_parameters())
         return True
@@ -206,7 +206,8 @@ class TorchRun:
             CannotHeal: there is none, or it does not fit; nothing was changed.
         """
         snapshot = self._verified(self._ranks.least(step))
-        problem = self._misfit(snapshot)
+        changed = self._constants.changed()
+        problem = self._misfit(snapshot, changed)
         if not self._ranks.all_agree(not problem):
             raise CannotHeal(problem or "another rank could not return to its snapshot")
         self._guarded.mailbox.clear()
@@ -218,17 +219,18 @@ class TorchRun:
         # Else data and generators go on from here: set back, they would shuffle the next epoch
         # as one that was already seen.
         self._stream.abandon_from(snapshot.step)
+        self._constants.count_as_changing(changed, ", and stays as it is in this rollback")
         self.step = snapshot.step
         self.ring.drop_after(snapshot.step)
         self.on_restore(snapshot.values["healing"])
         if self.durable is not None:
             self.durable.abandon_after(snapshot.step)
 
-    def _misfit(self, snapshot: Snapshot) -> str:
+    def _misfit(self, snapshot: Snapshot, changed: Sequence[Key]) -> str:
         """Return why the run cannot return to a snapshot; empty if it can."""
-        frozen = fingerprints(self._state.frozen()).cpu()
-        if self._frozen is not None and not torch.equal(frozen, self._frozen.cpu()):
-            return "frozen weights have changed, and no snapshot holds them"
+        corrupt = self._constants.corrupt(changed)
+        if corrupt:
+            return f"{corrupt} holds NaN or Inf, and no snapshot holds it"
         try:
             self._state.check(snapshot.tensors)
         except StateMismatch as error:

@@ -5,7 +5,6 @@ decides which copies to keep, and vouches for what it gives back.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heal.distinct import Key
+from heal.free_memory import available_bytes
 from heal.measured import copy_on_host, count_bad, fingerprints
 from heal.side_stream import SideStream, host_memory
-from heal.training_state import Key, copy_by_kind
+from heal.training_state import copy_by_kind
 
 AGE_RATIO = 4  # each snapshot kept is about this many times older than the next younger one
 YOUNGEST_AGE = 1.5  # intervals; between 1 and 2, so that two snapshots are of different ages
@@ -91,6 +92,7 @@ class SnapshotRing:
         self.memory_fraction = memory_fraction
         self.quarantine_steps = quarantine_steps
         self.degraded = ""
+        self._checked_step = -1
         self._kept: list[Snapshot] = []  # oldest first
         self._spare: list[dict[Key, Tensor]] = []
         self._copied: torch.Event | None = None
@@ -165,6 +167,14 @@ class SnapshotRing:
                 snapshot.clean_steps += 1
         self._promote(trust=False)
 
+    def note_checked(self, step: int) -> None:
+        """Hear that weights and moments were found sound as they were before ``step``.
+
+        What a later check finds may have begun right after: the newest good snapshot of that step
+        or before is kept until then.
+        """
+        self._checked_step = step
+
     def note_suspect(self) -> None:
         """Begin every quarantine anew: something happened that may be in these snapshots."""
         self._promote()
@@ -173,6 +183,7 @@ class SnapshotRing:
 
     def drop_after(self, step: int) -> None:
         """Forget snapshots of later steps, and those in quarantine: their time did not happen."""
+        self._checked_step = min(self._checked_step, step)
         for snapshot in list(self._kept):
             if snapshot.step > step or not snapshot.is_good:
                 self._drop(snapshot)
@@ -264,15 +275,28 @@ class SnapshotRing:
         """Choose whom to drop so that the ages of the others stay closest to geometric.
 
         Neither the last good snapshot nor one on its way through quarantine is given up for a
-        newer one: where snapshots come faster than they are proven, none would ever be good.
+        newer one: where snapshots come faster than they are proven, none would ever be good. Nor
+        is the newest that a check has vouched for; and one that is newer than that stays for a
+        while, for its successor has to be proven first.
         """
         good = [s for s in self._kept if s.is_good]
         overdue = step - self.interval - PATIENCE * self.quarantine_steps
         choices = [s for s in self._kept if not s.is_good and s.step < overdue]
-        choices += good if len(good) > 1 or len(self._kept) == 1 or must else []
-        choices = choices or (self._kept if must else [])
+        choices += self._spare_good(good, step) if len(good) > 1 else []
+        choices += good if len(self._kept) == 1 else []
+        choices = choices or (good if must else []) or (self._kept if must else [])
         misfit = {id(s): self._misfit([k for k in self._kept if k is not s], step) for s in choices}
         return min(choices, key=lambda s: misfit[id(s)], default=None)
+
+    def _spare_good(self, good: Sequence[Snapshot], step: int) -> list[Snapshot]:
+        """Those that may be given up though they are good."""
+        vouched = max((s.step for s in good if s.step <= self._checked_step), default=None)
+        if vouched is None:
+            return list(good)
+        newer = [s for s in good if s.step > vouched]
+        if len(newer) == 1 and newer[0].step > step - PATIENCE * self.quarantine_steps:
+            newer = []
+        return [s for s in good if s.step < vouched] + newer
 
     def _misfit(self, kept: Sequence[Snapshot], step: int) -> float:
         """How far ages, youngest first, are from their places on a geometric scale, in octaves."""
@@ -305,18 +329,6 @@ class SnapshotRing:
             )
         )
         return hashes, num_bad, self._copied
-
-
-def available_bytes() -> int | None:
-    """Return how much memory the system could give without swapping; None if it does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def _fitting(buffer: Tensor | None, like: Tensor) -> Tensor:

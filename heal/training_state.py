@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from heal.buffer_copies import BufferCopies
+from heal.distinct import Key, without_duplicates
 from heal.host_copy import copy_and_hash, is_run_of_bytes
 from zclip import ClippedOptimizer
-
-Key = tuple[str | int, ...]
 
 _SCALER_TENSORS = ("_scale", "_growth_tracker")
 
@@ -33,6 +33,7 @@ class TrainingState:
         schedulers: saved and loaded through their own ``state_dict``.
         scaler: a GradScaler, or None.
         extra: further tensors that belong to the run, under names of their own.
+        buffers: tells which buffers move; the others are not among the tensors. Made if None.
     """
 
     def __init__(
@@ -42,14 +43,18 @@ class TrainingState:
         schedulers: Sequence[Any] = (),
         scaler: Any = None,
         extra: Mapping[str, Tensor] | None = None,
+        buffers: BufferCopies | None = None,
     ) -> None:
         self.model = model
         self.optimizers = list(optimizers)
         self.schedulers = list(schedulers)
         self.scaler = scaler
         self.extra = dict(extra or {})
+        self.buffers = BufferCopies(model) if buffers is None else buffers
         self._frozen_versions: dict[int, int] = {}
         self._changed_though_frozen: set[int] = set()
+        self._was_trainable: set[int] = set()
+        self._flags = b""
         self._sizes: list[int] = []
         self._known: list[Tensor] = []
 
@@ -65,42 +70,72 @@ class TrainingState:
         """Return whether steps may change a parameter, as far as can be seen."""
         if param.requires_grad or param.grad is not None:
             return True
-        if id(param) in self._changed_though_frozen:
+        if id(param) in self._changed_though_frozen or id(param) in self._was_trainable:
             return True
         return any(param in optimizer.state for optimizer in self.optimizers)
 
-    def frozen(self) -> list[Tensor]:
-        """Return the parameters that steps do not change."""
-        return [_local(p) for p in self.parameters() if not self.is_trainable(p)]
+    def constants(self) -> list[tuple[Key, Tensor]]:
+        """Return frozen parameters and still buffers: what no snapshot holds."""
+        params = enumerate(self.parameters())
+        frozen: list[tuple[Key, Tensor]] = [
+            (("parameter", i), param) for i, param in params if not self.is_trainable(param)
+        ]
+        return frozen + [(("buffer", name), buffer) for name, buffer in self.buffers.still()]
+
+    def name_of(self, key: Key) -> str:
+        """Return what people call a tensor."""
+        if key[0] != "parameter":
+            return " ".join(map(str, key))
+        param = self.parameters()[int(key[1])]
+        found = (name for name, p in self.model.named_parameters() if p is param)
+        return f"parameter {next(found, key[1])}"
+
+    def count_as_changing(self, key: Key) -> None:
+        """Hear that something was written that seemed constant: it belongs to the state now."""
+        if key[0] == "buffer":
+            self.buffers.count_as_moving(str(key[1]))
+        else:
+            self._changed_though_frozen.add(id(self.parameters()[int(key[1])]))
 
     def notice_changes(self) -> None:
         """Count frozen parameters that are written in place, as moving averages are, as trainable.
 
         Writes through ``.data`` leave no trace here; checksums find these.
         """
+        self.buffers.find()
         for param in self.parameters():
             if self.is_trainable(param):
+                # Until others are trained: an optimizer that lost its state must not make a
+                # parameter look as if it had never been trained.
+                self._was_trainable.add(id(param))
                 continue
             seen = self._frozen_versions.setdefault(id(param), param._version)
             if param._version != seen:
                 self._changed_though_frozen.add(id(param))
 
-    def signature(self) -> tuple[int, ...]:
-        """Return numbers that change when parameters are added, frozen or unfrozen.
+    def signature(self) -> tuple[Any, ...]:
+        """Return what changes when parameters are added, frozen or unfrozen.
 
-        This runs in every step, so it counts and does not compare. A parameter that no optimizer
-        was told of is not trained and not looked for.
+        This runs in every step, so it walks through nothing but a list. A parameter that no
+        optimizer was told of is not trained and not looked for.
         """
         sizes = [len(group["params"]) for o in self.optimizers for group in o.param_groups]
         if sizes != self._sizes:  # walking through the modules takes longer than all the rest
             self._sizes = sizes
             self._known = self.parameters()
-        trainable = sum([p.requires_grad for p in self._known])
-        return (trainable, len(self._changed_though_frozen), *sizes)
+        trainable = bytes([p.requires_grad for p in self._known])
+        if trainable != self._flags:
+            self._flags = trainable
+            self._was_trainable.clear()
+        return (trainable, len(self._changed_though_frozen), self.buffers.num_late, *sizes)
 
     def tensors(self) -> dict[Key, Tensor]:
         """Return all tensors that steps may change, each part of memory once."""
-        return _without_duplicates(self._named_tensors())
+        return without_duplicates(self._named_tensors())
+
+    def everything(self) -> dict[Key, Tensor]:
+        """Return the same and all other buffers, as a checkpoint has them."""
+        return without_duplicates(self._named_tensors(all_buffers=True))
 
     def values(self) -> dict[str, Any]:
         """Return copies of all plain values; clip statistics stay tensors on the device."""
@@ -117,7 +152,7 @@ class TrainingState:
         Raises:
             StateMismatch: a parameter is missing or has another shape or dtype.
         """
-        self._check(saved, self.tensors())
+        self._check(saved, self.everything())
 
     @torch.no_grad()
     def restore(self, saved: Mapping[Key, Tensor], values: Mapping[str, Any]) -> None:
@@ -129,12 +164,16 @@ class TrainingState:
         Raises:
             StateMismatch: a parameter is missing or has another shape or dtype.
         """
-        live = self.tensors()
+        live = self.everything()
         created = self._check(saved, live)
         live.update(created)
         _copy_groups([live[key] for key in saved], list(saved.values()))
         for key, tensor in created.items():
             self._attach(key, tensor)
+        for name, first in self.buffers.firsts.items():
+            there = live.get(("buffer", name))
+            if ("buffer", name) not in saved and there is not None and there.shape == first.shape:
+                there.copy_(first)
         for o, optimizer in enumerate(self.optimizers):
             self._restore_plain_state(o, optimizer, saved, values["state"][o])
             for group, settings in zip(optimizer.param_groups, values["groups"][o], strict=True):
@@ -144,13 +183,15 @@ class TrainingState:
         for scheduler, state in zip(self.schedulers, values["schedulers"], strict=True):
             scheduler.load_state_dict(_deep(state))
         self._forget_young_scaler(saved)
+        self.buffers.restored()
 
-    def _named_tensors(self) -> Iterator[tuple[Key, Tensor]]:
+    def _named_tensors(self, all_buffers: bool = False) -> Iterator[tuple[Key, Tensor]]:
         for i, param in enumerate(self.parameters()):
             if self.is_trainable(param):
                 yield ("parameter", i), param
         for name, buffer in _all_buffers(self.model):
-            yield ("buffer", name), buffer
+            if all_buffers or self.buffers.is_moving(name):
+                yield ("buffer", name), buffer
         for o, optimizer in enumerate(self.optimizers):
             for i, param in enumerate(_optimized(optimizer)):
                 for name, value in optimizer.state.get(param, {}).items():
@@ -299,45 +340,6 @@ def _deep(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # an object that cannot be copied is shared: better than no snapshot at all
         return value
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, else the tensor; detached."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor).detach()
-    return local
-
-
-def _without_duplicates(named: Iterable[tuple[Key, Tensor]]) -> dict[Key, Tensor]:
-    """Keep one tensor for each place in memory, and one view of storage that many overlap in."""
-    by_storage: dict[int, list[tuple[Key, Tensor]]] = {}
-    places: set[tuple[Any, ...]] = set()
-    for key, tensor in named:
-        tensor = _once_each(_local(tensor))
-        storage = tensor.untyped_storage()._cdata
-        place = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if place not in places:
-            places.add(place)
-            by_storage.setdefault(storage, []).append((key, tensor))
-    kept: dict[Key, Tensor] = {}
-    for sharers in by_storage.values():
-        if len(sharers) > 1:
-            storage_bytes = sharers[0][1].untyped_storage().nbytes()
-            if sum(t.nbytes for _, t in sharers) > storage_bytes:
-                key, tensor = sharers[0]
-                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                sharers = [(key, whole.set_(tensor.untyped_storage()))]
-        kept.update(sharers)
-    return kept
-
-
-def _once_each(tensor: Tensor) -> Tensor:
-    """Drop repetitions of an expanded tensor: they could be read but not written."""
-    if tensor.is_contiguous():
-        return tensor
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 def _shown(key: Key) -> str:

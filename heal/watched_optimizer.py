@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -91,6 +92,14 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         """Answer as :meth:`_refused` does, from a verdict on the host."""
         heeds_flags = self.skip_nonfinite and self.clipper.on_nonfinite != "skip"
         return row[BLOCKED] > 0 or (heeds_flags and bool(int(row[FLAGS]) & (HAS_NAN | HAS_INF)))
+
+    def _is_refused_there(self, verdict: Tensor) -> Tensor:
+        """Answer as :meth:`_is_refused` does, without reading the device."""
+        refused = verdict[BLOCKED]
+        if self.skip_nonfinite and self.clipper.on_nonfinite != "skip":
+            flags = verdict[FLAGS].int() & (HAS_NAN | HAS_INF)
+            refused = torch.maximum(refused, (flags > 0).to(refused))
+        return refused
 
     def _step_inner(self) -> None:
         if self.lr_scale == 1.0:

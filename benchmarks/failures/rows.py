@@ -41,6 +41,7 @@ ROWS = (
     Row("out of memory in backward", (Fault("oom_backward", at=AT, times=2),)),
     Row("out of memory in the step", (Fault("oom_step", at=AT),)),
     Row("batch of a wrong shape", (Fault("bad_batch", at=AT),)),
+    Row("batch of NaN (images only)", (Fault("nan_batch", at=AT),)),
     Row("loader raises", (Fault("loader_error", at=AT),)),
     Row("network error, twice", (Fault("network_error", at=AT, times=2),)),
     Row(

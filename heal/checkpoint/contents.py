@@ -14,7 +14,8 @@ from torch import Tensor
 
 from heal.checkpoint.chunks import Chunk, all_of, chunk_of
 from heal.checkpoint.encode import encode
-from heal.training_state import Key, StateMismatch, TrainingState
+from heal.distinct import Key
+from heal.training_state import StateMismatch, TrainingState
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Names that DDP, torch.compile, activation checkpointing and FSDP put into those of parameters."""
@@ -106,8 +107,8 @@ def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
     """
     state.notice_changes()
     names = Names(state)
-    originals: dict[Key, Tensor] = dict(state._named_tensors())
-    local = state.tensors()
+    originals: dict[Key, Tensor] = dict(state._named_tensors(all_buffers=True))
+    local = state.everything()
     for i, param in enumerate(names.parameters):
         if not state.is_trainable(param):
             originals["parameter", i] = param

@@ -32,18 +32,21 @@ class StateHealth:
     def __init__(self, config: HealingConfig) -> None:
         self.drift_factor = config.drift_factor
         self.clean_step = 0
+        self.names: list[str] = []
         self.weights: list[float] = []
         self.changes: list[float] = []
-        self.intervals = 0
+        self.intervals: list[int] = []
         self.counters: list[float] = []
         self.moments: list[float] = []
         self.largest_moments: list[float] = []
 
     def observe_health(self, row: HealthRow) -> Finding | None:
         """Hear of a check. What is bad is not learned from."""
-        if self.weights and len(row.weight_norms) != len(self.weights):
-            self._start_anew()  # tensors were added, frozen or unfrozen
-        finding = self._nonfinite(row) or self._reset(row) or self._leap(row)
+        finding = self._nonfinite(row)
+        if finding is None:
+            if self.weights and self._has_other_tensors(row):
+                self._follow(row)
+            finding = self._reset(row) or self._leap(row)
         if finding is None or finding.severity < Severity.ERROR:
             self._learn(row)
         return finding
@@ -56,7 +59,8 @@ class StateHealth:
             bad = [index for index, count in enumerate(counts) if count > 0]
             if bad:
                 evidence = {"tensors": len(bad), "elements": counts[bad[0]], "measured": True}
-                return self._found(cause, row, bad[0], Severity.ERROR, evidence)
+                # Snapshots with NaN are never good, so that any good one is from before.
+                return self._found(cause, row, bad[0], Severity.ERROR, evidence, row.step)
         return None
 
     def _reset(self, row: HealthRow) -> Finding | None:
@@ -77,12 +81,15 @@ class StateHealth:
         return None
 
     def _leap(self, row: HealthRow) -> Finding | None:
-        if self.intervals < self.CALM:
+        known = sum(count >= self.CALM for count in self.intervals)
+        if not known:
             return None
         typical = median(self.weights)
         drifted: Finding | None = None
         leapt_together = 0
         for index, (before, now) in enumerate(zip(self.weights, row.weight_norms, strict=True)):
+            if self.intervals[index] < self.CALM:
+                continue
             change, usual = abs(now - before), self.changes[index]
             evidence: dict[str, object] = {"norm_before": before, "norm": now}
             is_new = change > self.LEAP * usual
@@ -97,7 +104,7 @@ class StateHealth:
             leapt_together += has_drifted
             if drifted is None and has_drifted:
                 drifted = self._found(Cause.WEIGHT_DRIFT, row, index, Severity.WARN, evidence)
-        most = max(self.FEWEST, self.TOGETHER * len(self.weights))
+        most = max(self.FEWEST, self.TOGETHER * known)
         if drifted is not None and leapt_together >= most:
             told = {**drifted.evidence, "tensors": leapt_together}
             index = int(str(told.pop("tensor_index")))
@@ -111,11 +118,12 @@ class StateHealth:
         index: int,
         severity: Severity,
         evidence: Mapping[str, object],
+        bad_step: int | None = None,
     ) -> Finding:
         return Finding(
             cause=cause,
             step=row.step,
-            bad_step=self.clean_step,  # the damage was done since
+            bad_step=self.clean_step if bad_step is None else bad_step,  # done since
             severity=severity,
             evidence={"tensor": row.name(index), "tensor_index": index, **evidence},
         )
@@ -124,9 +132,11 @@ class StateHealth:
         if self.weights:
             changes = [abs(n - b) for b, n in zip(self.weights, row.weight_norms, strict=True)]
             self.changes = [max(pair) for pair in zip(self.changes, changes, strict=True)]
-            self.intervals += 1
+            self.intervals = [count + 1 for count in self.intervals]
         else:
             self.changes = [0.0] * len(row.weight_norms)
+            self.intervals = [0] * len(row.weight_norms)
+        self.names = list(row.names)
         self.weights = _floats(row.weight_norms)
         self.counters = _floats(row.step_counters)
         self.moments = _floats(row.moment_norms)
@@ -137,19 +147,40 @@ class StateHealth:
             self.largest_moments = list(self.moments)
         self.clean_step = row.step
 
-    def _start_anew(self) -> None:
-        self.weights, self.changes, self.counters = [], [], []
-        self.moments, self.largest_moments = [], []
-        self.intervals = 0
+    def _has_other_tensors(self, row: HealthRow) -> bool:
+        """Whether tensors were added, frozen or unfrozen, be they as many as before."""
+        return len(row.weight_norms) != len(self.weights) or list(row.names) != self.names
+
+    def _follow(self, row: HealthRow) -> None:
+        """Keep what is known of tensors that are still there; of others begin with this check."""
+        places = {name: i for i, name in enumerate(self.names)}
+        before = [places.get(name) for name in row.names]
+        if len(before) != len(row.weight_norms):  # without names none can be told from another
+            before = [None] * len(row.weight_norms)
+
+        def kept(old: list[Any], new: Iterable[Any]) -> list[Any]:
+            pairs = zip(before, new, strict=False)
+            return [old[i] if i is not None and i < len(old) else value for i, value in pairs]
+
+        nothing = [0] * len(before)
+        self.changes = kept(self.changes, [0.0] * len(before))
+        self.intervals = kept(self.intervals, nothing)
+        self.weights = kept(self.weights, _floats(row.weight_norms))
+        self.counters = kept(self.counters, _floats(row.step_counters))
+        self.largest_moments = kept(self.largest_moments, _floats(row.moment_norms))
+        self.moments = kept(self.moments, _floats(row.moment_norms))
+        self.names = list(row.names)
 
     def state(self) -> dict[str, Any]:
-        lists = ("weights", "changes", "counters", "moments", "largest_moments")
-        state = {name: getattr(self, name) for name in ("clean_step", "intervals", *lists)}
-        return {k: list(v) if isinstance(v, list) else v for k, v in state.items()}
+        lists = ("names", "weights", "changes", "intervals", "counters", "moments")
+        state = {name: list(getattr(self, name)) for name in (*lists, "largest_moments")}
+        return {"clean_step": self.clean_step, **state}
 
     def load_state(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, list(value) if isinstance(value, list) else value)
+        if not isinstance(self.intervals, list):  # saved when all tensors had one count
+            self.intervals = [self.intervals] * len(self.weights)
 
 
 def _floats(values: Iterable[float]) -> list[float]:

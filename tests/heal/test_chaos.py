@@ -29,6 +29,7 @@ EXPECTED = {
     "oom_backward": ({"oom"}, "ShrinkBatch"),
     "oom_step": ({"oom"}, "Rollback"),
     "bad_batch": ({"data_error"}, "SkipBatches"),
+    "nan_batch": ({"nonfinite_loss"}, "Refuse"),
     "loader_error": ({"data_error"}, "SkipBatches"),
     "network_error": ({"network_error"}, "Backoff"),
 }
@@ -76,6 +77,8 @@ def test_every_kind_is_listed():
 @pytest.mark.parametrize("make", [regression, language], ids=["mlp", "gpt"])
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_a_fault_is_found_and_healed(kind, make, undisturbed):
+    if kind == "nan_batch" and make is language:
+        pytest.skip("tokens cannot be NaN")
     causes, action = EXPECTED[kind]
     setup, healer, chaos = struck(make, [Fault(kind, at=AT)])
     assert len(chaos.strikes) == 1
@@ -119,7 +122,7 @@ def test_one_nan_batch_in_twenty_ends_where_skipping_ends():
 
 
 def test_a_flipped_bit_in_the_newest_snapshot_makes_the_older_one_serve():
-    faults = [Fault("flip_snapshot_bit", at=AT), Fault("corrupt_weight", at=AT + 1)]
+    faults = [Fault("flip_snapshot_bit", at=AT + 3), Fault("corrupt_weight", at=AT + 4)]
     config = {"snapshot_memory_fraction": 4.0}
     setup, healer, _ = struck(regression, faults, **config)
     assert "changed in host memory" in healer.notes[0]

@@ -72,6 +72,24 @@ def unfreezing():
     return setup
 
 
+def swapping():
+    """Freeze one part while another of equally many tensors thaws, as GANs and layer-wise runs."""
+    setup = regression()
+    first, last = setup.model[0], setup.model[5]
+    first.requires_grad_(False)
+    inner, calls = setup.train_step, []
+
+    def train_step(batch):
+        calls.append(1)
+        if len(calls) % 12 == 0:
+            first.requires_grad_(len(calls) % 24 != 0)
+            last.requires_grad_(len(calls) % 24 == 0)
+        return inner(batch)
+
+    setup.train_step = train_step
+    return setup
+
+
 def curriculum():
     return with_loss(lambda loss, call: loss * (1 if call < 25 else 4))()
 
@@ -92,6 +110,7 @@ CASES = {
     "loader workers": lambda: regression(workers=1),
     "BatchNorm": batch_norm,
     "unfreezing": unfreezing,
+    "swapping what is frozen": swapping,
     "loss near zero": with_loss(lambda loss, call: loss * 1e-9),
     "negative loss": with_loss(lambda loss, call: loss - 5),
     "loss around zero": with_loss(lambda loss, call: loss - loss.detach().mean() + (-1) ** call),

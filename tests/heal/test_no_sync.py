@@ -68,10 +68,13 @@ def fill_gradients():
 
 def build(num_optimizers=1, scaler=None, **config):
     there = {"device": "cuda"}
-    layers = nn.Linear(4, 4, **there), nn.LayerNorm(4, **there), nn.Linear(4, 1, **there)
-    model = nn.Sequential(*layers)
+    statistics = nn.BatchNorm1d(4, affine=False)  # made on a device it would wait
+    for name, buffer in statistics._buffers.items():
+        statistics._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, **there)
+    norms = nn.LayerNorm(4, **there), statistics
+    model = nn.Sequential(nn.Linear(4, 4, **there), *norms, nn.Linear(4, 1, **there))
     model.register_buffer("mask", torch.empty(3, device="cuda"))
-    model[2].bias.requires_grad_(False)
+    model[3].bias.requires_grad_(False)
     PARAMETERS[:] = model.parameters()
     shares = [PARAMETERS[o::num_optimizers] for o in range(num_optimizers)]
     optimizers = [torch.optim.AdamW(share, lr=1e-3, fused=True) for share in shares]
@@ -97,6 +100,7 @@ def test_healthy_steps_with_snapshots_and_checks_wait_for_nothing(device, zclip_
     assert healer.notes == []
     assert healer.last_step == 7
     assert mode.ops.count("zclip::watch_loss_") == 8
+    assert mode.ops.count("aten::where") == 2 * 8  # statistics, and how many batches they have
     assert mode.ops.count("zclip::fingerprint") >= 3
     assert Event.host_waits == 0
     healer.exits._closed = True  # a fake run has no numbers for a postmortem

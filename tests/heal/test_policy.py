@@ -114,13 +114,29 @@ def test_the_first_plan(diagnosis, settings, plan):
 
 
 @pytest.mark.parametrize(
+    "cause", [Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.OPTIMIZER_RESET]
+)
+def test_where_no_snapshot_is_old_enough_the_oldest_is_tried_before_halting(cause):
+    history, diagnosis = History(), sick(cause, bad_step=10)
+    plans = []
+    while not isinstance((plan := decide(diagnosis, history, CONFIG, SNAPSHOTS))[0], Halt):
+        plans.append(plan)
+        history.note_plan(diagnosis, plan)
+    assert plans[0] == (Rollback(20), SkipBatches(20, 90))
+    assert {plan[0] for plan in plans} == {Rollback(20)}
+    assert len(set(plans)) == len(plans)
+    assert plan[0].exit_code == ExitCode.BUDGET_SPENT
+    (halt,) = decide(sick(Cause.WEIGHT_CORRUPTION), History(), CONFIG, [])
+    assert halt.exit_code == ExitCode.NO_SNAPSHOT
+
+
+@pytest.mark.parametrize(
     ("diagnosis", "settings", "code"),
     [
         (sick(NAN), {"nan_action": "raise"}, ExitCode.NONFINITE),
         (sick(NAN, streak=100), {"nan_action": "skip"}, ExitCode.NONFINITE),
         (sick(NAN, streak=7), {"nan_action": "warn", "max_consecutive": 7}, ExitCode.NONFINITE),
         (sick(Cause.LOSS_SPIKE), {"max_recovery_attempts": 0}, ExitCode.BUDGET_SPENT),
-        (sick(Cause.WEIGHT_CORRUPTION, bad_step=10), {}, ExitCode.NO_SNAPSHOT),
         (sick(NAN, bad_step=10, applied=True, severity=Severity.ERROR), {}, ExitCode.NO_SNAPSHOT),
         (sick(Cause.OUT_OF_MEMORY, bad_step=10, phase="step"), {}, ExitCode.NO_SNAPSHOT),
         (sick(Cause.DATA_ERROR), {"max_data_errors": 0}, ExitCode.BAD_DATA),

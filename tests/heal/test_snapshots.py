@@ -141,12 +141,13 @@ def test_frozen_weights_take_no_memory_until_they_change():
     state.notice_changes()
     without = sum(t.nbytes for t in state.tensors().values())
     assert everything - without == state.model.embed.weight.nbytes
-    assert len(state.frozen()) == 1
+    frozen = [key for key, _ in state.constants() if key[0] == "parameter"]
+    assert frozen == [("parameter", 0)]
     with torch.no_grad():
         state.model.embed.weight.mul_(0.9)  # as a moving average would
     state.notice_changes()
     assert sum(t.nbytes for t in state.tensors().values()) == everything
-    assert not state.frozen()
+    assert not [key for key, _ in state.constants() if key[0] == "parameter"]
 
 
 def test_tied_weights_and_views_are_copied_once():
@@ -188,6 +189,14 @@ def test_a_state_with_a_nan_is_never_promoted(is_proven):
     ring.note_clean(0)
     assert ring.good_steps() == []
     assert ring.newest_step() is None
+
+
+@pytest.mark.parametrize("ruin", [torch.nan, torch.inf])
+def test_running_statistics_that_are_ruined_are_never_promoted(ruin):
+    state, ring = build(quarantine_steps=1)
+    state.model.norm.running_var[2] = ruin
+    take(state, ring, 0, is_proven=True)
+    assert ring.good_steps() == []
 
 
 @pytest.mark.parametrize("bit", range(0, 32, 5))
@@ -236,6 +245,25 @@ def test_snapshots_that_come_faster_than_they_are_proven_still_become_good():
             ring.capture(step, tensors, {})
         ring.note_clean(step)
     assert ring.good_steps()[0] > 35
+
+
+@pytest.mark.parametrize(("interval", "quarantine_steps"), [(10, 10), (10, 0), (7, 2), (50, 10)])
+def test_a_good_snapshot_from_before_the_last_sound_check_is_kept(interval, quarantine_steps):
+    _, ring = build(interval=interval, quarantine_steps=quarantine_steps)
+    tensors = {("extra", "x"): torch.ones(3)}
+    checked, newest = None, []
+    for step in range(1000):
+        if step and step % 100 == 0:
+            checked = step
+            ring.note_checked(step)
+        if step % interval == 0:
+            ring.capture(step, tensors, {}, is_proven=step == 0)
+        ring.note_clean(step)
+        good = ring.good_steps()
+        assert checked is None or good[-1] <= checked
+        newest.append(step - good[0])
+    assert len(set(newest)) > 1
+    assert max(newest) <= 100 + 2 * interval + quarantine_steps
 
 
 def test_too_little_memory_degrades_and_says_so(monkeypatch):

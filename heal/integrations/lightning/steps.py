@@ -8,7 +8,6 @@ from torch.nn import Module
 
 from heal.actions import CannotHeal
 from heal.loop import Healer
-from heal.micro_batch import BufferCopies
 from heal.rng import RngState
 
 
@@ -43,7 +42,7 @@ class HealedSteps:
         self._heals_errors = (
             self._is_automatic and self._accumulate == 1 and trainer.world_size == 1
         )
-        self._buffers = BufferCopies(module)
+        self._buffers = healer._guarded.buffers
         self._sum: Tensor | None = None  # of the losses of batches that were only accumulated
         self._num_summed = 0
         self._clips_before = self._watched._steps
@@ -96,7 +95,7 @@ class HealedSteps:
         attempts, micro = self._healer._attempts, self._healer._micro
         while True:
             rng = RngState.now()
-            self._buffers.refresh()
+            self._buffers.begin()
             self.phase = "forward"
             try:
                 if micro.pieces == 1:

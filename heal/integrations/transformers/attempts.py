@@ -13,7 +13,6 @@ from heal.integrations.transformers.guard import TrainerGuard
 from heal.integrations.transformers.patches import Patches
 from heal.integrations.transformers.pieces import adds_up, count_samples, in_pieces, is_paired
 from heal.loop import Healer
-from heal.micro_batch import BufferCopies
 from heal.rng import RngState
 
 TrainingStep = Callable[..., Tensor]
@@ -55,7 +54,7 @@ class TrainerAttempts(Attempts):
         self._guard = guard
         self._batches = batches
         self._training_step = training_step
-        self._buffers = BufferCopies(trainer.model)
+        self._buffers = healer._guarded.buffers
         self._is_paired = is_paired(trainer)
         self._inputs: list[Any] = []  # of the micro-batches of this step, so far
         self._calls = 0
@@ -114,7 +113,7 @@ class TrainerAttempts(Attempts):
 
     def _begin_step(self) -> None:
         self._rng = RngState.now()
-        self._buffers.refresh()
+        self._buffers.begin()
         self._online_step = getattr(self._trainer, "_step", 0)
         self._guard.forget()
 

@@ -94,6 +94,8 @@ class TrainerGuard:
         finally:  # also if the optimizer fails: ranks must count their mail alike
             if judged is not None:
                 guarded._post(step, judged)
+            else:
+                guarded.buffers.settle(False)
         return judged is not None
 
     def forget(self) -> None:

@@ -1,0 +1,48 @@
+"""Tensors under keys, each part of memory once: tied weights, views and expanded ones."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Key = tuple[str | int, ...]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, else the tensor; detached."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    return local
+
+
+def without_duplicates(named: Iterable[tuple[Key, Tensor]]) -> dict[Key, Tensor]:
+    """Keep one tensor for each place in memory, and one view of storage that many overlap in."""
+    by_storage: dict[int, list[tuple[Key, Tensor]]] = {}
+    places: set[tuple[Any, ...]] = set()
+    for key, tensor in named:
+        tensor = _once_each(local_part(tensor))
+        storage = tensor.untyped_storage()._cdata
+        place = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if place not in places:
+            places.add(place)
+            by_storage.setdefault(storage, []).append((key, tensor))
+    kept: dict[Key, Tensor] = {}
+    for sharers in by_storage.values():
+        if len(sharers) > 1:
+            storage_bytes = sharers[0][1].untyped_storage().nbytes()
+            if sum(t.nbytes for _, t in sharers) > storage_bytes:
+                key, tensor = sharers[0]
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                sharers = [(key, whole.set_(tensor.untyped_storage()))]
+        kept.update(sharers)
+    return kept
+
+
+def _once_each(tensor: Tensor) -> Tensor:
+    """Drop repetitions of an expanded tensor: they could be read but not written."""
+    if tensor.is_contiguous():
+        return tensor
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
