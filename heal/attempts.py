@@ -14,6 +14,7 @@ from heal.exit_codes import ExitCode
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal
 from heal.micro_batch import MicroBatcher, TrainStep
+from heal.pass_reader import AfterError
 from heal.policy import EXIT_CODES
 from heal.run import TorchRun
 from heal.treatment import Treatment
@@ -117,15 +118,29 @@ class Attempts:
         self.is_stepping = False
         self._heal(*failure)
 
-    def loader_failed(self, error: Exception, epoch: int, index: int) -> bool:
-        """Heal what the loader raised; return whether the last good batch should stand in."""
-        diagnosis, error = self._judged(error, "data")
-        diagnosis.evidence.update(epoch=epoch, batch=index, samples=self._stream.samples_of(index))
-        if self._ranks.has_others:
-            self._tell(diagnosis, error)
-            return True
-        self._heal(diagnosis, error)
-        return False
+    def loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:
+        """Heal what the loader raised, and say what becomes of the batch.
+
+        Args:
+            error: what it raised.
+            epoch: counted from 0.
+            index: of the batch; None if the epoch could not be opened. That has no cure but to
+                wait: there is no batch to give up, nor one that could be told of to other ranks.
+        """
+        diagnosis, error = self._judged(error, "data" if index is not None else "open")
+        diagnosis.evidence["epoch"] = epoch
+        if index is None:
+            if diagnosis.family is not Family.WAIT or self._ranks.has_others:
+                raise error
+        else:
+            diagnosis.evidence.update(batch=index, samples=self._samples_of(index))
+            if self._ranks.has_others:
+                self._tell(diagnosis, error)
+                return AfterError.STAND_IN
+        return AfterError.TRY_AGAIN if self._heal(diagnosis, error) else AfterError.PASS_OVER
+
+    def _samples_of(self, index: int) -> list[Any] | None:
+        return self._stream.samples_of(index)
 
     def step_failed(self, error: Exception) -> None:
         """Tell other ranks that the optimizer stopped half-way here; they go on until they hear.

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heal.data import loader_rewinder
 from heal.guarded_step import GuardedStep
+from heal.loader_pass import loader_rewinder
 from heal.micro_batch import TrainStep
 from heal.rng import RngState
 from heal.training_state import TrainingState

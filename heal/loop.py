@@ -137,6 +137,7 @@ class Healer(Readout, Resuming):
             lambda: self._run.step,
             lambda: self._books.first_snapshot(),
             keeps_last=guarded.ranks.has_others,
+            note=note,
         )
         run = TorchRun(state, guarded, config, stream, micro, note, sleep)
         treatment = Treatment(run, config, self.journal)
