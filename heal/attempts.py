@@ -111,6 +111,8 @@ class Attempts:
         if failure is None:
             self._micro.note_clean()
             return
+        if failure[0].family is Family.DATA:
+            failure[0].evidence.update(self._stream.identity())
         if not self.is_stepping:
             self._micro.undo()
             if self._ranks.has_others:
@@ -165,10 +167,8 @@ class Attempts:
         except Exception as error:
             diagnosis, raised = self._judged(error, self._micro.phase)
         if diagnosis.family is Family.DATA:
-            epoch, index = self._stream.newest
-            diagnosis.evidence.update(epoch=epoch, batch=index)
-            if len(batches) == 1:
-                diagnosis.evidence["samples"] = self._stream.samples_of(index)
+            back = len(batches) - 1 - self._micro.batch_at
+            diagnosis.evidence.update(self._stream.identity(back))
         return None, (diagnosis, raised)
 
     def _scale(self) -> Callable[[Tensor], Tensor]:

@@ -37,6 +37,7 @@ class MicroBatcher:
     Attributes:
         pieces: how many parts each batch is cut into.
         phase: "forward" or "backward", for whoever catches an exception.
+        batch_at: which batch of the step is being computed, from 0; for the same.
         attempts: how often a step was tried.
         messages: what ranks of a data-parallel model tell each other while a step is computed.
     """
@@ -51,6 +52,7 @@ class MicroBatcher:
     ) -> None:
         self.pieces = 1
         self.phase = "forward"
+        self.batch_at = 0
         self.attempts = 0
         self.weigh = weigh
         self._model = model
@@ -80,8 +82,8 @@ class MicroBatcher:
         self.begin()
         self._largest_batch = max(num_samples(batch) for batch in batches)
         total: Tensor | None = None
-        pieces = [weighted for batch in batches for weighted in self._weighted(batch)]
-        for i, (piece, share) in enumerate(pieces):
+        pieces = [(b, *cut) for b, batch in enumerate(batches) for cut in self._weighted(batch)]
+        for i, (self.batch_at, piece, share) in enumerate(pieces):
             is_last = i == len(pieces) - 1
             with self.messages.held_back(until=is_last):
                 self.phase = "forward"
