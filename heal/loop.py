@@ -127,8 +127,7 @@ class Healer(Readout, Resuming):
         config, note = self.config, self._note
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         guarded = GuardedStep(optimizers, config, model.named_parameters(), scaler, process_group)
-        extra = {"loss": guarded.watch.state}
-        wrapped = guarded.optimizers
+        extra, wrapped = {"loss": guarded.watch.state}, guarded.optimizers
         state = TrainingState(model, wrapped, self._schedulers, guarded.scaler, extra)
         smallest, grow_steps = config.micro_batch_min, config.micro_batch_grow_steps
         micro = MicroBatcher(model, state.parameters, smallest, grow_steps)
@@ -143,7 +142,7 @@ class Healer(Readout, Resuming):
         treatment = Treatment(run, config, self.journal)
         names = {id(p): name for name, p in model.named_parameters()}
         rates = LearningRates(wrapped, self._schedulers, note)
-        listener = Listener(run, guarded, treatment, config, names, rates, clock)
+        listener = Listener(run, guarded, treatment, config, names, rates, clock, note)
         listener.cluster = ClusterWatch(
             model, config, self.journal, listener.report, note, process_group
         )
@@ -218,6 +217,7 @@ class Healer(Readout, Resuming):
             return self._guarded.step(self._run.step, loss, facts)
         except Exception as error:
             if not self._guarded.ranks.has_others:
+                self._listener.not_sent(facts)
                 raise
             self._attempts.step_failed(error)
             return True
