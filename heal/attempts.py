@@ -169,6 +169,8 @@ class Attempts:
         if diagnosis.family is Family.DATA:
             back = len(batches) - 1 - self._micro.batch_at
             diagnosis.evidence.update(self._stream.identity(back))
+        elif diagnosis.family is Family.MEMORY and self._micro.cannot_cut:
+            diagnosis.evidence["cannot_be_cut"] = self._micro.cannot_cut
         return None, (diagnosis, raised)
 
     def _scale(self) -> Callable[[Tensor], Tensor]:
