@@ -37,6 +37,7 @@ from heal.ranks import HostFacts
 from heal.readout import Readout
 from heal.resuming import Resuming
 from heal.run import TorchRun
+from heal.scheduler_state import listed, note_stateless
 from heal.training_state import TrainingState
 from heal.treatment import Hook, Treatment
 from heal.verdict import Flag
@@ -72,6 +73,7 @@ class Healer(Readout, Resuming):
 
     Raises:
         TypeError: an argument is not what it should be.
+        OSError: ``checkpoint_dir`` cannot be made; a ``run_dir`` that cannot is only told of.
 
     Example:
         >>> healer = Healer(model, optimizer, scheduler)
@@ -105,9 +107,10 @@ class Healer(Readout, Resuming):
         self.journal = Journal(run_dir, rank)
         self._notes = Notes(self.journal, lambda: self._run.step)
         self.notes = self._notes.texts
-        self._schedulers = _listed(scheduler)
+        self._schedulers = listed(scheduler)
         attach(self.journal, trackers, self.config.to_dict(), self._note)
         self._build(model, optimizer, scaler, process_group, sleep, clock)
+        note_stateless(self._schedulers, self._note)
         if checkpoint_dir is not None:
             self._save_to(checkpoint_dir, process_group)
         self.exits = Exits(self, self.journal, clock)
@@ -322,7 +325,10 @@ class Healer(Readout, Resuming):
     def dry_run(
         self, train_step: TrainStep, loader: Any, steps: int = 2, *, accumulate: int = 1
     ) -> DryRunReport:
-        """Try ``steps`` steps and take them back: weights, optimizer, generators and loader."""
+        """Try ``steps`` steps and take them back: all of the model, optimizer, generators, loader.
+
+        What ``train_step`` changes elsewhere, as a teacher that is no part of the model, stays so.
+        """
         return dry_run(self._state, self._guarded, train_step, loader, steps, accumulate)
 
     def hear_the_rest(self, hurries: bool = False) -> None:
@@ -342,9 +348,3 @@ class Healer(Readout, Resuming):
 
     def _note(self, text: str) -> None:
         self._notes.add(text)
-
-
-def _listed(scheduler: Any) -> list[Any]:
-    if scheduler is None:
-        return []
-    return list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]
