@@ -87,6 +87,23 @@ def test_a_batch_that_the_network_refused_is_read_again(dataset, times, tmp_path
     assert healer.notes == []
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_that_keeps_its_own_position_is_read_again_too(shuffle, tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    data = Map(Failing(21, NETWORK))
+    loader = stateful.StatefulDataLoader(data, batch_size=4, shuffle=shuffle)
+    seen, waits, _ = train(loader, tmp_path, epochs=2)
+    assert [sorted(epoch) for epoch in seen] == [[float(i) for i in range(40)]] * 2
+    assert waits == [30.0]
+
+
+def test_a_batch_of_a_worker_is_read_again_in_this_process(tmp_path):
+    loader = DataLoader(Map(Failing(21, NETWORK)), batch_size=4, shuffle=True, num_workers=1)
+    seen, waits, _ = train(loader, tmp_path)
+    assert sorted(seen[0]) == [float(i) for i in range(40)]
+    assert waits == [30.0, 60.0]  # the worker has its own copy of what fails once
+
+
 def test_the_shuffle_of_an_epoch_survives_a_wait(tmp_path):
     torch.manual_seed(1)
     loader = DataLoader(Map(Failing(21, NETWORK)), batch_size=4, shuffle=True)
