@@ -14,6 +14,7 @@ from heal.exit_codes import ExitCode
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal
 from heal.micro_batch import MicroBatcher, TrainStep
+from heal.pass_reader import AfterError
 from heal.policy import EXIT_CODES
 from heal.run import TorchRun
 from heal.treatment import Treatment
@@ -110,6 +111,8 @@ class Attempts:
         if failure is None:
             self._micro.note_clean()
             return
+        if failure[0].family is Family.DATA:
+            failure[0].evidence.update(self._stream.identity())
         if not self.is_stepping:
             self._micro.undo()
             if self._ranks.has_others:
@@ -117,15 +120,29 @@ class Attempts:
         self.is_stepping = False
         self._heal(*failure)
 
-    def loader_failed(self, error: Exception, epoch: int, index: int) -> bool:
-        """Heal what the loader raised; return whether the last good batch should stand in."""
-        diagnosis, error = self._judged(error, "data")
-        diagnosis.evidence.update(epoch=epoch, batch=index, samples=self._stream.samples_of(index))
-        if self._ranks.has_others:
-            self._tell(diagnosis, error)
-            return True
-        self._heal(diagnosis, error)
-        return False
+    def loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:
+        """Heal what the loader raised, and say what becomes of the batch.
+
+        Args:
+            error: what it raised.
+            epoch: counted from 0.
+            index: of the batch; None if the epoch could not be opened. That has no cure but to
+                wait: there is no batch to give up, nor one that could be told of to other ranks.
+        """
+        diagnosis, error = self._judged(error, "data" if index is not None else "open")
+        diagnosis.evidence["epoch"] = epoch
+        if index is None:
+            if diagnosis.family is not Family.WAIT or self._ranks.has_others:
+                raise error
+        else:
+            diagnosis.evidence.update(batch=index, samples=self._samples_of(index))
+            if self._ranks.has_others:
+                self._tell(diagnosis, error)
+                return AfterError.STAND_IN
+        return AfterError.TRY_AGAIN if self._heal(diagnosis, error) else AfterError.PASS_OVER
+
+    def _samples_of(self, index: int) -> list[Any] | None:
+        return self._stream.samples_of(index)
 
     def step_failed(self, error: Exception) -> None:
         """Tell other ranks that the optimizer stopped half-way here; they go on until they hear.
@@ -150,10 +167,10 @@ class Attempts:
         except Exception as error:
             diagnosis, raised = self._judged(error, self._micro.phase)
         if diagnosis.family is Family.DATA:
-            epoch, index = self._stream.newest
-            diagnosis.evidence.update(epoch=epoch, batch=index)
-            if len(batches) == 1:
-                diagnosis.evidence["samples"] = self._stream.samples_of(index)
+            back = len(batches) - 1 - self._micro.batch_at
+            diagnosis.evidence.update(self._stream.identity(back))
+        elif diagnosis.family is Family.MEMORY and self._micro.cannot_cut:
+            diagnosis.evidence["cannot_be_cut"] = self._micro.cannot_cut
         return None, (diagnosis, raised)
 
     def _scale(self) -> Callable[[Tensor], Tensor]:

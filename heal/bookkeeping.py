@@ -63,7 +63,13 @@ class Bookkeeping:
         self.first_snapshot()
 
     def before_step(self) -> None:
-        """Let copies finish that the step would overtake, and notice a changed model."""
+        """Let copies finish that the step would overtake, and notice a changed model.
+
+        Contained: what the host has to tell must go with the step whatever fails here.
+        """
+        self._notes.contain(self._prepare)
+
+    def _prepare(self) -> None:
         self._run.ring.before_step()
         if self._run.has_changed_shape():
             self._wants_snapshot = True

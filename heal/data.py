@@ -4,16 +4,19 @@ It draws from a loader exactly as a ``for`` loop would, and from no generator of
 a run that needs no healing sees the same batches with it as without.
 """
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from heal.actions import CannotHeal
-from heal.epoch_start import EpochStart, advance_sampler, return_to, start_of
-from heal.rng import RngState
-from heal.sample_indices import sample_indices
+from heal.epoch_start import EpochStart, advance_sampler, start_of
+from heal.loader_pass import LoaderPass, is_stateful
+from heal.pass_reader import AfterError, OnError, PassReader
 
 LOG_LENGTH = 10_000  # batches whose step is remembered, to find those that did harm
+NUM_PLACES = 256  # batches whose place is remembered, to name the samples of one that fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +28,40 @@ class DataPosition:
     ordinal: int
     start: EpochStart | None
     loader_state: Any = field(default=None, repr=False)
+    origin: LoaderPass | None = field(
+        default=None, repr=False, compare=False, metadata={"is_saved": False}
+    )
+    """The pass itself, in the process that made it: a loader has no form on disk."""
+
+
+class Place(NamedTuple):
+    """Which batch of which epoch was given out."""
+
+    epoch: int
+    number: int
+    origin: LoaderPass
 
 
 class BatchStream:
     """Batches of one or more epochs over a loader.
 
     A loader with ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader, is
-    rewound to the exact position. A plain one is started again as its epoch was and drawn from
-    until the place is reached: the same batches, provided they follow from the generators at the
-    start of the epoch, as shuffling and worker seeds do. They do not if the dataset itself draws
-    random numbers in the main process (``num_workers=0``), or is an iterator that cannot restart.
+    rewound to the exact position; its workers begin with new seeds, so that a dataset that draws
+    random numbers in them draws others. A plain one is started again as its epoch was and drawn
+    from until the place is reached: the same batches, provided they follow from the generators at
+    the start of the epoch, as shuffling and worker seeds do. They do not if the dataset itself
+    draws random numbers in the main process (``num_workers=0``), or is an iterator that cannot
+    restart.
+
+    An epoch that is left early, by ``break``, ends there when it is drawn again.
 
     Args:
         on_error: told of every exception of the loader, with the epoch and the number of the
-            batch; it raises if the run should end, and returns whether the last good batch should
-            be given out in its place, so that ranks stay together.
+            batch, None if the epoch could not be opened; it raises if the run should end.
         step: returns the number of the step that the next batch is for.
         on_begin: called when an epoch was begun and nothing was drawn from it yet.
         keeps_last: hold on to the last good batch.
+        note: told of batches that an error has cost beyond the bad one.
 
     Attributes:
         ordinal: how many batches were drawn, the skipped and the failed ones included.
@@ -51,51 +70,54 @@ class BatchStream:
 
     def __init__(
         self,
-        on_error: Callable[[Exception, int, int], bool],
+        on_error: OnError,
         step: Callable[[], int],
         on_begin: Callable[[], None],
         keeps_last: bool = False,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._on_error = on_error
         self._step = step
         self._on_begin = on_begin
         self._keeps_last = keeps_last
+        self._note = note
         self._last: Any = None
         self.ordinal = 0
         self.skipped = 0
-        self._epoch = -1
-        self._index = 0
-        self._start: EpochStart | None = None
-        self._loader: Any = None
-        self._iterator: Iterator[Any] | None = None
+        self._reader: PassReader | None = None  # None before the first epoch
+        self._furthest = -1  # the newest epoch that was begun; we are before it in a replay
+        self._passes: weakref.WeakValueDictionary[int, LoaderPass] = weakref.WeakValueDictionary()
         self._rewind_to: DataPosition | None = None
         self._step_of: dict[int, int] = {}  # ordinal of a batch -> step that it was for
+        self._places: deque[Place] = deque(maxlen=NUM_PLACES)
         self._unwanted: set[int] = set()  # ordinals
         self._abandoned_from: int | None = None
-        self._length_of: dict[int, int] = {}  # batches in each epoch that was exhausted
 
     def epoch(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of one pass over the loader.
 
         After a rewind into an earlier epoch the rest of that one comes first.
         """
-        if self._loader is None and self._rewind_to is not None:
-            self._loader = loader  # resumed: an epoch that was begun elsewhere
-            self._carry_out_rewind(self._rewind_to)
-        else:
-            self._begin_epoch(loader)
-        own = self._epoch
+        own = self._furthest + 1
+        if self._reader is None and self._rewind_to is not None:
+            own = self._rewind_to.epoch  # resumed: an epoch that was begun elsewhere
+            self._carry_out_rewind(self._rewind_to, loader)
+        elif not self._is_replaying():
+            if self._reader is not None:
+                self._reader.end()  # where a ``break`` has left it, it ends when drawn again
+            if self._rewind_to is None:
+                self._begin_epoch(loader)
+        # Else the loop was left while something earlier was to be drawn again: that comes first.
         self._on_begin()
         while True:
             try:
-                batch = self._draw()
+                batch = self._draw(loader)
             except StopIteration:
-                self._length_of[self._epoch] = self._index
-                if self._epoch >= own:
-                    self._iterator = None
+                if self._reader is not None:
+                    self._reader.end()
+                if self.newest[0] >= own:
                     return
-                advance_sampler(loader, self._start)
-                self._begin_epoch(loader)
+                self._begin_next(loader)
                 continue
             yield batch
 
@@ -103,10 +125,13 @@ class BatchStream:
         """Return where the stream is, to return to later."""
         if self._rewind_to is not None:
             return self._rewind_to  # it will be there before the next batch is drawn
-        state = None
-        if self._loader is not None and _is_stateful(self._loader):
-            state = self._loader.state_dict()
-        return DataPosition(self._epoch, self._index, self.ordinal, self._start, state)
+        reader = self._reader
+        if reader is None:
+            return DataPosition(-1, 0, self.ordinal, None)
+        origin = reader.origin
+        state = origin.loader.state_dict() if is_stateful(origin.loader) else None
+        start, ordinal = origin.start, self.ordinal
+        return DataPosition(reader.epoch, reader.index, ordinal, start, state, origin)
 
     def rewind(self, position: DataPosition) -> None:
         """Return to a position; the loader is touched when the next batch is asked for."""
@@ -136,56 +161,93 @@ class BatchStream:
         ahead = to_come * self._batches_per_step()
         self._unwanted.update(range(newest + 1, newest + 1 + ahead))
 
+    def identity(self, back: int = 0) -> dict[str, Any]:
+        """Return epoch, number and samples of the batch given out ``back`` batches before the last.
+
+        Empty if it did not come from here; samples are None where the loader cannot tell.
+        """
+        if back >= len(self._places):
+            return {}
+        epoch, number, origin = self._places[-1 - back]
+        return {"epoch": epoch, "batch": number, "samples": origin.samples_of(number)}
+
     def samples_of(self, index: int) -> list[Any] | None:
         """Return which samples a batch of this epoch has, by their index; None if unknown."""
-        return sample_indices(self._loader, self._start, index)
+        return None if self._reader is None else self._reader.origin.samples_of(index)
 
     @property
     def newest(self) -> tuple[int, int]:
         """The epoch and the number in it of the batch that was last drawn."""
-        return self._epoch, self._index - 1
+        return (-1, -1) if self._reader is None else (self._reader.epoch, self._reader.index - 1)
+
+    def _is_replaying(self) -> bool:
+        return self.newest[0] < self._furthest
 
     def _begin_epoch(self, loader: Any) -> None:
-        self._loader = loader
-        self._epoch += 1
-        self._index = 0
-        self._start = start_of(loader)
-        self._iterator = iter(loader)
+        start = start_of(loader)
+        before = None if self._reader is None else self._reader.origin
+        known = None if before is None else before.following
+        if known is not None and known.loader is loader:
+            known.start = start  # drawn again: it ends where it ended
+        else:
+            known = LoaderPass(loader, start)
+        if before is not None:
+            before.following = known
+        self._read_from(known, self.newest[0] + 1).begin()
 
-    def _draw(self) -> Any:
+    def _begin_next(self, loader: Any) -> None:
+        """Begin the epoch after one that was drawn again, over the loader that it had."""
+        before = None if self._reader is None else self._reader.origin
+        if before is not None:
+            if before.following is not None:
+                loader = before.following.loader
+            if before.loader is loader:
+                advance_sampler(loader, before.start)
+        self._begin_epoch(loader)
+
+    def _read_from(self, origin: LoaderPass, epoch: int) -> PassReader:
+        self._passes[epoch] = origin
+        self._furthest = max(self._furthest, epoch)
+        self._reader = PassReader(origin, epoch, self._on_error, self._note)
+        return self._reader
+
+    def _draw(self, loader: Any) -> Any:
         """Return the next batch that is wanted and can be read."""
         while True:
             if self._rewind_to is not None:
-                self._carry_out_rewind(self._rewind_to)
+                self._carry_out_rewind(self._rewind_to, loader)
             self._prune_log()
-            if self._iterator is None:
+            reader, ordinal = self._reader, self.ordinal
+            if reader is None or not reader.is_open:
                 raise StopIteration
-            ordinal = self.ordinal
+            place = Place(reader.epoch, reader.index, reader.origin)
             try:
-                batch = next(self._iterator)
+                batch = reader.read()
+                reader.index += 1
+                self.ordinal += 1
             except (StopIteration, CannotHeal):
                 raise
             except Exception as error:
-                failed_at = (self._epoch, self._index)
-                self._count()
                 error.__traceback__ = None  # it would keep the loader's frames alive
-                if not self._on_error(error, *failed_at) or self._last is None:
+                told = self._on_error(error, place.epoch, place.number)
+                if told is AfterError.TRY_AGAIN:
+                    reader.try_again()
                     continue
-                self._step_of[ordinal] = self._step()
-                return self._last
-            self._count()
-            if ordinal in self._unwanted:
-                self._unwanted.discard(ordinal)
-                self.skipped += 1
-                continue
+                self.ordinal += 1
+                reader.pass_over()
+                if told is not AfterError.STAND_IN or self._last is None:
+                    continue
+                batch = self._last
+            else:
+                if ordinal in self._unwanted:
+                    self._unwanted.discard(ordinal)
+                    self.skipped += 1
+                    continue
             self._step_of[ordinal] = self._step()
+            self._places.append(place)
             if self._keeps_last:
                 self._last = batch
             return batch
-
-    def _count(self) -> None:
-        self.ordinal += 1
-        self._index += 1
 
     def _prune_log(self) -> None:
         if self._abandoned_from is not None:
@@ -203,55 +265,16 @@ class BatchStream:
             counts[step] = counts.get(step, 0) + 1
         return max(counts.values(), default=1)
 
-    def _carry_out_rewind(self, position: DataPosition) -> None:
+    def _carry_out_rewind(self, position: DataPosition, loader: Any) -> None:
+        """Return to a position, in the loader that it was in, as far as that is known."""
         self._rewind_to = None
-        self._epoch, self._index = position.epoch, position.index
-        self.ordinal, self._start = position.ordinal, position.start
-        if position.start is None or position.index == self._length_of.get(position.epoch):
-            self._iterator = None  # this epoch has nothing left, or none has begun
-            return
-        now = RngState.now()
-        try:
-            if position.loader_state is not None:
-                self._loader.load_state_dict(position.loader_state)
-                self._iterator = iter(self._loader)
-                return
-            return_to(self._loader, position.start)
-            self._iterator = iter(self._loader)
-            for _ in range(position.index):
-                _pass_over(self._iterator)
-        finally:
-            now.put_back()
-
-
-def _pass_over(iterator: Iterator[Any]) -> None:
-    """Draw a batch that was seen before; if it failed then, it may fail again."""
-    try:
-        next(iterator)
-    except StopIteration:
-        raise
-    except Exception:
-        return
-
-
-def _is_stateful(loader: Any) -> bool:
-    return callable(getattr(loader, "state_dict", None)) and callable(
-        getattr(loader, "load_state_dict", None)
-    )
-
-
-def loader_rewinder(loader: Any) -> Callable[[], None]:
-    """Return a function that undoes what drawing from a loader does to its own state."""
-    start = start_of(loader)
-    # A stateful loader begins an epoch when it is asked for its state; one not begun needs none.
-    has_begun = getattr(loader, "_iterator", None) is not None
-    state = loader.state_dict() if has_begun and _is_stateful(loader) else None
-
-    def rewind() -> None:
-        return_to(loader, start)
-        if state is not None:
-            loader.load_state_dict(state)
-        elif not has_begun and hasattr(loader, "_iterator"):
-            loader._iterator = None
-
-    return rewind
+        self.ordinal = position.ordinal
+        now_in, self._reader = self._reader, None
+        if position.start is None:
+            return  # no epoch had begun
+        origin = position.origin or self._passes.get(position.epoch)  # none, if it is of the disk
+        if origin is None:
+            known = loader if now_in is None else now_in.origin.loader
+            origin = LoaderPass(known, position.start)
+        origin.start = position.start
+        self._read_from(origin, position.epoch).go_to(position.index, position.loader_state)

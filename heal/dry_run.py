@@ -1,6 +1,5 @@
 """Tries a few steps and takes them back, to find mistakes before the long run does."""
 
-import copy
 import math
 import time
 from collections.abc import Sequence
@@ -10,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heal.data import loader_rewinder
 from heal.guarded_step import GuardedStep
+from heal.loader_pass import loader_rewinder
 from heal.micro_batch import TrainStep
 from heal.rng import RngState
 from heal.training_state import TrainingState
+from zclip import Mailbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ def dry_run(
     """Take ``steps`` steps on the run itself and put back every byte, also if they fail.
 
     ``train_step`` holds the model that it was made with, so that a copy of the model would not
-    be the one that it trains.
+    be the one that it trains. Frozen weights are put back too, for a forward may write to them, as
+    to a teacher's; meanwhile a copy of them is in host memory.
     """
     if hasattr(loader, "__next__"):
         problem = "the loader is an iterator: what a dry run draws from it would be missing later"
@@ -52,20 +53,28 @@ def dry_run(
     rng = RngState.now()
     rewind = loader_rewinder(loader)
     saved = {key: tensor.detach().clone() for key, tensor in state.everything().items()}
+    untrained = [p for p in state.parameters() if not state.is_trainable(p)]
+    frozen = [(p, p.detach().to("cpu", copy=True)) for p in untrained]
+    modes = [(module, module.training) for module in state.model.modules()]
     values = state.values()
     grads = [(p, p.grad) for p in state.parameters()]
     counts = [(o, o._steps) for o in guarded.optimizers]
-    schedulers = copy.copy(state.schedulers)
+    mailbox, posted = guarded.mailbox, guarded.posted
+    guarded.mailbox = Mailbox(mailbox.lag, mailbox.width, mailbox.room)  # letters of the run stay
     report = DryRunReport(snapshot_bytes=sum(t.nbytes for t in saved.values()))
     try:
-        return _attempt(report, guarded, schedulers, train_step, loader, steps, accumulate, grads)
+        return _attempt(report, guarded, train_step, loader, steps, accumulate, grads)
     finally:
         for param, grad in grads:
             param.grad = grad
+        for param, weights in frozen:
+            param.data.copy_(weights)  # through .data: else it would pass for one that is trained
+        for module, mode in modes:
+            module.training = mode
         state.restore(saved, values)
         for optimizer, count in counts:
             optimizer._steps = count
-        guarded.mailbox.clear()
+        guarded.mailbox, guarded.posted = mailbox, posted
         rewind()
         rng.put_back()
 
@@ -73,7 +82,6 @@ def dry_run(
 def _attempt(
     report: DryRunReport,
     guarded: GuardedStep,
-    schedulers: Sequence[Any],
     train_step: TrainStep,
     loader: Any,
     steps: int,

@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from heal.split import num_samples, split
+from heal.split import CannotSplit, num_samples, split
 from zclip.parallel.placement import is_dtensor
 
 STAND_IN_SAMPLES = 2  # one is too few for BatchNorm
@@ -65,7 +65,10 @@ class GradientMessages:
     def sample(self) -> Any:
         """Return a few samples of the last batch that worked."""
         parts = max(1, num_samples(self._good) // STAND_IN_SAMPLES)
-        return split(self._good, parts)[0][0]
+        try:
+            return split(self._good, parts)[0][0]
+        except CannotSplit:
+            return self._good  # it worked once
 
     @contextmanager
     def repeated(self) -> Iterator[None]:

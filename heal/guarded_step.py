@@ -4,7 +4,7 @@ Everything is decided on the device. The host hears of it ``lag`` steps later.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,8 @@ from zclip.layout import BLOCKED, NUM_VERDICT
 NO_LOSS_SCALE = 0.0  # no scaler has it: what is sent where there is none
 
 
-class Judged(NamedTuple):
-    """What goes out by mail: the verdict about a step, and what ranks told, if there are others."""
-
-    verdict: Tensor
-    told: Tensor | None
+Judged = tuple[Tensor, Tensor | None]
+"""What goes out by mail: the verdict about a step, and what ranks told, if there are others."""
 
 
 class GuardedStep:

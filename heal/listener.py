@@ -22,6 +22,9 @@ from heal.treatment import Treatment, is_suspect
 from heal.verdict import NO_FLAG, Flag, Record
 from zclip.layout import NUM_VERDICT
 
+WISHES = Flag.PREEMPTED | Flag.SNAPSHOT_WANTED
+"""What somebody asked for, whatever becomes of the step it was sent with; sent again if undone."""
+
 CLOSE_WATCH = 10  # times as often as usual, weights are checked after a warning
 
 
@@ -35,6 +38,7 @@ class Listener:
         config: intervals and limits.
         rates: the learning rates, and what the schedules want them to be.
         clock: seconds, for the duration of steps.
+        note: told of sources that fail.
 
     Attributes:
         watch: the detectors.
@@ -53,6 +57,7 @@ class Listener:
         config: HealingConfig,
         rates: LearningRates,
         clock: Callable[[], float],
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.watch = Watch(config)
         self.latest: Record | None = None
@@ -62,6 +67,8 @@ class Listener:
         self.cluster: ClusterWatch | None = None
         # A deque, because signal handlers and threads append to it while a step reads it.
         self._reported: deque[Flag] = deque()
+        self._unheard: dict[int, Flag] = {}  # wishes that were sent with a step, until it is heard
+        self._note = note
         self._rates = rates
         self._run = run
         self._guarded = guarded
@@ -85,7 +92,7 @@ class Listener:
         while self._reported:
             flags |= self._reported.popleft()
         for source in self.sources:
-            flags |= source()
+            flags |= self._asked(source)
         return HostFacts(seconds, lr, scheduled, flags, self._run.micro_batches)
 
     @contextmanager
@@ -96,6 +103,15 @@ class Listener:
             yield
         finally:
             self._step_began += self._clock() - began
+
+    def _asked(self, source: Callable[[], Flag]) -> Flag:
+        """Contained: what others have reported must be sent whatever this one does."""
+        try:
+            return Flag(source())
+        except Exception as error:
+            name = getattr(source, "__qualname__", type(source).__name__)
+            self._note(f"the source {name} failed and was not heard: {error!r}")
+            return NO_FLAG
 
     def note_step(self, facts: HostFacts, has_loss: bool) -> None:
         """Keep what the host knows of the step just posted until its record arrives."""
@@ -115,12 +131,14 @@ class Listener:
             if facts.flags:
                 fields["flags"] = facts.flags
         self._host[self._run.step] = fields
+        if facts.flags & WISHES:
+            self._unheard[self._run.step] = facts.flags & WISHES
         # Ranks hear of each other by records only, and a forecast counts its lead in steps.
         hurries = self._guarded.ranks.has_others or self.watch.forecast is not None
         self._calm.note(self._run.step, None if hurries else self._guarded.posted, facts)
 
     def not_sent(self, facts: HostFacts) -> None:
-        """Keep the news of a step that had no gradients, and so no record, for the next."""
+        """Keep the news of a step that has no record, as it had no gradients, for the next."""
         if facts.flags:
             self._reported.append(facts.flags)
 
@@ -181,6 +199,7 @@ class Listener:
 
     def _decode(self, step: int, row: list[float]) -> Record:
         host = self._host.pop(step, {})
+        self._unheard.pop(step, None)
         ranks = self._guarded.ranks
         if ranks.has_others:
             host |= ranks.facts(row[NUM_VERDICT + 1 :])
@@ -212,6 +231,8 @@ class Listener:
         """After a rollback: forget the mail and the memories of the time that was undone."""
         self._rolled_back = True
         self._host.clear()
+        self._reported.extend(self._unheard.values())
+        self._unheard.clear()
         self._health.clear()
         self.watch.load_state(saved)
         if self.cluster is not None:

@@ -39,6 +39,7 @@ from heal.ranks import HostFacts
 from heal.readout import Readout
 from heal.resuming import Resuming
 from heal.run import TorchRun
+from heal.scheduler_state import listed, note_stateless
 from heal.training_state import TrainingState
 from heal.treatment import Hook, Treatment
 from heal.verdict import Flag
@@ -74,6 +75,7 @@ class Healer(Readout, Resuming, Probing):
 
     Raises:
         TypeError: an argument is not what it should be.
+        OSError: ``checkpoint_dir`` cannot be made; a ``run_dir`` that cannot is only told of.
 
     Example:
         >>> healer = Healer(model, optimizer, scheduler)
@@ -107,9 +109,10 @@ class Healer(Readout, Resuming, Probing):
         self.journal = Journal(run_dir, rank)
         self._notes = Notes(self.journal, lambda: self._run.step)
         self.notes = self._notes.texts
-        self._schedulers = _listed(scheduler)
+        self._schedulers = listed(scheduler)
         attach(self.journal, trackers, self.config.to_dict(), self._note)
         self._build(model, optimizer, scaler, process_group, sleep, clock)
+        note_stateless(self._schedulers, self._note)
         if checkpoint_dir is not None:
             self._save_to(checkpoint_dir, process_group)
         self.exits = Exits(self, self.journal, clock)
@@ -139,11 +142,12 @@ class Healer(Readout, Resuming, Probing):
             lambda: self._run.step,
             lambda: self._books.begin_epoch(),
             keeps_last=guarded.ranks.has_others,
+            note=note,
         )
         run = TorchRun(state, guarded, config, stream, micro, note, sleep)
         treatment = Treatment(run, config, self.journal)
         rates = LearningRates(wrapped, self._schedulers, note)
-        listener = Listener(run, guarded, treatment, config, rates, clock)
+        listener = Listener(run, guarded, treatment, config, rates, clock, note)
         listener.cluster = ClusterWatch(
             model, config, self.journal, listener.report, note, process_group
         )
@@ -219,6 +223,7 @@ class Healer(Readout, Resuming, Probing):
             return self._guarded.step(self._run.step, loss, facts)
         except Exception as error:
             if not self._guarded.ranks.has_others:
+                self._listener.not_sent(facts)
                 raise
             self._attempts.step_failed(error)
             return True
@@ -323,7 +328,10 @@ class Healer(Readout, Resuming, Probing):
     def dry_run(
         self, train_step: TrainStep, loader: Any, steps: int = 2, *, accumulate: int = 1
     ) -> DryRunReport:
-        """Try ``steps`` steps and take them back: weights, optimizer, generators and loader."""
+        """Try ``steps`` steps and take them back: all of the model, optimizer, generators, loader.
+
+        What ``train_step`` changes elsewhere, as a teacher that is no part of the model, stays so.
+        """
         return dry_run(self._state, self._guarded, train_step, loader, steps, accumulate)
 
     def hear_the_rest(self, hurries: bool = False) -> None:
@@ -343,9 +351,3 @@ class Healer(Readout, Resuming, Probing):
 
     def _note(self, text: str) -> None:
         self._notes.add(text)
-
-
-def _listed(scheduler: Any) -> list[Any]:
-    if scheduler is None:
-        return []
-    return list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]

@@ -13,7 +13,7 @@ from torch.nn import Module
 from heal.buffer_copies import BufferCopies
 from heal.gradient_messages import GradientMessages
 from heal.rng import RngState
-from heal.split import num_samples, split
+from heal.split import CannotSplit, count_samples, split
 
 TrainStep = Callable[[Any], Tensor]
 """Takes a batch, or a piece of one, and returns its mean loss, which was not yet backpropagated."""
@@ -37,7 +37,9 @@ class MicroBatcher:
     Attributes:
         pieces: how many parts each batch is cut into.
         phase: "forward" or "backward", for whoever catches an exception.
+        batch_at: which batch of the step is being computed, from 0; for the same.
         attempts: how often a step was tried.
+        cannot_cut: why the batch of a step that failed cannot be cut; empty if it can.
         messages: what ranks of a data-parallel model tell each other while a step is computed.
     """
 
@@ -52,7 +54,9 @@ class MicroBatcher:
     ) -> None:
         self.pieces = 1
         self.phase = "forward"
+        self.batch_at = 0
         self.attempts = 0
+        self.cannot_cut = ""
         self.weigh = weigh
         self._parameters = parameters
         self._smallest = smallest
@@ -78,10 +82,20 @@ class MicroBatcher:
         """
         self.attempts += 1
         self.begin()
-        self._largest_batch = max(num_samples(batch) for batch in batches)
+        if not self._largest_batch:
+            self._measure(batches)
+        try:
+            return self._backward(batches, train_step, scale)
+        except Exception:
+            self._measure(batches)  # anew, but not in healthy steps: it takes time
+            raise
+
+    def _backward(
+        self, batches: Sequence[Any], train_step: TrainStep, scale: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         total: Tensor | None = None
-        pieces = [weighted for batch in batches for weighted in self._weighted(batch)]
-        for i, (piece, share) in enumerate(pieces):
+        pieces = [(b, *cut) for b, batch in enumerate(batches) for cut in self._weighted(batch)]
+        for i, (self.batch_at, piece, share) in enumerate(pieces):
             is_last = i == len(pieces) - 1
             with self.messages.held_back(until=is_last):
                 self.phase = "forward"
@@ -125,8 +139,10 @@ class MicroBatcher:
             self._rng.put_back()
 
     def shrink(self) -> bool:
-        """Cut twice as fine; False if pieces are as small as they may be."""
+        """Cut twice as fine; False if pieces are as small as they may be, or cannot be cut."""
         self._clean_steps = 0
+        if self.cannot_cut:
+            return False
         if self._largest_batch and self._largest_batch // self.pieces <= self._smallest:
             return False
         self.pieces *= 2
@@ -145,8 +161,25 @@ class MicroBatcher:
             self._clean_steps = 0
             self._grow_steps *= 2
 
+    def _measure(self, batches: Sequence[Any]) -> None:
+        """Find out how finely the batches of a step that failed could be cut."""
+        self.cannot_cut, self._largest_batch = "", 1
+        for batch in batches:
+            try:
+                split(batch, self.pieces * 2)
+                self._largest_batch = max(self._largest_batch, count_samples(batch))
+            except CannotSplit as error:
+                self.cannot_cut = str(error)
+        if self._largest_batch > 1:
+            self.cannot_cut = ""  # some other batch of the step can be
+
     def _weighted(self, batch: Any) -> list[tuple[Any, float]]:
-        pieces = split(batch, self.pieces)
+        if self.pieces == 1:
+            return [(batch, 1.0)]
+        try:
+            pieces = split(batch, self.pieces)
+        except CannotSplit:
+            return [(batch, 1.0)]  # another one could be; this one may fit as it is
         if len(pieces) == 1:
             return [(batch, 1.0)]
         weights = [float(n if self.weigh is None else self.weigh(p)) for p, n in pieces]

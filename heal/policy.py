@@ -259,7 +259,9 @@ def _make_room(
     ):
         plan = (ClearCache(), CheckpointActivations())
     else:
-        why = "out of memory at the smallest micro-batch"
+        reason = diagnosis.evidence.get("cannot_be_cut")
+        why = f"out of memory, and the batch cannot be cut: {reason}"
+        why = why if reason else "out of memory at the smallest micro-batch"
         return (_halt(diagnosis, why, ExitCode.OUT_OF_MEMORY),)
     if diagnosis.evidence.get("phase") != "step":
         return plan

@@ -96,16 +96,29 @@ class Resuming:
         return recompute(*parts, self.journal, train_step, steps, losses)
 
     def _save_to(self, directory: str | Path, group: Any) -> None:
-        durable = Durable(
-            directory,
-            self.config,
-            self._state,
-            self._run,
-            self._stream,
-            self._listener.watch,
-            self._treatment,
-            self.journal,
-            self._notes,
-            group,
-        )
+        """Save to a folder from now on.
+
+        Raises:
+            OSError: it cannot be made. At once, for nothing is trained yet that could be lost; a
+                run whose every save will fail would be found out too late.
+        """
+        try:
+            durable = Durable(
+                directory,
+                self.config,
+                self._state,
+                self._run,
+                self._stream,
+                self._listener.watch,
+                self._treatment,
+                self.journal,
+                self._notes,
+                group,
+            )
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"checkpoint_dir {str(directory)!r} cannot be made: {error.strerror or error}; "
+                "give a folder that this process may write to, or none, to save no checkpoints",
+            ) from error
         self._books.durable = self._run.durable = durable

@@ -15,6 +15,7 @@ from torch.nn import Module
 from heal.buffer_copies import BufferCopies
 from heal.distinct import Key, without_duplicates
 from heal.host_copy import copy_and_hash, is_run_of_bytes
+from heal.scheduler_state import state_of
 from zclip import ClippedOptimizer
 
 _SCALER_TENSORS = ("_scale", "_growth_tracker")
@@ -30,7 +31,7 @@ class TrainingState:
     Args:
         model: its parameters and all its buffers count, the non-persistent ones too.
         optimizers: their state, and every setting of their parameter groups.
-        schedulers: saved and loaded through their own ``state_dict``.
+        schedulers: saved and loaded through their own ``state_dict``, where they have one.
         scaler: a GradScaler, or None.
         extra: further tensors that belong to the run, under names of their own.
         buffers: tells which buffers move; the others are not among the tensors. Made if None.
@@ -143,7 +144,7 @@ class TrainingState:
             "groups": [[_settings(g) for g in o.param_groups] for o in self.optimizers],
             "state": [self._plain_state(o) for o in self.optimizers],
             "clip": [o.clipper.state_dict() for o in self.optimizers],
-            "schedulers": [_deep(s.state_dict()) for s in self.schedulers],
+            "schedulers": [_deep(state_of(s)) for s in self.schedulers],
         }
 
     def check(self, saved: Mapping[Key, Tensor]) -> None:
@@ -181,7 +182,8 @@ class TrainingState:
             optimizer.clipper.load_state_dict(values["clip"][o])
             optimizer._momentum.forget()
         for scheduler, state in zip(self.schedulers, values["schedulers"], strict=True):
-            scheduler.load_state_dict(_deep(state))
+            if state is not None:
+                scheduler.load_state_dict(_deep(state))
         self._forget_young_scaler(saved)
         self.buffers.restored()
 

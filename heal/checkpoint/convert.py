@@ -169,7 +169,8 @@ def _take_over(
     for o, state in zip(optimizers, theirs[0], strict=False):
         o.load_state_dict(_by_number(state, o, model))
     for s, state in zip(schedulers, theirs[1], strict=False):
-        s.load_state_dict(dict(state))
+        if state is not None:  # it had none
+            s.load_state_dict(dict(state))
     return save(directory, step, model, optimizers, schedulers)
 
 

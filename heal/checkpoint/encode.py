@@ -7,6 +7,7 @@ when loading.
 
 import base64
 import collections
+import dataclasses
 import math
 import struct
 from collections.abc import Callable, Mapping
@@ -95,7 +96,7 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int) -> A
         return _tensor(value, where, tensors)
     for name, record in RECORDS.items():
         if kind is record:
-            fields = {f: inner(getattr(value, f), f) for f in record.__dataclass_fields__}
+            fields = {f: inner(getattr(value, f), f) for f in _saved_fields(record)}
             return {TAG: name, "fields": fields}
     numpy = _encode_numpy(value, where, tensors)
     if numpy is not None:
@@ -105,6 +106,11 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int) -> A
         "wanted numbers, texts, tensors and plain containers of these. Leave it out of the "
         "state_dict, or give what makes it again"
     )
+
+
+def _saved_fields(record: type) -> list[str]:
+    """All but those that mean something in their own process only."""
+    return [f.name for f in dataclasses.fields(record) if f.metadata.get("is_saved", True)]
 
 
 _MAPPINGS: dict[type, str] = {
@@ -202,7 +208,7 @@ class _Decoder:
 
     def record(self, value: Mapping[str, Any]) -> Any:
         kind, depth, fields = RECORDS[value[TAG]], self.depth, value["fields"]
-        if set(fields) != set(kind.__dataclass_fields__):  # type: ignore[attr-defined]
+        if set(fields) != set(_saved_fields(kind)):
             raise CheckpointRefused(f"{self.path}: the fields of {value[TAG]} are {list(fields)}")
         return kind(**{name: self.decode(entry, depth) for name, entry in fields.items()})
 

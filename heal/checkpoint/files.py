@@ -28,6 +28,8 @@ def make_folder(path: Path) -> None:
     try:
         os.mkdir(path, DIRECTORY_MODE)
     except FileExistsError:
+        if not path.is_dir():
+            raise
         return  # another rank was quicker
     flush_folder(path.parent)
 

@@ -136,6 +136,50 @@ def test_the_samples_of_a_bad_batch_are_named(shuffle, generator):
     healer.exits.dismiss()
 
 
+def numbered(batch_size=4):
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.arange(64))
+    return DataLoader(data, batch_size=batch_size, shuffle=True)
+
+
+def test_an_attempt_names_the_samples_of_a_batch_that_cannot_be_used():
+    setup = regression()
+    healer, bad = setup.healer(), None
+    for i, (inputs, numbers) in enumerate(healer.batches(numbered())):
+        with healer.attempt():
+            if i == 5:
+                bad = numbers.tolist()
+                raise ValueError("shapes do not match")
+            setup.model(inputs).square().mean().backward()
+            healer.step()
+        setup.optimizer.zero_grad()
+    evidence = healer.history[0][1].evidence
+    assert (evidence["epoch"], evidence["batch"], evidence["samples"]) == (0, 5, bad)
+    healer.exits.dismiss()
+
+
+@pytest.mark.parametrize("call", [3, 4, 5, 16, 20])
+def test_samples_are_named_also_where_a_step_has_several_batches(call):
+    """16 batches an epoch and three a step: the step of the calls 16 to 18 has two epochs in it."""
+    setup = regression()
+    healer, calls, bad = setup.healer(), [], []
+
+    def train_step(batch):
+        calls.append(batch[1].tolist())
+        if len(calls) == call:
+            bad.extend(calls[-1])
+            raise ValueError("shapes do not match")
+        return setup.model(batch[0]).square().mean()
+
+    healer.run(train_step, numbered(), 8, accumulate=3, progress=False)
+    evidence = healer.history[0][1].evidence
+    number = call - 1
+    if call == 20:  # the failed step is behind it, all three batches of which were drawn
+        assert evidence["epoch"] == 1
+    else:
+        assert (evidence["epoch"], evidence["batch"]) == divmod(number, 16)
+    assert evidence["samples"] == bad
+
+
 def test_where_the_loader_cannot_tell_a_bad_batch_is_known_by_its_number():
     class Stream(IterableDataset):
         def __iter__(self):

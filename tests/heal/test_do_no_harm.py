@@ -1,8 +1,11 @@
 """A run that needs no healing is bit by bit the run without a healer, generators included."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from heal import HealingConfig
 from tests.heal.runs import QUICK, Setup, assert_same, fingerprint, language, regression
@@ -226,6 +229,59 @@ def test_a_dry_run_changes_nothing():
     bare.scheduler = lr.CosineAnnealingLR(bare.optimizer, 50)
     bare.bare(STEPS)
     assert_same(fingerprint(setup), fingerprint(bare))
+
+
+class WithTeacher(torch.nn.Module):
+    """A frozen teacher that follows its student in every forward, and a count in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = torch.nn.Linear(8, 1), torch.nn.Linear(8, 1)
+        self.teacher.requires_grad_(False)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls += 1
+        with torch.no_grad():
+            for mean, weights in zip(
+                self.teacher.parameters(), self.student.parameters(), strict=True
+            ):
+                mean.lerp_(weights, 0.1)
+                mean.data.mul_(1.001)
+        return self.student(self.norm(x))
+
+
+@pytest.mark.parametrize("at", [0, 12], ids=["before the run", "in the middle"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_dry_run_puts_back_frozen_weights_too(at, scaled):
+    setup = regression(model=WithTeacher)
+    setup.scheduler = lr.CosineAnnealingLR(setup.optimizer, 50)
+    scaler = torch.amp.GradScaler("cpu") if scaled else None
+    healer = setup.healer(scaler=scaler)
+    if at:
+        healer.run(setup.train_step, setup.loader, at, progress=False)
+    setup.model.eval()
+
+    def everything():
+        healed = [o.clipper.state_dict() for o in healer._guarded.optimizers]
+        parts = setup.model, setup.optimizer, setup.scheduler
+        states = [part.state_dict() for part in parts] + [scaled and scaler.state_dict()]
+        return tree_leaves(copy.deepcopy((states, healed, torch.get_rng_state())))
+
+    def train_step(batch):
+        setup.model.train()
+        loss = setup.train_step(batch)
+        setup.scheduler.last_epoch += 1
+        return loss
+
+    before, letters = everything(), list(healer._guarded.mailbox._sent)
+    assert healer.dry_run(train_step, setup.loader).is_ok
+    for now, then in zip(everything(), before, strict=True):
+        assert torch.equal(now, then) if isinstance(now, torch.Tensor) else now == then
+    assert list(healer._guarded.mailbox._sent) == letters
+    assert not setup.model.training
+    healer.exits.dismiss()
 
 
 @pytest.mark.parametrize(

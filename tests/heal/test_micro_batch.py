@@ -2,77 +2,16 @@
 
 import gc
 import weakref
-from collections import UserDict, namedtuple
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from heal.micro_batch import MicroBatcher
-from heal.split import num_samples, split
 
 torch.set_num_threads(1)
 
-Pair = namedtuple("Pair", ["inputs", "targets"])
-
-
-@dataclass(frozen=True)
-class Sample:
-    inputs: torch.Tensor
-    texts: list
-    scale: float = 2.0
-
-
-class Encoding(UserDict):
-    """As transformers' BatchEncoding: a UserDict whose constructor wants more."""
-
-    def __init__(self, data, encodings, kind):
-        super().__init__(data)
-        self.encodings, self.kind = encodings, kind
-
-
 X = torch.arange(14.0).reshape(7, 2)
-TEXTS = list("abcdefg")
-
-
-def same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    return first == second
-
-
-BATCHES = {
-    "tensor": (X, lambda b: b),
-    "dict": ({"x": X, "id": TEXTS, "mask": torch.ones(3, 3)}, lambda b: b["x"]),
-    "tuple": ((X, torch.arange(7)), lambda b: b[0]),
-    "list": ([X, X * 2], lambda b: b[1] / 2),
-    "named tuple": (Pair(X, torch.arange(7)), lambda b: b.inputs),
-    "dataclass": (Sample(X, TEXTS), lambda b: b.inputs),
-    "encoding": (Encoding({"x": X}, None, "pt"), lambda b: b["x"]),
-    "nested": ({"a": [{"b": (X, TEXTS)}]}, lambda b: b["a"][0]["b"][0]),
-}
-
-
-@pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("parts", [1, 2, 3, 7, 50])
-def test_pieces_put_together_are_the_batch(kind, parts):
-    batch, inputs = BATCHES[kind]
-    pieces = split(batch, parts)
-    assert len(pieces) == min(parts, 7)
-    assert torch.equal(torch.cat([inputs(piece) for piece, _ in pieces]), X)
-    assert [n for _, n in pieces] == [len(inputs(piece)) for piece, _ in pieces]
-    assert all(type(piece) is type(batch) for piece, _ in pieces)
-    assert num_samples(batch) == 7
-
-
-def test_texts_are_cut_along_and_what_is_no_sample_stays_whole():
-    piece, _ = split(BATCHES["dict"][0], 2)[0]
-    assert piece["id"] == TEXTS[:3]
-    assert piece["mask"].shape == (3, 3)
-    piece, _ = split(Sample(X, TEXTS), 2)[1]
-    assert (piece.texts, piece.scale) == (TEXTS[3:], 2.0)
 
 
 def make(seed=0, norm=False):
@@ -172,3 +111,38 @@ def test_nothing_keeps_the_tensors_of_a_failed_attempt():
         error.__traceback__ = None
     gc.collect()
     assert alive[0]() is None
+
+
+def test_a_batch_that_cannot_be_cut_is_told_of_and_never_cut_wrongly():
+    model = make()
+    micro = MicroBatcher(model, lambda: list(model.parameters()))
+    packed = nn.utils.rnn.pack_sequence([X, X[:3]])
+
+    def train_step(batch):
+        assert batch.data.shape == packed.data.shape
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        micro.backward([packed], train_step, lambda loss: loss)
+    assert "PackedSequence" in micro.cannot_cut
+    assert not micro.shrink()
+
+
+def test_beside_a_batch_that_cannot_be_cut_others_are():
+    model = make()
+    micro = MicroBatcher(model, lambda: list(model.parameters()))
+    packed, seen = nn.utils.rnn.pack_sequence([X, X[:3]]), []
+
+    def train_step(batch):
+        seen.append(type(batch).__name__)
+        if len(seen) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        rows = batch if isinstance(batch, torch.Tensor) else batch.data
+        return model(rows).square().mean()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        micro.backward([packed, X], train_step, lambda loss: loss)
+    assert micro.shrink()
+    micro.undo()
+    micro.backward([packed, X], train_step, lambda loss: loss)
+    assert seen[2:] == ["PackedSequence", "Tensor", "Tensor"]

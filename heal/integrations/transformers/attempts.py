@@ -93,16 +93,8 @@ class TrainerAttempts(Attempts):
         """Heal what was raised outside of forward and backward."""
         self._heal(*self._judged(error, phase))
 
-    def loader_failed(self, error: Exception, epoch: int, index: int) -> bool:
-        """Heal what the loader raised, naming the samples; see the parent."""
-        diagnosis, error = self._judged(error, "data")
-        samples = self._batches.samples_of(index)
-        diagnosis.evidence.update(epoch=epoch, batch=index, samples=samples)
-        if self._ranks.has_others:
-            self._tell(diagnosis, error)
-            return True
-        self._heal(diagnosis, error)
-        return False
+    def _samples_of(self, index: int) -> list[Any] | None:
+        return self._batches.samples_of(index)
 
     def end_step(self) -> None:
         """The optimizer has stepped: what it was made of may be forgotten."""

@@ -144,6 +144,10 @@ class EpochLoader:
         offered, self._offered = self._offered, None
         return _EpochIterator(self, offered)
 
+    def __len__(self) -> int:
+        is_first = self.epoch == self._first_epoch
+        return len(self._loader()) - (self._skipped_first if is_first else 0)
+
     def samples_of(self, index: int) -> list[Any] | None:
         """Ask the sampler again for one batch; generators are put back."""
         batch_sampler = getattr(self.pass_over(), "batch_sampler", None)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heal.split import num_samples, split
+from heal.split import CannotSplit, num_samples, split
 
 PAIRED = "DataCollatorForPreference"
 """Collators of this name stack all chosen samples on all rejected ones."""
@@ -45,7 +45,10 @@ def in_pieces(inputs: Any, parts: int, paired: bool) -> list[tuple[Any, float]]:
     """
     if paired:
         return _paired_pieces(inputs, parts)
-    pieces = split(inputs, parts)
+    try:
+        pieces = split(inputs, parts)
+    except CannotSplit:
+        return [(inputs, 1.0)]  # whole: what cannot be cut may fit, and a wrong cut is worse
     total = sum(count for _, count in pieces)
     return [(piece, count / total) for piece, count in pieces]
 

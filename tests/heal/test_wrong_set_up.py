@@ -1,0 +1,67 @@
+"""What a Healer is given that it cannot use: an error where it costs nothing, else a note."""
+
+import errno
+
+import pytest
+import torch
+
+from heal.actions import Rollback
+from heal.chaos import Chaos, Fault
+from tests.heal.runs import regression
+
+
+@pytest.mark.parametrize("below", ["", "run/checkpoints"])
+def test_a_checkpoint_dir_that_cannot_be_made_is_an_error_at_once(tmp_path, below):
+    in_the_way = tmp_path / "notes.txt"
+    in_the_way.write_text("a file")
+    wanted = in_the_way / below
+    with pytest.raises(OSError, match="give a folder that this process may write to") as refused:
+        regression().healer(checkpoint_dir=wanted)
+    assert str(wanted) in str(refused.value)
+    assert refused.value.errno in (errno.EEXIST, errno.ENOTDIR)
+    assert refused.value.__cause__ is not None
+
+
+def test_a_run_dir_that_cannot_be_made_costs_the_journal_and_not_the_run(tmp_path, capsys):
+    in_the_way = tmp_path / "notes.txt"
+    in_the_way.write_text("a file")
+    healer = regression().run(20, run_dir=in_the_way / "run")
+    assert healer.last_step == 19
+    assert str(in_the_way / "run") in capsys.readouterr().err
+
+
+class OwnSchedule:
+    """Somebody's own: it sets the learning rate and knows nothing of state dicts."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self):
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 3e-3 * 0.99**self.steps
+
+
+def test_a_scheduler_without_state_costs_no_snapshots_and_is_noted_once():
+    setup = regression(loss_spike_factor=1e9)
+    setup.scheduler = OwnSchedule(setup.optimizer)
+    healer = setup.healer()
+    chaos = Chaos(healer, [Fault("corrupt_weight", at=30)])
+    healer.run(chaos.wrap(setup.train_step), setup.loader, 60, progress=False)
+    assert any(isinstance(a, Rollback) for _, _, plan in healer.history for a in plan)
+    assert healer.last_step == 59
+    (note,) = healer.notes
+    assert "OwnSchedule" in note
+    assert "state_dict" in note
+    assert all(torch.isfinite(p).all() for p in setup.model.parameters())
+
+
+def test_a_scheduler_without_state_is_saved_and_resumed_around(tmp_path):
+    setup = regression(checkpoint_interval=10)
+    setup.scheduler = OwnSchedule(setup.optimizer)
+    setup.run(20, checkpoint_dir=tmp_path)
+    again = regression(checkpoint_interval=10)
+    again.scheduler = OwnSchedule(again.optimizer)
+    healer = again.healer(checkpoint_dir=tmp_path)
+    assert healer.resume() == 20
+    healer.exits.dismiss()
