@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from heal.actions import CannotHeal
 from heal.attempts import Attempts
@@ -37,6 +36,7 @@ from heal.ranks import HostFacts
 from heal.readout import Readout
 from heal.resuming import Resuming
 from heal.run import TorchRun
+from heal.schedules import Schedules
 from heal.training_state import TrainingState
 from heal.treatment import Hook, Treatment
 from heal.verdict import Flag
@@ -48,14 +48,16 @@ class Healer(Readout, Resuming):
 
     A healthy run is bit by bit what it would be without (clipping apart, see ``zclip_enabled``),
     and nothing waits for the device. The optimizer object that was given goes on working:
-    gradients, state and parameter groups are shared. ``scheduler`` is stepped once per step, be
-    it refused or not; a ReduceLROnPlateau is left to the caller, who has its metric.
+    gradients, state and parameter groups are shared.
 
     Args:
         model: the module that is trained.
         optimizer: one, or several that step together; best built with ``fused=True``.
-        scheduler: one, several or None.
+        scheduler: one, several or None: stepped by ``step``, once per step, be it refused or not.
+            A ReduceLROnPlateau is left to you, who have its metric.
         config: how patient to be, and how hard to push back.
+        own_schedulers: those that you step yourself, say once per epoch: saved, never stepped. They
+            go with your loop: see :class:`heal.schedules.Schedules`.
         scaler: a GradScaler; ``step`` then steps and updates it.
         run_dir: where the journal goes; without it only the postmortem of a failure is written.
         checkpoint_dir: where checkpoints go, seen by all ranks; without it none are saved. See
@@ -89,6 +91,7 @@ class Healer(Readout, Resuming):
         scheduler: Any = None,
         config: HealingConfig | None = None,
         *,
+        own_schedulers: Any = None,
         scaler: Any = None,
         run_dir: str | Path | None = None,
         checkpoint_dir: str | Path | None = None,
@@ -105,9 +108,10 @@ class Healer(Readout, Resuming):
         self.journal = Journal(run_dir, rank)
         self._notes = Notes(self.journal, lambda: self._run.step)
         self.notes = self._notes.texts
-        self._schedulers = _listed(scheduler)
         attach(self.journal, trackers, self.config.to_dict(), self._note)
-        self._build(model, optimizer, scaler, process_group, sleep, clock)
+        self._build(
+            model, optimizer, (scheduler, own_schedulers), scaler, process_group, sleep, clock
+        )
         if checkpoint_dir is not None:
             self._save_to(checkpoint_dir, process_group)
         self.exits = Exits(self, self.journal, clock)
@@ -118,6 +122,7 @@ class Healer(Readout, Resuming):
         self,
         model: Module,
         optimizer: Optimizer | Sequence[Optimizer],
+        schedulers: tuple[Any, Any],
         scaler: Any,
         process_group: Any,
         sleep: Callable[[float], None],
@@ -129,7 +134,8 @@ class Healer(Readout, Resuming):
         guarded = GuardedStep(optimizers, config, model.named_parameters(), scaler, process_group)
         extra = {"loss": guarded.watch.state}
         wrapped = guarded.optimizers
-        state = TrainingState(model, wrapped, self._schedulers, guarded.scaler, extra)
+        schedules = Schedules(*schedulers, wrapped, config.data == "replay", note)
+        state = TrainingState(model, wrapped, schedules.all, guarded.scaler, extra)
         smallest, grow_steps = config.micro_batch_min, config.micro_batch_grow_steps
         micro = MicroBatcher(model, state.parameters, smallest, grow_steps)
         stream = BatchStream(
@@ -141,13 +147,14 @@ class Healer(Readout, Resuming):
         run = TorchRun(state, guarded, config, stream, micro, note, sleep)
         treatment = Treatment(run, config, self.journal)
         names = {id(p): name for name, p in model.named_parameters()}
-        rates = LearningRates(wrapped, self._schedulers, note)
+        rates = LearningRates(wrapped, schedules.all, note)
         listener = Listener(run, guarded, treatment, config, names, rates, clock)
         listener.cluster = ClusterWatch(
             model, config, self.journal, listener.report, note, process_group
         )
         self._guarded, self._state, self._micro, self._stream = guarded, state, micro, stream
         self._run, self._treatment, self._listener = run, treatment, listener
+        self._schedules = run.schedules = schedules
         self._attempts = Attempts(run, guarded, micro, treatment, stream, self.journal, self)
         self._books = Bookkeeping(run, listener, config, self.journal, self._notes, self)
 
@@ -191,15 +198,14 @@ class Healer(Readout, Resuming):
             loss = torch.tensor(float(loss))
         facts = HostFacts()
         try:
+            self._schedules.before_step(self._run.step)
             self._books.before_step()
             facts = self._listener.facts()
         except Exception as error:
             self._note(f"healing failed and was left out: {error!r}")
         self._attempts.is_stepping = True
         posted = self._take(loss, facts)
-        for scheduler in self._schedulers:
-            if not isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step()
+        self._schedules.step()
         self._attempts.is_stepping = False
         with self.exits.halting():
             try:
@@ -298,7 +304,7 @@ class Healer(Readout, Resuming):
         Raises:
             CannotHeal: healing is at its end; ``exit_code`` says why.
         """
-        self._micro.weigh = weigh
+        self._micro.weigh, self._schedules.caller_repeats = weigh, True
         self.journal.event("goal", self._run.step, steps=steps, accumulate=accumulate)
         with self, Progress(self, steps, progress) as bar:
             self._treatment.tell = bar.tell
@@ -341,9 +347,3 @@ class Healer(Readout, Resuming):
 
     def _note(self, text: str) -> None:
         self._notes.add(text)
-
-
-def _listed(scheduler: Any) -> list[Any]:
-    if scheduler is None:
-        return []
-    return list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]

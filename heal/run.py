@@ -20,6 +20,7 @@ from heal.guarded_step import GuardedStep
 from heal.measured import fingerprints
 from heal.micro_batch import MicroBatcher
 from heal.rng import RngState
+from heal.schedules import Schedules
 from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
 from heal.training_state import StateMismatch, TrainingState
 
@@ -59,6 +60,7 @@ class TorchRun:
         step: the number of the step that comes next.
         on_restore: called with the plain healing state that was saved, after a rollback.
         healing_state: returns that state, to be saved.
+        schedules: those that the caller steps stay as they are in a rollback, or return with it.
         durable: checkpoints on disk, for where no snapshot is old enough; None if there are none.
     """
 
@@ -75,6 +77,7 @@ class TorchRun:
         self.step = 0
         self.on_restore: Callable[[dict[str, Any]], None] = lambda saved: None
         self.healing_state: Callable[[], dict[str, Any]] = dict
+        self.schedules: Schedules | None = None
         self.durable: Checkpoints | None = None
         self.ring = SnapshotRing(
             config.snapshot_interval,
@@ -203,7 +206,10 @@ class TorchRun:
         if not self._ranks.all_agree(not problem):
             raise CannotHeal(problem or "another rank could not return to its snapshot")
         self._guarded.mailbox.clear()
+        settle = None if self.schedules is None else self.schedules.before_return()
         self._state.restore(snapshot.tensors, snapshot.values)
+        if settle is not None:
+            settle(snapshot.step)
         if self._config.data == "replay":
             snapshot.values["rng"].put_back()
             self._stream.rewind(snapshot.values["data"])
