@@ -47,6 +47,8 @@ class BatchStream:
     Attributes:
         ordinal: how many batches were drawn, the skipped and the failed ones included.
         skipped: how many were drawn and not given out.
+        is_open: whether a loop is drawing from an epoch.
+        was_left: whether the newest epoch was left before its end, as by ``break`` or an exception.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class BatchStream:
         self._last: Any = None
         self.ordinal = 0
         self.skipped = 0
+        self.is_open = self.was_left = False
         self._epoch = -1
         self._index = 0
         self._start: EpochStart | None = None
@@ -79,6 +82,14 @@ class BatchStream:
 
         After a rewind into an earlier epoch the rest of that one comes first.
         """
+        self.is_open = self.was_left = True
+        try:
+            yield from self._rest_of_epoch(loader)
+            self.was_left = False
+        finally:
+            self.is_open = False
+
+    def _rest_of_epoch(self, loader: Any) -> Iterator[Any]:
         if self._loader is None and self._rewind_to is not None:
             self._loader = loader  # resumed: an epoch that was begun elsewhere
             self._carry_out_rewind(self._rewind_to)

@@ -28,12 +28,12 @@ from heal.guarded_step import GuardedStep
 from heal.integrations.trackers import attach
 from heal.journal import Journal
 from heal.learning_rate import LearningRates
+from heal.lifetime import Lifetime
 from heal.listener import Listener
 from heal.micro_batch import MicroBatcher, TrainStep
 from heal.notes import Notes
 from heal.progress import Progress
 from heal.ranks import HostFacts
-from heal.readout import Readout
 from heal.resuming import Resuming
 from heal.run import TorchRun
 from heal.schedules import Schedules
@@ -43,7 +43,7 @@ from heal.verdict import Flag
 from heal.whole_loop import WholeLoop
 
 
-class Healer(Readout, Resuming):
+class Healer(Resuming, Lifetime):
     """Watches a training run, and heals it.
 
     A healthy run is bit by bit what it would be without (clipping apart, see ``zclip_enabled``),
@@ -198,6 +198,8 @@ class Healer(Readout, Resuming):
             loss = torch.tensor(float(loss))
         facts = HostFacts()
         try:
+            if not self.exits.is_watching:
+                self.exits.watch()
             self._schedules.before_step(self._run.step)
             self._books.before_step()
             facts = self._listener.facts()
@@ -261,21 +263,6 @@ class Healer(Readout, Resuming):
         """Take a snapshot at the end of a coming step, on all ranks at the same one."""
         self.report(Flag.SNAPSHOT_WANTED)
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you."""
-        if self._listener.cluster is not None:
-            self._listener.cluster.stop()
-        self.exits.close(error)
-
-    def __enter__(self) -> "Healer":
-        self.exits.catch_signals()
-        if self._listener.cluster is not None:
-            self._listener.cluster.start()
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.close(error)
-
     # The whole loop.
 
     def run(
@@ -329,21 +316,6 @@ class Healer(Readout, Resuming):
     ) -> DryRunReport:
         """Try ``steps`` steps and take them back: weights, optimizer, generators and loader."""
         return dry_run(self._state, self._guarded, train_step, loader, steps, accumulate)
-
-    def hear_the_rest(self, hurries: bool = False) -> None:
-        """Read the last records, when no step is to come that a plan could serve.
-
-        Args:
-            hurries: the run ends by an error, perhaps because a rank died: do not wait for others
-                to finish a save.
-        """
-        if self._books.durable is not None:
-            if hurries:
-                self._books.durable.store.hurry()
-            self._notes.contain(self._books.durable.finish)
-        self._notes.contain(self._listener.hear_the_rest)
-        if len(self._listener.series):
-            self.journal.metrics(self.last_step, self._listener.series.take())
 
     def _note(self, text: str) -> None:
         self._notes.add(text)

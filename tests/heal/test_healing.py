@@ -249,7 +249,7 @@ def test_healing_ends_within_its_budget(name, tmp_path):
     assert page["exit_code"] == halt.exit_code
     assert page["exception_type"].endswith("CannotHeal")
     assert page["recovery_actions"]
-    assert page["recovery_actions"][-1]["actions"] == ["Halt"]
+    assert page["recovery_actions"][-1]["actions"] == ["halt"]
     assert {"failure", "diagnosis", "actions"} <= set(page["recovery_actions"][0])
     assert page["running_time_seconds"] > 0
 
