@@ -224,9 +224,7 @@ def test_a_number_that_is_too_large_is_refused_by_name_and_in_few_words(make, me
     ids=["made", "replaced", "preset"],
 )
 def test_an_unknown_setting_is_named_with_its_value_and_the_nearest_that_is_known(make):
-    with pytest.raises(
-        ConfigError, match="nan_patence = 3: there is no such setting; wanted nan"
-    ):
+    with pytest.raises(ConfigError, match="nan_patence = 3: there is no such setting; wanted nan"):
         make()
 
 
