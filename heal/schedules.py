@@ -106,8 +106,8 @@ class Schedules:
         """Step those that were given."""
         for i, scheduler in enumerate(self.stepped):
             self._surprises[i] += 1
-            is_torchs = isinstance(scheduler, LRScheduler)
-            if not is_torchs or scheduler.last_epoch == self._counts[i]:
+            count = getattr(scheduler, "last_epoch", None)
+            if count == self._counts[i] or not isinstance(scheduler, LRScheduler):
                 self._surprises[i] = 0
             if self._surprises[i] == MOST_SURPRISES:
                 self._note(
