@@ -155,7 +155,10 @@ def write_postmortem(
         "rank": journal.rank,
         "python": sys.version.split()[0],
     }
-    if journal.run_dir is None and reason == ExitReason.COMPLETED.value:
+    is_failure = reason != ExitReason.COMPLETED.value and (
+        reason != ExitReason.EXITED.value or bool(exit_code)
+    )
+    if journal.run_dir is None and not is_failure:
         return None
     folder = journal.run_dir or Path.cwd()
     stem, suffix = POSTMORTEM.split(".")

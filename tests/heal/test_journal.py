@@ -206,6 +206,7 @@ def test_without_a_folder_only_a_failure_is_written(tmp_path, monkeypatch):
     journal.event("note", 1)
     journal.metrics(1, {"a": 1.0})
     assert journal.postmortem(last_step=5) is None
+    journal.draft_postmortem(exit_reason="exited", exit_code=None, last_step=5)
     assert list(tmp_path.iterdir()) == []
     journal.postmortem(last_step=5, exception=ValueError("x"))
     assert [path.name for path in tmp_path.iterdir()] == ["postmortem.json"]
