@@ -5,6 +5,7 @@ journal as they are. ``apply`` touches the run and nothing else, and tells wheth
 effect.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -298,6 +299,18 @@ def newest_snapshot(snapshots: Sequence[int], before_step: int) -> int | None:
 def action_to_json(action: Action) -> dict[str, Any]:
     """Return an action as the journal writes it: its name, then what it was told."""
     return {"action": type(action).__name__, **asdict(action)}
+
+
+SEED_WORDS = {
+    "ShrinkBatch": "halve_batch_size",
+    "CheckpointActivations": "enable_gradient_checkpointing",
+}
+"""The first seed's names for actions, where ours differ by more than their spelling."""
+
+
+def action_in_words(name: str) -> str:
+    """Return an action's name as the postmortem lists it: ``Rollback`` as ``rollback``."""
+    return SEED_WORDS.get(name) or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def changes_training(plan: Plan) -> bool:

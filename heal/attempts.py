@@ -222,8 +222,9 @@ class Attempts:
             "after other ranks began to wait for this one; start the job again",
             EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE),
         )
+        halt.__cause__ = error  # the postmortem tells what was raised first
         self._healer.close(halt)
-        raise halt from error
+        raise halt
 
     def _judged(self, error: Exception, phase: str) -> Failure:
         diagnosis = diagnose_exception(error, step=self._run.step, phase=phase)
@@ -240,6 +241,7 @@ class Attempts:
         except CannotHeal as halt:
             if diagnosis.cause is Cause.UNKNOWN:
                 raise error from None
+            halt.__cause__ = error
             self._healer.close(halt)
             raise halt from error
         undone = any(isinstance(action, Rollback) for action in plan)

@@ -3,11 +3,18 @@
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
-from heal.settings import ConfigError, check_names, checked, parsed, setting, settings_of
-from heal.settings_toml import read_settings, write_settings
+from heal.settings import (
+    ConfigError,
+    check_names,
+    checked,
+    parsed,
+    refuses_unknown,
+    setting,
+    settings_of,
+)
+from heal.settings_toml import read_settings, text_of, write_settings
 
 __all__ = ["ConfigError", "HealingConfig"]
 
@@ -15,6 +22,7 @@ TABLE = "heal"
 """The table of a TOML file that is ours, where the file has others."""
 
 
+@refuses_unknown
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealingConfig:
     """How patient to be, and how hard to push back.
@@ -359,18 +367,17 @@ class HealingConfig:
     def from_toml(cls, path_or_text: str | os.PathLike[str]) -> "HealingConfig":
         """Return settings from a TOML file or its text; what it does not name has its default.
 
-        The keys stand at the top, or in a table ``[heal]`` of a file that others use too. Text is
-        told from a path by a line break or an equals sign.
+        The keys stand at the top, or in a table ``[heal]`` of a file that others use too; then none
+        may stand at the top. A string with a line break or an equals sign is text, unless it ends
+        in ``.toml`` or a file has that name.
 
         Raises:
-            ConfigError: not TOML, a name is unknown or a value is wrong.
+            ConfigError: not TOML or not UTF-8, a name is unknown, a value is wrong, or a setting
+                stands outside of the table.
             OSError: there is no such file.
         """
-        is_text = isinstance(path_or_text, str) and any(c in path_or_text for c in "\n=")
-        if is_text or path_or_text == "":
-            return cls.from_dict(read_settings(str(path_or_text), TABLE, "the text"))
-        text = Path(path_or_text).read_text(encoding="utf-8")
-        return cls.from_dict(read_settings(text, TABLE, str(path_or_text)))
+        text, where = text_of(path_or_text)
+        return cls.from_dict(read_settings(text, TABLE, where, cls))
 
     def to_toml(self) -> str:
         """Return the settings as TOML, each with a comment; :meth:`from_toml` reads it back."""

@@ -66,6 +66,8 @@ class BatchStream:
     Attributes:
         ordinal: how many batches were drawn, the skipped and the failed ones included.
         skipped: how many were drawn and not given out.
+        is_open: whether a loop is drawing from an epoch.
+        was_left: whether the newest epoch was left before its end, as by ``break`` or an exception.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class BatchStream:
         self._last: Any = None
         self.ordinal = 0
         self.skipped = 0
+        self.is_open = self.was_left = False
         self._reader: PassReader | None = None  # None before the first epoch
         self._furthest = -1  # the newest epoch that was begun; we are before it in a replay
         self._passes: weakref.WeakValueDictionary[int, LoaderPass] = weakref.WeakValueDictionary()
@@ -98,6 +101,14 @@ class BatchStream:
 
         After a rewind into an earlier epoch the rest of that one comes first.
         """
+        self.is_open = self.was_left = True
+        try:
+            yield from self._rest_of_epoch(loader)
+            self.was_left = False
+        finally:
+            self.is_open = False
+
+    def _rest_of_epoch(self, loader: Any) -> Iterator[Any]:
         own = self._furthest + 1
         if self._reader is None and self._rewind_to is not None:
             own = self._rewind_to.epoch  # resumed: an epoch that was begun elsewhere

@@ -67,6 +67,11 @@ class Outcome:
     seconds: float = 0.0
     _refused: list[int] = field(default_factory=list, repr=False)
 
+    @property
+    def is_missed(self) -> bool:
+        """Whether nobody noticed the fault."""
+        return self.detected_at is None
+
     def refuse(self, step: int) -> None:
         """Count a step that was taken for nothing."""
         self._refused.append(step)
@@ -85,7 +90,7 @@ class Outcome:
             str(self.strike.step),
             "-" if self.detected_at is None else str(self.detected_at),
             ", ".join(self.causes) or "-",
-            ", ".join(self.actions) or "noted",
+            ", ".join(self.actions) or ("missed" if self.is_missed else "noted"),
             str(self.lost_steps),
             f"{self.seconds:.2f}",
         )
@@ -105,6 +110,7 @@ class Drill:
 
     Attributes:
         outcomes: one per fault, in the order in which they struck.
+        missed: the kinds of faults that nobody noticed.
         losses: number of the attempt and loss of each piece of a batch, a number or not.
     """
 
@@ -119,10 +125,14 @@ class Drill:
     def run(self, train_step: TrainStep, loader: Any, steps: int, progress: bool = True) -> float:
         """Train to the end; return the seconds that it took.
 
+        Weights and optimizer state are checked ten times as often as the settings say: faults come
+        that much closer here than in a run, and what one rollback undoes, no later check can find.
+
         Raises:
             CannotHeal: healing came to its end.
         """
         began = time.monotonic()
+        self._healer._run.watch_closely(steps)
 
         def noted(batch: Any) -> Any:
             loss = train_step(batch)
@@ -137,6 +147,10 @@ class Drill:
             self._collect()
             self._price((time.monotonic() - began) / max(1, self._healer.attempts))
         return time.monotonic() - began
+
+    @property
+    def missed(self) -> list[str]:
+        return [outcome.strike.fault.kind for outcome in self.outcomes if outcome.is_missed]
 
     def _collect(self) -> None:
         """Make an outcome of every fault that struck, also of those that nobody noticed."""

@@ -131,17 +131,25 @@ class Journal:
 
         Why the run ended is worked out unless ``exit_reason`` is one of :class:`ExitReason`.
         """
-        given = page.pop("exit_reason", None)
-        last_cause = self.recoveries[-1]["failure"] if self.recoveries else ""
-        try:
-            reason = ExitReason(given)
-        except ValueError:
-            reason = exit_reason(exception, last_cause)
-        told = {"recovery_actions": self.recoveries, **page}
-        path = write_postmortem(self, exit_reason=reason.value, exception=exception, **told)
-        self._publish(POSTMORTEM, {"exit_reason": reason.value, "exception": exception, **told})
+        told = self._postmortem_page(exception, page)
+        path = write_postmortem(self, exception=exception, **told)
+        self._publish(POSTMORTEM, {"exception": exception, **told})
         self.close()
         return path
+
+    def draft_postmortem(self, *, exception: BaseException | None = None, **page: Any) -> None:
+        """Write a postmortem that another may replace; subscribers hear of the last one only."""
+        write_postmortem(self, exception=exception, **self._postmortem_page(exception, page))
+
+    def _postmortem_page(
+        self, exception: BaseException | None, page: dict[str, Any]
+    ) -> dict[str, Any]:
+        last_cause = self.recoveries[-1]["failure"] if self.recoveries else ""
+        try:
+            reason = ExitReason(page.get("exit_reason"))
+        except ValueError:
+            reason = exit_reason(exception, last_cause)
+        return {"recovery_actions": self.recoveries, **page, "exit_reason": reason.value}
 
     def running_seconds(self) -> float:
         """Return the age of the journal on the monotonic clock."""

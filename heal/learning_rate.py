@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from heal.schedules import inner_of
 from zclip import ClippedOptimizer
 
 UNKNOWN = float("nan")
@@ -27,7 +28,7 @@ class LearningRates:
     ) -> None:
         self._optimizers = optimizers
         # Of several that change one optimizer the last has the last word.
-        self._schedulers = {id(_inner(s)): s for s in schedulers if hasattr(s, "optimizer")}
+        self._schedulers = {id(inner_of(s)): s for s in schedulers if hasattr(s, "optimizer")}
         self._note = note
 
     def now(self) -> tuple[float, float]:
@@ -57,8 +58,3 @@ class LearningRates:
             return float(lr)
         self._note("the learning rate is a tensor on a device, and so not watched")
         return UNKNOWN
-
-
-def _inner(scheduler: Any) -> Any:
-    optimizer = scheduler.optimizer
-    return optimizer.inner if isinstance(optimizer, ClippedOptimizer) else optimizer

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from heal.actions import CannotHeal
 from heal.attached_probes import AttachedProbes, Probing
@@ -31,34 +30,37 @@ from heal.guarded_step import GuardedStep
 from heal.integrations.trackers import attach
 from heal.journal import Journal
 from heal.learning_rate import LearningRates
+from heal.lifetime import Lifetime
 from heal.listener import Listener
 from heal.micro_batch import MicroBatcher, TrainStep
 from heal.notes import Notes
 from heal.progress import Progress
 from heal.ranks import HostFacts
-from heal.readout import Readout
 from heal.resuming import Resuming
 from heal.run import TorchRun
-from heal.scheduler_state import listed, note_stateless
+from heal.scheduler_state import note_stateless
+from heal.schedules import Schedules
 from heal.training_state import TrainingState
 from heal.treatment import Hook, Treatment
 from heal.verdict import Flag
 from heal.whole_loop import WholeLoop
 
 
-class Healer(Readout, Resuming, Probing):
+class Healer(Resuming, Lifetime, Probing):
     """Watches a training run, and heals it.
 
     A healthy run is bit by bit what it would be without (clipping apart, see ``zclip_enabled``),
     and nothing waits for the device. The optimizer object that was given goes on working:
-    gradients, state and parameter groups are shared. ``scheduler`` is stepped once per step, be
-    it refused or not; a ReduceLROnPlateau is left to the caller, who has its metric.
+    gradients, state and parameter groups are shared.
 
     Args:
         model: the module that is trained.
         optimizer: one, or several that step together; best built with ``fused=True``.
-        scheduler: one, several or None.
+        scheduler: one, several or None: stepped by ``step``, once per step, be it refused or not.
+            A ReduceLROnPlateau is left to you, who have its metric.
         config: how patient to be, and how hard to push back.
+        own_schedulers: those that you step yourself, say once per epoch: saved, never stepped. They
+            go with your loop: see :class:`heal.schedules.Schedules`.
         scaler: a GradScaler; ``step`` then steps and updates it.
         run_dir: where the journal goes; without it only the postmortem of a failure is written.
         checkpoint_dir: where checkpoints go, seen by all ranks; without it none are saved. See
@@ -93,6 +95,7 @@ class Healer(Readout, Resuming, Probing):
         scheduler: Any = None,
         config: HealingConfig | None = None,
         *,
+        own_schedulers: Any = None,
         scaler: Any = None,
         run_dir: str | Path | None = None,
         checkpoint_dir: str | Path | None = None,
@@ -109,10 +112,11 @@ class Healer(Readout, Resuming, Probing):
         self.journal = Journal(run_dir, rank)
         self._notes = Notes(self.journal, lambda: self._run.step)
         self.notes = self._notes.texts
-        self._schedulers = listed(scheduler)
         attach(self.journal, trackers, self.config.to_dict(), self._note)
-        self._build(model, optimizer, scaler, process_group, sleep, clock)
-        note_stateless(self._schedulers, self._note)
+        self._build(
+            model, optimizer, (scheduler, own_schedulers), scaler, process_group, sleep, clock
+        )
+        note_stateless(self._schedules.given, self._note)
         if checkpoint_dir is not None:
             self._save_to(checkpoint_dir, process_group)
         self.exits = Exits(self, self.journal, clock)
@@ -123,6 +127,7 @@ class Healer(Readout, Resuming, Probing):
         self,
         model: Module,
         optimizer: Optimizer | Sequence[Optimizer],
+        schedulers: tuple[Any, Any],
         scaler: Any,
         process_group: Any,
         sleep: Callable[[float], None],
@@ -134,7 +139,8 @@ class Healer(Readout, Resuming, Probing):
         named, buffers = model.named_parameters(), BufferCopies(model, note)
         guarded = GuardedStep(optimizers, config, named, scaler, process_group, note, buffers)
         wrapped, extra = guarded.optimizers, {"loss": guarded.watch.state}
-        state = TrainingState(model, wrapped, self._schedulers, guarded.scaler, extra, buffers)
+        schedules = Schedules(*schedulers, wrapped, config.data == "replay", note)
+        state = TrainingState(model, wrapped, schedules.all, guarded.scaler, extra, buffers)
         smallest, grow_steps = config.micro_batch_min, config.micro_batch_grow_steps
         micro = MicroBatcher(model, state.parameters, smallest, grow_steps, None, buffers)
         stream = BatchStream(
@@ -146,13 +152,14 @@ class Healer(Readout, Resuming, Probing):
         )
         run = TorchRun(state, guarded, config, stream, micro, note, sleep)
         treatment = Treatment(run, config, self.journal)
-        rates = LearningRates(wrapped, self._schedulers, note)
+        rates = LearningRates(wrapped, schedules.all, note)
         listener = Listener(run, guarded, treatment, config, rates, clock, note)
         listener.cluster = ClusterWatch(
             model, config, self.journal, listener.report, note, process_group
         )
         self._guarded, self._state, self._micro, self._stream = guarded, state, micro, stream
         self._run, self._treatment, self._listener = run, treatment, listener
+        self._schedules = run.schedules = schedules
         self._attempts = Attempts(run, guarded, micro, treatment, stream, self.journal, self)
         self._books = Bookkeeping(run, listener, config, self.journal, self._notes, self)
         self._probes = AttachedProbes(model, guarded.ranks, treatment, self.journal, self._notes)
@@ -197,15 +204,16 @@ class Healer(Readout, Resuming, Probing):
             loss = torch.tensor(float(loss))
         facts = HostFacts()
         try:
+            if not self.exits.is_watching:
+                self.exits.watch()
+            self._schedules.before_step(self._run.step)
             self._books.before_step()
             facts = self._listener.facts()
         except Exception as error:
             self._note(f"healing failed and was left out: {error!r}")
         self._attempts.is_stepping = True
         posted = self._take(loss, facts)
-        for scheduler in self._schedulers:
-            if not isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step()
+        self._schedules.step()
         self._attempts.is_stepping = False
         with self.exits.halting():
             try:
@@ -262,21 +270,6 @@ class Healer(Readout, Resuming, Probing):
         """Take a snapshot at the end of a coming step, on all ranks at the same one."""
         self.report(Flag.SNAPSHOT_WANTED)
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you."""
-        if self._listener.cluster is not None:
-            self._listener.cluster.stop()
-        self.exits.close(error)
-
-    def __enter__(self) -> "Healer":
-        self.exits.catch_signals()
-        if self._listener.cluster is not None:
-            self._listener.cluster.start()
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.close(error)
-
     # The whole loop.
 
     def run(
@@ -305,7 +298,7 @@ class Healer(Readout, Resuming, Probing):
         Raises:
             CannotHeal: healing is at its end; ``exit_code`` says why.
         """
-        self._micro.weigh = weigh
+        self._micro.weigh, self._schedules.caller_repeats = weigh, True
         self.journal.event("goal", self._run.step, steps=steps, accumulate=accumulate)
         with self, Progress(self, steps, progress) as bar:
             self._treatment.tell = bar.tell
@@ -333,21 +326,6 @@ class Healer(Readout, Resuming, Probing):
         What ``train_step`` changes elsewhere, as a teacher that is no part of the model, stays so.
         """
         return dry_run(self._state, self._guarded, train_step, loader, steps, accumulate)
-
-    def hear_the_rest(self, hurries: bool = False) -> None:
-        """Read the last records, when no step is to come that a plan could serve.
-
-        Args:
-            hurries: the run ends by an error, perhaps because a rank died: do not wait for others
-                to finish a save.
-        """
-        if self._books.durable is not None:
-            if hurries:
-                self._books.durable.store.hurry()
-            self._notes.contain(self._books.durable.finish)
-        self._notes.contain(self._listener.hear_the_rest)
-        if len(self._listener.series):
-            self.journal.metrics(self.last_step, self._listener.series.take())
 
     def _note(self, text: str) -> None:
         self._notes.add(text)

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from heal.actions import CannotHeal
+from heal.actions import CannotHeal, action_in_words
 from heal.causes import Cause
 from heal.diagnose import Diagnosis
 from heal.exceptions import classify, message_of, qualified_name
@@ -43,6 +43,8 @@ class ExitReason(str, Enum):
     SIGTERM = "sigterm"
     SIGINT = "sigint"
     UNRECOVERABLE = "unrecoverable"
+    EXITED = "exited"
+    """Left before its end without an error: by ``sys.exit``, or by ``break``."""
 
 
 BY_CAUSE = {
@@ -51,6 +53,7 @@ BY_CAUSE = {
     Cause.NONFINITE_LOSS.value: ExitReason.NAN,
     Cause.DIVERGENCE.value: ExitReason.DIVERGENCE,
     Cause.LOSS_SPIKE.value: ExitReason.DIVERGENCE,
+    Cause.GRADIENT_EXPLOSION.value: ExitReason.DIVERGENCE,
 }
 BY_EXIT_CODE = {
     ExitCode.OK: ExitReason.COMPLETED,
@@ -67,11 +70,18 @@ def exit_reason(exc: BaseException | None, last_cause: str = "") -> ExitReason:
     if isinstance(exc, KeyboardInterrupt):
         return ExitReason.SIGINT
     if isinstance(exc, SystemExit):
-        return ExitReason.EXCEPTION if exc.code else ExitReason.COMPLETED
+        return ExitReason.EXITED if exc.code else ExitReason.COMPLETED
     if not isinstance(exc, CannotHeal):
         return BY_CAUSE.get(classify(exc)[0].value, ExitReason.EXCEPTION)
     known = {int(code): reason for code, reason in BY_EXIT_CODE.items()}.get(exc.exit_code)
     return known or BY_CAUSE.get(last_cause, ExitReason.UNRECOVERABLE)
+
+
+def original_of(exc: BaseException | None) -> BaseException | None:
+    """Return what was raised first: what a halt gave up on, else the exception itself."""
+    while isinstance(exc, CannotHeal) and exc.__cause__ is not None:
+        exc = exc.__cause__
+    return exc
 
 
 def recovery_action(
@@ -87,7 +97,7 @@ def recovery_action(
     return {
         "failure": diagnosis.cause.value,
         "diagnosis": diagnosis.summary,
-        "actions": [str(action.get("action", "")) for action in actions],
+        "actions": [action_in_words(str(action.get("action", ""))) for action in actions],
         "step": diagnosis.step,
         "bad_step": diagnosis.bad_step,
         "confidence": diagnosis.confidence,
@@ -107,7 +117,7 @@ def write_postmortem(
     final_metrics: Mapping[str, float] | None = None,
     recovery_actions: Sequence[Mapping[str, Any]] = (),
     running_time_seconds: float | None = None,
-    exit_code: int = 0,
+    exit_code: int | None = 0,
     **additions: Any,
 ) -> Path | None:
     """Write ``postmortem.json``, whole or not at all; return where it is, None if nowhere.
@@ -119,30 +129,36 @@ def write_postmortem(
         journal: says where, and for how long the run has been going.
         exit_reason: one of :class:`ExitReason`.
         last_step: the last optimizer step that was applied.
-        exception: what ended the run, if anything was raised.
+        exception: what ended the run, if anything was raised; of a halt, what it could not heal is
+            told.
         final_metrics: the last known numbers; NaN and Inf are written as strings.
         recovery_actions: entries made by :func:`recovery_action`, oldest first.
         running_time_seconds: of the whole run; the age of the journal if left out.
-        exit_code: that of the process.
+        exit_code: that of the process; None if it is not known.
         additions: what else is worth knowing; cannot replace the fields above.
     """
     reason = str(getattr(exit_reason, "value", exit_reason))
     seconds = journal.running_seconds() if running_time_seconds is None else running_time_seconds
+    original = original_of(exception)
     page = {
         "exit_reason": reason,
-        "exception_type": None if exception is None else qualified_name(exception),
+        "exception_type": None if original is None else qualified_name(original),
         "last_step": last_step,
         "timestamp": now(),
         "final_metrics": dict(final_metrics or {}),
         "recovery_actions": [dict(entry) for entry in recovery_actions],
         "running_time_seconds": round(seconds, 3),
         "schema_version": SCHEMA_VERSION,
-        "exit_code": int(exit_code),
-        "exception_message": None if exception is None else message_of(exception),
+        "exit_code": None if exit_code is None else int(exit_code),
+        "exception_message": None if original is None else message_of(original),
+        "halted_because": message_of(exception) if isinstance(exception, CannotHeal) else None,
         "rank": journal.rank,
         "python": sys.version.split()[0],
     }
-    if journal.run_dir is None and reason == ExitReason.COMPLETED.value:
+    is_failure = reason != ExitReason.COMPLETED.value and (
+        reason != ExitReason.EXITED.value or bool(exit_code)
+    )
+    if journal.run_dir is None and not is_failure:
         return None
     folder = journal.run_dir or Path.cwd()
     stem, suffix = POSTMORTEM.split(".")

@@ -5,6 +5,7 @@ from typing import Any
 
 from heal.actions import Plan
 from heal.attached_probes import AttachedProbes
+from heal.data import BatchStream
 from heal.diagnose import Diagnosis
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal
@@ -27,6 +28,7 @@ class Readout:
     _treatment: Treatment
     _micro: MicroBatcher
     _probes: AttachedProbes
+    _stream: BatchStream
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log; those of the device are ``lag`` steps old."""
@@ -59,6 +61,21 @@ class Readout:
     def last_step(self) -> int:
         """The number of the last step taken, from 0; -1 before the first."""
         return self._run.step - 1
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether a loop over :meth:`batches` is under way."""
+        return self._stream.is_open
+
+    @property
+    def left_loop_early(self) -> bool:
+        """Whether the newest loop over :meth:`batches` was left before its end, or is not over."""
+        return self._stream.was_left
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other ranks to agree with."""
+        return self._guarded.ranks.has_others
 
     @property
     def latest(self) -> Record | None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import zclip
 from heal.checkpoint import strict_json
@@ -262,8 +261,7 @@ def recompute(
     def take(step: int, loss: Tensor) -> None:
         guarded.step(step, loss, HostFacts())
         for scheduler in schedulers:
-            if not isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step()
+            scheduler.step()
 
     found = Replay(state, guarded, micro, take, Ranks(guarded.ranks.group)).compare(
         snapshot, train_step, steps, losses

@@ -17,6 +17,7 @@ from heal.micro_batch import MicroBatcher, TrainStep
 from heal.notes import Notes
 from heal.recompute import Recomputation, recompute
 from heal.run import TorchRun
+from heal.schedules import Schedules
 from heal.training_state import TrainingState
 from heal.treatment import Treatment
 
@@ -32,7 +33,7 @@ class Resuming:
     _micro: MicroBatcher
     _notes: Notes
     _run: TorchRun
-    _schedulers: list[Any]
+    _schedules: Schedules
     _state: TrainingState
     _stream: BatchStream
     _treatment: Treatment
@@ -92,7 +93,7 @@ class Resuming:
             CannotRecompute: there is no such snapshot, or healing changed the learning rate.
         """
         steps = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
-        parts = self._state, self._guarded, self._micro, self._run, self._schedulers
+        parts = self._state, self._guarded, self._micro, self._run, self._schedules.stepped
         return recompute(*parts, self.journal, train_step, steps, losses)
 
     def _save_to(self, directory: str | Path, group: Any) -> None:

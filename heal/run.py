@@ -20,6 +20,7 @@ from heal.exit_codes import ExitCode
 from heal.guarded_step import GuardedStep
 from heal.micro_batch import MicroBatcher
 from heal.rng import RngState
+from heal.schedules import Schedules
 from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
 from heal.training_state import StateMismatch, TrainingState
 from heal.weight_anchor import WeightAnchor
@@ -61,6 +62,7 @@ class TorchRun:
         buffers: copies of those that steps write.
         on_restore: called with the plain healing state that was saved, after a rollback.
         healing_state: returns that state, to be saved.
+        schedules: those that the caller steps stay as they are in a rollback, or return with it.
         durable: checkpoints on disk, for where no snapshot is old enough; None if there are none.
         anchor: holds weights near those of a snapshot, for some steps after a rollback.
     """
@@ -79,6 +81,7 @@ class TorchRun:
         self.buffers = state.buffers
         self.on_restore: Callable[[dict[str, Any]], None] = lambda saved: None
         self.healing_state: Callable[[], dict[str, Any]] = dict
+        self.schedules: Schedules | None = None
         self.durable: Checkpoints | None = None
         self.ring = SnapshotRing(
             config.snapshot_interval,
@@ -212,7 +215,10 @@ class TorchRun:
             raise CannotHeal(problem or "another rank could not return to its snapshot")
         self._guarded.mailbox.clear()
         self.anchor.release()
+        settle = None if self.schedules is None else self.schedules.before_return()
         self._state.restore(snapshot.tensors, snapshot.values)
+        if settle is not None:
+            settle(snapshot.step)
         if self._config.data == "replay":
             snapshot.values["rng"].put_back()
             self._stream.rewind(snapshot.values["data"])

@@ -4,6 +4,7 @@ Knows nothing of healing; :mod:`heal.config` lists the settings.
 """
 
 import difflib
+import functools
 import math
 import numbers
 from collections.abc import Mapping
@@ -11,9 +12,12 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
+Class = TypeVar("Class", bound=type)
 
 _KEY = "setting"
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+MOST_BITS = 63  # of a whole number: what TOML promises, and what fits into a tensor
+MOST_SHOWN = 80  # characters of a value in an error
 _BOOLS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 
 
@@ -68,7 +72,28 @@ def check_names(kind: type, values: Mapping[str, Any]) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             wanted = near[0] if near else f"one of {', '.join(known)}"
-            raise ConfigError(f"{name} = {value!r}: there is no such setting; wanted {wanted}")
+            raise ConfigError(f"{name} = {shown(value)}: there is no such setting; wanted {wanted}")
+
+
+def refuses_unknown(kind: Class) -> Class:
+    """Decorate a dataclass of settings: an unknown one is named with its value and a guess."""
+    init = kind.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def checked_init(self: Any, *values: Any, **settings: Any) -> None:
+        check_names(kind, settings)
+        init(self, *values, **settings)
+
+    kind.__init__ = checked_init  # type: ignore[misc]
+    return kind
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error shows it: short, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}\u2026"
 
 
 def checked(name: str, value: Any, kind: type, about: Setting) -> Any:
@@ -77,7 +102,7 @@ def checked(name: str, value: Any, kind: type, about: Setting) -> Any:
     Raises:
         ConfigError: it is of another type, out of range or not finite.
     """
-    wrong = ConfigError(f"{name} is {value!r}; wanted {about.wanted(kind)}")
+    wrong = ConfigError(f"{name} is {shown(value)}; wanted {about.wanted(kind)}")
     if kind in (bool, str):
         if not isinstance(value, kind):
             raise wrong
@@ -85,7 +110,12 @@ def checked(name: str, value: Any, kind: type, about: Setting) -> Any:
         wanted = numbers.Integral if kind is int else numbers.Real
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise wrong
-        value = kind(value)
+        if kind is int and int(cast(int, value)).bit_length() > MOST_BITS:
+            raise ConfigError(f"{wrong}, of at most {MOST_BITS} bits")
+        try:
+            value = kind(value)
+        except OverflowError:
+            raise ConfigError(f"{wrong} that a float can hold") from None
         if not math.isfinite(value):
             raise wrong
         if about.least is not None and value < about.least:
@@ -112,5 +142,5 @@ def parsed(name: str, text: str, kind: type, about: Setting) -> Any:
         elif kind is not str:
             value = kind(text)
     except (KeyError, ValueError):
-        raise ConfigError(f"{name} is {text!r}; wanted {about.wanted(kind)}") from None
+        raise ConfigError(f"{name} is {shown(text)}; wanted {about.wanted(kind)}") from None
     return checked(name, value, kind, about)

@@ -144,7 +144,7 @@ class TrainingState:
             "groups": [[_settings(g) for g in o.param_groups] for o in self.optimizers],
             "state": [self._plain_state(o) for o in self.optimizers],
             "clip": [o.clipper.state_dict() for o in self.optimizers],
-            "schedulers": [_deep(state_of(s)) for s in self.schedulers],
+            "schedulers": [copied(state_of(s)) for s in self.schedulers],
         }
 
     def check(self, saved: Mapping[Key, Tensor]) -> None:
@@ -178,12 +178,12 @@ class TrainingState:
         for o, optimizer in enumerate(self.optimizers):
             self._restore_plain_state(o, optimizer, saved, values["state"][o])
             for group, settings in zip(optimizer.param_groups, values["groups"][o], strict=True):
-                group.update(_deep(settings))
+                group.update(copied(settings))
             optimizer.clipper.load_state_dict(values["clip"][o])
             optimizer._momentum.forget()
         for scheduler, state in zip(self.schedulers, values["schedulers"], strict=True):
             if state is not None:
-                scheduler.load_state_dict(_deep(state))
+                scheduler.load_state_dict(copied(state))
         self._forget_young_scaler(saved)
         self.buffers.restored()
 
@@ -264,7 +264,7 @@ class TrainingState:
     def _plain_state(self, optimizer: ClippedOptimizer) -> list[dict[str, Any] | None]:
         """Per parameter, the state that is no tensor; None if there is none at all."""
         return [
-            {k: _deep(v) for k, v in optimizer.state[p].items() if not isinstance(v, Tensor)}
+            {k: copied(v) for k, v in optimizer.state[p].items() if not isinstance(v, Tensor)}
             if p in optimizer.state
             else None
             for p in _optimized(optimizer)
@@ -286,7 +286,7 @@ class TrainingState:
             for name in list(state):
                 if name not in known and ("state", o, i, name) not in saved:
                     del state[name]
-            state.update(_deep(known))
+            state.update(copied(known))
 
     def _forget_young_scaler(self, saved: Mapping[Key, Tensor]) -> None:
         """A scale that did not exist yet begins again from the scaler's own start value."""
@@ -329,18 +329,19 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """The scalars of a parameter group; its tensors are listed among the tensors."""
     left_out = ("params", "param_names")
     return {
-        name: _deep(value)
+        name: copied(value)
         for name, value in group.items()
         if name not in left_out and not isinstance(value, Tensor)
     }
 
 
-def _deep(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Return a copy that later steps cannot change; what cannot be copied is shared."""
     if isinstance(value, (int, float, str, bool, type(None))):
         return value
     try:
         return copy.deepcopy(value)
-    except Exception:  # an object that cannot be copied is shared: better than no snapshot at all
+    except Exception:  # better than no snapshot at all
         return value
 
 

@@ -73,7 +73,7 @@ class Treatment:
         """
         plan = decide(diagnosis, self.history, self._config, self._run.snapshots())
         plan = self._ask_hook(diagnosis, plan)
-        at = self._run.step
+        at, before = self._run.step, self._knobs()
         began = time.monotonic()
         effects: list[bool] = []
         try:
@@ -82,13 +82,17 @@ class Treatment:
         finally:  # also if the plan was to halt: the journal tells why
             self.history.note_plan(diagnosis, plan, effects)
             self.log.append((at, diagnosis, plan))
-            self._write_down(diagnosis, plan, effects, time.monotonic() - began, at)
+            self._write_down(diagnosis, plan, effects, time.monotonic() - began, at, before)
         return plan
 
     def note_moves(self, moves: Sequence[tuple[int, str, str]]) -> None:
         """Write down that the forecast finds the run in another condition."""
         for step, before, after in moves:
             self._journal.event("forecast", step, before=before, after=after)
+
+    def _knobs(self) -> dict[str, float]:
+        """What plans change and records do not show."""
+        return {"lr_scale": self._run.lr_scale, "micro_batches": self._run.micro_batches}
 
     def _apply(self, action: Action) -> bool:
         try:
@@ -119,7 +123,13 @@ class Treatment:
             return plan
 
     def _write_down(
-        self, diagnosis: Diagnosis, plan: Plan, effects: Sequence[bool], seconds: float, at: int
+        self,
+        diagnosis: Diagnosis,
+        plan: Plan,
+        effects: Sequence[bool],
+        seconds: float,
+        at: int,
+        before: dict[str, float],
     ) -> None:
         done = [action_to_json(action) for action in plan]
         for action, effect in zip(done, effects, strict=False):
@@ -131,6 +141,8 @@ class Treatment:
                 seconds=round(seconds, 6),
                 noticed_at=at,
                 resumed_at=self._run.step,
+                before=before,
+                after=self._knobs(),
             )
             self.tell(diagnosis, plan)
         except Exception as error:

@@ -46,11 +46,13 @@ class Deadline:
         self._lock = threading.Lock()
         self._pipe: tuple[int, int] | None = None
         self._earlier_wakeup = -1
+        self._only_passes_on = False
 
     def listen(self, numbers: Collection[int]) -> None:
         """Have the C level of Python tell of signals; in the main thread only."""
-        if self._pipe is not None:
+        if self._pipe is not None and not self._only_passes_on:
             return
+        self._only_passes_on = False
         self._pipe = os.pipe()
         reader, writer = self._pipe
         os.set_blocking(writer, False)
@@ -67,11 +69,27 @@ class Deadline:
         if self._pipe is None:
             return
         _, writer = self._pipe
-        current = signal.set_wakeup_fd(self._earlier_wakeup)
+        current = signal.set_wakeup_fd(-1)
         if current != writer:
-            signal.set_wakeup_fd(current)  # somebody came after us, and stays
+            # Somebody came after us, tells us too, and will put us back: the pipe has to stay.
+            signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+            self._only_passes_on = True
+            return
+        signal.set_wakeup_fd(self._earlier_wakeup, warn_on_full_buffer=False)
         os.write(writer, bytes([STOP]))
         os.close(writer)
+        self._pipe = None
+
+    def forget(self) -> None:
+        """In a child that was forked: there is no thread here, and the pipe is the parent's."""
+        if self._pipe is None:
+            return
+        reader, writer = self._pipe
+        current = signal.set_wakeup_fd(-1)
+        if current not in (writer, -1):
+            signal.set_wakeup_fd(current)
+        os.close(writer)
+        os.close(reader)
         self._pipe = None
 
     def arm(self) -> None:
@@ -94,7 +112,7 @@ class Deadline:
                     os.close(reader)
                     return
                 _pass_on(earlier, number)
-                if number not in numbers:
+                if number not in numbers or self._only_passes_on:
                     continue
                 if not first:
                     first = time.monotonic()

@@ -8,7 +8,8 @@ from the C level, through a pipe.
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -67,6 +68,13 @@ class ShutdownHandler:
         self._asked = 0
         self._agreed = False
         self._previous: dict[int, Any] = {}
+        self._is_released = True
+
+    @property
+    def is_handled_by_others(self) -> bool:
+        """Whether somebody had a handler for that signal before us, which is called as well."""
+        previous = self._previous.get(self._asked)
+        return callable(previous) and previous is not signal.default_int_handler
 
     @property
     def signal(self) -> int:
@@ -108,10 +116,12 @@ class ShutdownHandler:
                 f"ShutdownHandler was entered in thread {threading.current_thread().name!r}; "
                 "Python lets only the main thread catch signals: enter it there"
             )
+        self._is_released = False
         for number in self._numbers:
             if number not in self._previous:
                 self._previous[number] = signal.signal(number, self._on_signal)
         self._deadline.listen(self._numbers)
+        _INSTALLED.add(self)
 
     def finish(self) -> None:
         """Give the signals back and stop the clock: all is saved, and what comes next may last."""
@@ -120,12 +130,23 @@ class ShutdownHandler:
 
     def restore(self) -> None:
         """Give the signals back to whoever had them; a deadline that runs goes on running."""
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, previous if previous is not None else signal.SIG_DFL)
-        self._previous.clear()
+        self._give_back()
         self._deadline.stop_listening()
         self._agreement.close()
+        _INSTALLED.discard(self)
+
+    def leave_to_parent(self) -> None:
+        """In a child that was forked: signals are its own affair, and our pipe is its parent's."""
+        self._give_back()
+        self._deadline.forget()
+
+    def _give_back(self) -> None:
+        self._is_released = True
+        for number, previous in list(self._previous.items()):
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+                del self._previous[number]
+            # Else somebody came after us, who may call us or put us back: see _on_signal.
 
     def __enter__(self) -> "ShutdownHandler":
         self.install()
@@ -142,10 +163,19 @@ class ShutdownHandler:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Take note, and let the handler from before have its turn: no lock, no file, no message.
 
-        Python's own answer to Ctrl-C is left out: it would raise in the middle of a step.
+        Python's own answer to Ctrl-C is left out: it would raise in the middle of a step. Once the
+        signals were given back, it is as if we were not here.
         """
+        if self._is_released:
+            previous = self._previous.get(number)
+            if callable(previous):
+                previous(number, frame)
+            elif previous == signal.SIG_DFL:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
         self._note(number)
-        previous: Callable[[int, FrameType | None], Any] | Any = self._previous.get(number)
+        previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 
@@ -153,6 +183,21 @@ class ShutdownHandler:
         self._asked = self._asked or number
         if self._healer is not None:
             self._healer.request_stop()
+
+
+_INSTALLED: "weakref.WeakSet[ShutdownHandler]" = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for handler in list(_INSTALLED):
+        handler.leave_to_parent()
+    _INSTALLED.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    # A worker that ignored SIGTERM would never end, and what it heard, its parent would take for
+    # a signal of its own.
+    os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _numbers(names: Iterable[str]) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from heal.actions import Rollback
+from heal.actions import Rollback, action_in_words
 from heal.micro_batch import TrainStep
 from heal.probes.fisher import fisher_diagonal
 
@@ -111,4 +111,4 @@ class AnchoredRecovery:
     def _was_rolled_back(self) -> bool:
         new = self.healer.recoveries[self._known :]
         self._known = len(self.healer.recoveries)
-        return any(Rollback.__name__ in entry["actions"] for entry in new)
+        return any(action_in_words(Rollback.__name__) in entry["actions"] for entry in new)

@@ -20,8 +20,9 @@ ENDINGS = {
     "oom": "ran out of memory",
     "nan": "was stopped because its numbers broke",
     "divergence": "was stopped because its loss diverged",
-    "sigterm": "was told to stop and saved its place",
+    "sigterm": "was told to stop",
     "sigint": "was interrupted by hand",
+    "exited": "was left before its end",
     "unrecoverable": "was stopped because nothing was left to try",
 }
 MAX_KINDS = 8  # of trouble, named in one sentence

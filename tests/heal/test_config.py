@@ -190,3 +190,66 @@ def test_a_wrong_word_on_the_command_line_is_refused_by_name(word, message):
     with pytest.raises(ConfigError) as raised:
         HealingConfig().override([word])
     assert message in str(raised.value)
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: HealingConfig(nan_patience=HUGE), "nan_patience is a whole number of 1329 bits"),
+        (lambda: HealingConfig(max_grad_norm=HUGE), "max_grad_norm is a whole number of 1329 bits"),
+        (lambda: HealingConfig(nan_patience=2**63), "of at most 63 bits"),
+        (lambda: HealingConfig.from_toml(f"nan_patience = {HUGE}"), "of at most 63 bits"),
+        (lambda: HealingConfig.from_toml("lag = 1" + "0" * 5000), "the text is not TOML"),
+        (lambda: HealingConfig().override([f"nan_patience={HUGE}"]), "of at most 63 bits"),
+        (lambda: HealingConfig().override(["lag=1" + "0" * 5000]), "lag is '1000"),
+        (lambda: HealingConfig().override(["max_grad_norm=1e400"]), "max_grad_norm is inf"),
+    ],
+)
+def test_a_number_that_is_too_large_is_refused_by_name_and_in_few_words(make, message):
+    with pytest.raises(ConfigError) as raised:
+        make()
+    assert message in str(raised.value)
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: HealingConfig(nan_patence=3),
+        lambda: dataclasses.replace(HealingConfig(), nan_patence=3),
+        lambda: HealingConfig.aggressive(nan_patence=3),
+    ],
+    ids=["made", "replaced", "preset"],
+)
+def test_an_unknown_setting_is_named_with_its_value_and_the_nearest_that_is_known(make):
+    with pytest.raises(ConfigError, match="nan_patence = 3: there is no such setting; wanted nan"):
+        make()
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path):
+    path = tmp_path / "heal.toml"
+    path.write_bytes(b"lag = 3 # \xff")
+    with pytest.raises(ConfigError, match=r"heal\.toml is not UTF-8: byte 0xff at position 10"):
+        HealingConfig.from_toml(path)
+
+
+def test_a_path_with_an_equals_sign_is_a_path(tmp_path):
+    folder = tmp_path / "lr=1"
+    folder.mkdir()
+    for name in ("heal.toml", "settings"):
+        (folder / name).write_text("lag = 3")
+        assert HealingConfig.from_toml(str(folder / name)).lag == 3
+    with pytest.raises(FileNotFoundError):
+        HealingConfig.from_toml(str(folder / "other.toml"))
+    with pytest.raises(TypeError, match="path_or_text is bytes; wanted a path"):
+        HealingConfig.from_toml(b"lag = 3")
+
+
+def test_a_setting_outside_of_the_table_is_refused_and_what_is_others_is_not():
+    with pytest.raises(ConfigError, match=r"nan_patience = 9 stands before \[heal\] in the text"):
+        HealingConfig.from_toml("nan_patience = 9\n[heal]\nlr_factor = 0.7")
+    theirs = 'data = "/data/books"\nseed = 1\n[lag]\nof = 3\n[heal]\nlr_factor = 0.7'
+    assert HealingConfig.from_toml(theirs).lr_factor == 0.7

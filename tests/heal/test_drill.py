@@ -7,6 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
+from heal import HealingConfig
 from heal.chaos import KINDS, Fault, Strike
 from heal.cli import main
 from heal.demo import outcome_table
@@ -63,6 +64,37 @@ def test_the_drill_of_the_command_line_prints_the_table(capsys):
     printed = capsys.readouterr().out
     assert "nan loss" in printed
     assert "Refuse" in printed
+
+
+def build_with_defaults():
+    """A run with the settings that everybody begins with."""
+    setup = regression()
+    setup.config = HealingConfig()
+    return setup.healer(), setup.train_step, setup.loader
+
+
+def build_that_looks_away():
+    """A run whose weights and optimizer state are never checked."""
+    setup = regression(check_interval=0)
+    return setup.healer(), setup.train_step, setup.loader
+
+
+def test_the_standard_drill_finds_every_fault_under_the_defaults(capsys):
+    words = ["tests.heal.test_drill:build_with_defaults", "--plain", "--steps", "300"]
+    assert main(["drill", *words]) == 0
+    table, errors = capsys.readouterr()
+    assert "missed" not in table
+    assert "optimizer reset" in " ".join(table.split())
+    assert "not found" not in errors
+
+
+def test_a_fault_that_nobody_found_is_called_missed_and_ends_with_its_own_code(capsys):
+    words = ["tests.heal.test_drill:build_that_looks_away", "--plain", "--steps", "60"]
+    assert main(["drill", *words, "--fault", "reset_optimizer@40"]) == 1
+    table, errors = capsys.readouterr()
+    assert "missed" in table
+    assert "noted" not in table
+    assert errors.strip() == "heal drill: not found: reset_optimizer"
 
 
 @pytest.mark.parametrize("target", ["nothing", "no_such_module:build", "tests.heal.runs:nothing"])

@@ -13,6 +13,7 @@ import torch
 
 from heal.actions import CannotHeal, Halt, Rollback, ScaleLr
 from heal.chaos import Chaos, Fault
+from heal.exceptions import qualified_name
 from heal.exit_codes import ExitCode
 from tests.heal.runs import assert_same, fingerprint, regression
 
@@ -220,9 +221,11 @@ def test_healing_ends_within_its_budget(name, tmp_path):
     assert halt.exit_code == code if code is not None else halt.exit_code >= 40
     page = json.loads((tmp_path / "postmortem.json").read_text())
     assert page["exit_code"] == halt.exit_code
-    assert page["exception_type"].endswith("CannotHeal")
+    original = halt if halt.__cause__ is None else halt.__cause__
+    assert page["exception_type"] == qualified_name(original)
+    assert page["halted_because"] == str(halt)
     assert page["recovery_actions"]
-    assert page["recovery_actions"][-1]["actions"] == ["Halt"]
+    assert page["recovery_actions"][-1]["actions"] == ["halt"]
     assert {"failure", "diagnosis", "actions"} <= set(page["recovery_actions"][0])
     assert page["running_time_seconds"] > 0
 

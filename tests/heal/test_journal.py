@@ -173,7 +173,7 @@ def test_recoveries_are_events_and_are_kept_for_the_postmortem(tmp_path):
     events, _ = read_events(tmp_path / "events.jsonl")
     assert [event["event"] for event in events] == ["recovery", "alert"]
     (entry,) = strict((tmp_path / "postmortem.json").read_text())["recovery_actions"]
-    assert (entry["failure"], entry["actions"], entry["step"]) == ("divergence", ["Rollback"], 90)
+    assert (entry["failure"], entry["actions"], entry["step"]) == ("divergence", ["rollback"], 90)
     assert entry["diagnosis"] == "The loss rises and undoes what was learned."
     assert (entry["plan"], entry["lr_after"]) == ([done], 0.5)
     assert entry["evidence"] == {"loss": "NaN"}
@@ -206,6 +206,7 @@ def test_without_a_folder_only_a_failure_is_written(tmp_path, monkeypatch):
     journal.event("note", 1)
     journal.metrics(1, {"a": 1.0})
     assert journal.postmortem(last_step=5) is None
+    journal.draft_postmortem(exit_reason="exited", exit_code=None, last_step=5)
     assert list(tmp_path.iterdir()) == []
     journal.postmortem(last_step=5, exception=ValueError("x"))
     assert [path.name for path in tmp_path.iterdir()] == ["postmortem.json"]
@@ -235,7 +236,7 @@ def test_other_ranks_do_not_overwrite_the_first(tmp_path):
         (None, "divergence", ExitReason.COMPLETED),
         (KeyboardInterrupt(), "", ExitReason.SIGINT),
         (SystemExit(0), "", ExitReason.COMPLETED),
-        (SystemExit(3), "", ExitReason.EXCEPTION),
+        (SystemExit(3), "", ExitReason.EXITED),
         (ValueError("x"), "", ExitReason.EXCEPTION),
         (RuntimeError("CUDA error: out of memory"), "", ExitReason.OOM),
         (CannotHeal("x", ExitCode.NONFINITE), "", ExitReason.NAN),
@@ -268,3 +269,21 @@ def test_events_survive_kill_nine(tmp_path):
     subprocess.run([sys.executable, "-c", source, str(tmp_path)], cwd=ROOT)
     events, bad = read_events(tmp_path / "events.jsonl")
     assert ([event["step"] for event in events], bad) == (list(range(100)), 0)
+
+
+def test_a_halt_tells_what_was_raised_first(tmp_path):
+    halt = CannotHeal("no smaller pieces", ExitCode.OUT_OF_MEMORY)
+    halt.__cause__ = MemoryError("no room")
+    page = strict(Journal(tmp_path).postmortem(exception=halt, last_step=1).read_text())
+    assert (page["exception_type"], page["exception_message"]) == ("MemoryError", "no room")
+    assert page["halted_because"] == "no smaller pieces"
+
+
+def test_a_draft_is_written_and_not_told(tmp_path):
+    journal, told = Journal(tmp_path), []
+    journal.subscribe(lambda kind, line: told.append(kind))
+    journal.draft_postmortem(exit_reason=ExitReason.EXITED, exit_code=None, last_step=1)
+    page = strict((tmp_path / "postmortem.json").read_text())
+    assert (page["exit_reason"], page["exit_code"], told) == ("exited", None, [])
+    journal.postmortem(last_step=1)
+    assert told == ["postmortem"]

@@ -203,7 +203,7 @@ def test_a_nan_batch_costs_one_step_and_nothing_else(tmp_path):
     assert last_losses(module) < 1.1 * bare_loss()
     page = json.loads((tmp_path / "postmortem.json").read_text())
     assert (page["exit_reason"], page["last_step"]) == ("completed", STEPS - 1)
-    assert [entry["actions"] for entry in page["recovery_actions"]] == [["Refuse"]]
+    assert [entry["actions"] for entry in page["recovery_actions"]] == [["refuse"]]
 
 
 def test_an_exploding_gradient_is_clipped():

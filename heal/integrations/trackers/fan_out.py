@@ -12,7 +12,7 @@ PATIENCE = 3
 """Failures in a row after which a method is left alone: each may cost a network timeout."""
 
 QUIET_ENDS = ("completed",)
-EXPECTED_ENDS = ("sigterm", "sigint")
+EXPECTED_ENDS = ("sigterm", "sigint", "exited")
 OUR_NUMBERS = ("healing/", "zclip/")
 PLACE = ("v", "time", "rank", "step", "event")
 

@@ -191,6 +191,7 @@ class Session:
             sleep=sleep,
         )
         healer._run.step = trainer.state.global_step
+        healer._schedules.caller_repeats = True  # a rollback returns the trainer's count as well
         # The scheduler knows the optimizer as accelerate wrapped it, the healer as it is within.
         healer._listener._rates._schedulers[id(optimizer)] = trainer.lr_scheduler
         return healer

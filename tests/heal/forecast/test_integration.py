@@ -95,7 +95,7 @@ def test_a_warning_takes_a_snapshot_tightens_the_clip_and_checks_more_often(alar
     assert {24, 28, 32, 36, 40, 44, 48, 52} <= set(checks)
     assert 56 not in checks
     entry = next(e for e in healer.recoveries if e["failure"] == "instability_ahead")
-    assert entry["actions"] == ["TakeSnapshot", "TightenClip", "WatchClosely"]
+    assert entry["actions"] == ["take_snapshot", "tighten_clip", "watch_closely"]
     assert healer.metrics()["healing/recovery_attempts"] == 0.0
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     moves = [(e["step"], e["before"], e["after"]) for e in events if e["event"] == "forecast"]

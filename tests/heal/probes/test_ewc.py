@@ -59,7 +59,7 @@ def test_a_rollback_sets_the_anchor_and_the_steps_release_it():
         return setup.train_step(batch)
 
     healer.run(recovery.wrap(chaos.wrap(noted)), setup.loader, 120, progress=False)
-    assert any("Rollback" in entry["actions"] for entry in healer.recoveries)
+    assert any("rollback" in entry["actions"] for entry in healer.recoveries)
     assert not any(held[:50])
     assert not recovery.is_holding
     assert recovery._anchor is not None

@@ -146,7 +146,7 @@ def test_a_bug_ends_the_run_with_its_own_exception_and_a_postmortem(tmp_path):
     assert page["exit_reason"] == "exception"
     assert page["exception_type"] == "AttributeError"
     assert page["last_step"] == 3
-    assert page["recovery_actions"][0]["actions"] == ["Halt"]
+    assert page["recovery_actions"][0]["actions"] == ["halt"]
 
 
 def test_memory_that_runs_out_within_the_optimizer_rolls_back(tmp_path):

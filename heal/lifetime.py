@@ -1,0 +1,57 @@
+"""From the first step to the last word: entering, leaving, closing, and being forgotten."""
+
+from typing import Any, TypeVar
+
+from heal.bookkeeping import Bookkeeping
+from heal.exits import Exits
+from heal.journal import Journal
+from heal.listener import Listener
+from heal.notes import Notes
+from heal.readout import Readout
+
+Entered = TypeVar("Entered", bound="Lifetime")
+
+
+class Lifetime(Readout):
+    """The part of a Healer that begins and ends."""
+
+    exits: Exits
+    journal: Journal
+    _books: Bookkeeping
+    _listener: Listener
+    _notes: Notes
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you."""
+        if self._listener.cluster is not None:
+            self._listener.cluster.stop()
+        self.exits.close(error)
+
+    def __enter__(self: Entered) -> Entered:
+        self.exits.catch_signals()
+        if self._listener.cluster is not None:
+            self._listener.cluster.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self.close(error)
+
+    def __del__(self) -> None:
+        exits = vars(self).get("exits")  # none where the arguments were refused
+        if exits is not None:
+            exits.collected(self)
+
+    def hear_the_rest(self, hurries: bool = False) -> None:
+        """Read the last records, when no step is to come that a plan could serve.
+
+        Args:
+            hurries: the run ends by an error, perhaps because a rank died: do not wait for others
+                to finish a save.
+        """
+        if self._books.durable is not None:
+            if hurries:
+                self._books.durable.store.hurry()
+            self._notes.contain(self._books.durable.finish)
+        self._notes.contain(self._listener.hear_the_rest)
+        if len(self._listener.series):
+            self.journal.metrics(self.last_step, self._listener.series.take())
