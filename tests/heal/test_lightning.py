@@ -246,8 +246,10 @@ def test_corrupted_weights_are_rolled_back_and_the_count_goes_back_with_them(sch
     if schedule is not None:
         scheduler = trainer.lr_scheduler_configs[0].scheduler
         is_by_step = isinstance(scheduler, lr.LambdaLR)
-        assert scheduler.last_epoch == (60 if is_by_step else trainer.current_epoch)
-        wanted = 3e-3 / 61 if is_by_step else 3e-3 * 0.7**trainer.current_epoch
+        # Lightning does not step a schedule for the epoch in whose midst it stops.
+        passes = module.seen // len(trainer.train_dataloader)
+        assert scheduler.last_epoch == (60 if is_by_step else passes)
+        wanted = 3e-3 / 61 if is_by_step else 3e-3 * 0.7**passes
         assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(wanted)
 
 
