@@ -228,15 +228,16 @@ class Schedules:
             if self._driving(optimizer, [*self.all, *self._found]):
                 continue
             now = [group.get("lr") for group in optimizer.param_groups]
-            changed = [
+            # Down is a cure, of a rate that a fault had raised; up is a decay that is undone.
+            raised = [
                 (a, b)
                 for a, b in zip(rates, now, strict=False)
-                if not isinstance(a, Tensor) and a != b
+                if isinstance(a, float) and isinstance(b, float) and b > a
             ]
-            if changed:
+            if raised:
                 self._note(
-                    f"the rollback returned the learning rate from {changed[0][0]!r} to "
-                    f"{changed[0][1]!r}, and no scheduler is known; if your code sets it, set it "
+                    f"the rollback returned the learning rate from {raised[0][0]!r} to "
+                    f"{raised[0][1]!r}, and no scheduler is known; if your code sets it, set it "
                     "again, or give a scheduler"
                 )
 
