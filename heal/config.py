@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from heal.forecast.conformal import DEFAULT_SHARE
 from heal.settings import ConfigError, check_names, checked, parsed, setting, settings_of
 from heal.settings_toml import read_settings, write_settings
 
@@ -223,7 +224,7 @@ class HealingConfig:
         group="checks",
     )
     forecast_false_alarms: float = setting(
-        0.02,
+        DEFAULT_SHARE,
         "Share of healthy stretches of 500 steps that may have a false warning.",
         group="checks",
         least=0.01,

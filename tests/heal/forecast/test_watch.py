@@ -110,6 +110,23 @@ def test_a_fresh_state_goes_through_json_too():
     assert again.evidence == -math.inf
 
 
+def test_losses_that_stop_end_a_warning_and_begin_a_silence():
+    watch = ForecastWatch(model=model_of(weight=0.0, bias=9.0))
+    hear(records([1.0] * 30), watch)
+    assert watch.condition is State.WARNING
+    assert not watch.is_silent
+    hear([Record(step=30 + i, norm=1.0) for i in range(12 + QUIET_STEPS)], watch)
+    assert watch.is_silent
+    assert watch.condition is State.HEALTHY
+    assert math.isnan(watch.probability)
+
+
+def test_the_share_of_false_alarms_is_that_of_the_settings():
+    by_default = ForecastWatch(model=model_of()).switch.limit
+    wanted = HealingConfig().forecast_false_alarms
+    assert by_default == model_of().limit(wanted) != model_of().limit(0.2)
+
+
 @pytest.mark.parametrize("snapshots", [[], [50, 100]])
 def test_a_warning_is_answered_without_a_rollback_and_costs_no_attempt(snapshots):
     _, findings = hear(records(calm_then_rising()))
