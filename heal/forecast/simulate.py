@@ -42,6 +42,19 @@ class Streams:
     def __len__(self) -> int:
         return len(self.kind)
 
+    def without(self, column: str, every: int = 1) -> "Streams":
+        """Return every so-many-th run, as if nobody had told this column."""
+        records = self.records[::every].copy()
+        records[:, :, COLUMNS.index(column)] = np.nan
+        return Streams(
+            records,
+            self.architecture[::every],
+            self.optimizer[::every],
+            self.kind[::every],
+            self.onset[::every],
+            self.seed[::every],
+        )
+
 
 class Trainer:
     """One architecture, one optimizer, many runs.
