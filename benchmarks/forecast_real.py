@@ -1,6 +1,6 @@
 """The shipped forecast beside real runs: trained by a Healer, broken by ``heal.chaos``.
 
-python benchmarks/forecast_real.py [--seeds 4] [--save benchmarks/results]
+python -m benchmarks.forecast_real [--seeds 2] [--save benchmarks/results]
 
 Six networks that the model never saw, ten to a hundred times larger than those that it learned
 from, AdamW and SGD with momentum. Every plan is refused, so that a fault runs its course to the
@@ -116,7 +116,7 @@ def judged(kind, losses, warned, onset):
 def main():
     """Run all, print the table and save it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--save", default=None)
     arguments = parser.parse_args()
     told = {}

@@ -251,14 +251,17 @@ def real_sentence() -> str:
     """Real runs, all together."""
     told = results("forecast_real")
     share, *interval = told["detection"]
-    false, *false_interval = told["false_per_10k"]
+    false, *interval_of_false = told["false_per_10k"]
+    if told["false_warnings"]:
+        bounds = f"{false:.2f} per 10,000 ({between(interval_of_false)})"
+    else:  # of none the bootstrap knows nothing: the rule of three
+        bounds = f"fewer than {3e4 / told['healthy_steps']:.1f} per 10,000 with 95 % confidence"
     return (
         f"{told['runs']} runs of {len(told['networks'])} networks ({', '.join(told['networks'])}): "
         f"{percent(share, 0)} ({between(interval, 100, '{:.0f}')}) of {told['failures']} slow "
         f"failures whose loss doubled were warned of in time, {told['median_lead']:.0f} steps "
         f"ahead in the median, with {told['false_warnings']:.0f} false warnings in "
-        f"{told['healthy_steps']:,} healthy steps: {false:.2f} per 10,000 "
-        f"({between(false_interval)}). Intervals are over networks."
+        f"{told['healthy_steps']:,} healthy steps: {bounds}. Intervals are over networks."
     )
 
 
