@@ -18,9 +18,11 @@ from typing import Any
 
 FULL: dict[str, Any] = {"healthy": 96, "slow": 44, "instant": 4}
 FRESH: dict[str, Any] = {"healthy": 42, "slow": 15, "instant": 2}
+ALIKE: dict[str, Any] = {"healthy": 42, "slow": 0, "instant": 0}
 QUICK: dict[str, Any] = {"healthy": 28, "slow": 10, "instant": 2}
 CORPUS_SEED = 2  # the features were chosen on that of seed 1
 FRESH_SEED = 3  # of runs that no model was trained on nor calibrated by
+ALIKE_SEED = 5  # likewise, with the batch sizes of CORPUS_SEED, which take turns of three
 LEARNED_SHARE = 0.7  # of the runs; the others calibrate the model
 
 
@@ -119,6 +121,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     told["exam"] = _exam(runs, arguments)
     told["fresh"] = _fresh(model, arguments)
     told["fresh"]["judges"] = card.digest(model)
+    told["alike"] = _alike(model, arguments)
     if arguments.output is not None:
         _write(arguments.output, told)
     if arguments.card:
@@ -150,17 +153,27 @@ def _fresh(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     runs = dataset_of(arguments, streams)
     parts = evaluate.judged(model, runs, runs.architecture)
     _say(f"the model itself, fresh runs: {_sentence(evaluate.together(parts))}")
-    told = results_of(parts)
-    for share, row in told["by_share"].items():
-        wanted = 100 - 100 * float(share)
-        _say(f"coverage wanted {wanted:.0f} %, found {100 * row['coverage']:.1f} %")
     blind = dataset_of(arguments, streams.without("weight_norm", every=3))
     blindly = evaluate.judged(model, blind, blind.architecture)
     return {
-        **told,
+        **results_of(parts),
         "runs": len(runs),
         "without_weight_norms": summary(evaluate.together(blindly)),
     }
+
+
+def _alike(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Test the limits of the model on healthy runs like those that set them."""
+    from heal.forecast import evaluate
+    from heal.forecast.results import at_share
+
+    runs = dataset_of(arguments, corpus_of(arguments, ALIKE_SEED, ALIKE))
+    parts = evaluate.judged(model, runs, runs.architecture)
+    told = {f"{share:g}": at_share(parts, share) for share in model.limits}
+    for share, row in told.items():
+        wanted = 100 - 100 * float(share)
+        _say(f"coverage wanted {wanted:.0f} %, found {100 * row['coverage']:.1f} %")
+    return {"by_share": told}
 
 
 def _sentence(total: Any) -> str:

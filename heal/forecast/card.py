@@ -50,7 +50,7 @@ def with_metrics(model: Model, told: dict[str, Any]) -> Model:
     metrics = {
         "held_out_architectures": _shown(told["network by architecture"]["total"]),
         "fresh_runs": _shown(told["fresh"]["total"]),
-        "fresh_coverage": {s: row["coverage"] for s, row in told["fresh"]["by_share"].items()},
+        "fresh_coverage": {s: row["coverage"] for s, row in told["alike"]["by_share"].items()},
     }
     return replace(model, card={**model.card, "metrics": metrics})
 

@@ -189,3 +189,12 @@ def test_a_run_that_fails_without_a_fault_is_not_called_healthy():
     streams = Streams(records, ["mlp"] * 2, ["sgd"] * 2, ["plain"] * 2, np.array([-1, -1]), [0, 0])
     assert corpus.failed(streams).tolist() == [True, False]
     assert dataset.build(streams).healthy.tolist() == [False, True]
+
+
+def test_corpora_whose_seeds_differ_by_three_have_the_same_batch_sizes():
+    """Runs of both are alike, so that limits set on one may be tested on the other."""
+    counts = {"healthy": 1, "slow": 1, "instant": 0}
+    one, other, third = (corpus.groups(**counts, seed=seed) for seed in (2, 5, 3))
+    assert [g.batch_size for g in one] == [g.batch_size for g in other]
+    assert [g.batch_size for g in one] != [g.batch_size for g in third]
+    assert not {g.seed for g in one} & {g.seed for g in other}
