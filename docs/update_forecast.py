@@ -1,9 +1,10 @@
-"""Writes the tables of ``docs/forecast.md`` and ``docs/probes.md`` from the code and the results.
+"""Writes the tables of ``docs/forecast.md``, of ``docs/probes.md`` and of the model's card.
+
+From the code and the results; what says how good the forecast is lives in ``forecast_tables.py``.
 
 python docs/update_forecast.py
 """
 
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -13,15 +14,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from docs import forecast_tables as told  # noqa: E402
+from docs.forecast_tables import results  # noqa: E402
 from heal.forecast.names import ABOUT  # noqa: E402
 from heal.forecast.score import shipped  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results"
-
-
-def results(name: str) -> Any:
-    """Read what a benchmark saved."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def features_table() -> str:
@@ -29,76 +25,6 @@ def features_table() -> str:
     used = set(shipped().names)
     rows = ["| feature | meaning | in the model |", "|---|---|---|"]
     rows += [f"| `{n}` | {about} | {'yes' if n in used else 'no'} |" for n, about in ABOUT.items()]
-    return "\n".join(rows)
-
-
-def detection_table() -> str:
-    """How many slow failures were warned of in time, by kind of model and of held-out runs."""
-    told = results("forecast")
-    rows = [
-        "| held out | model | failures | warned in time | median lead, steps | false per 10,000 |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, entry in told.items():
-        if not isinstance(entry, dict) or "total" not in entry:
-            continue
-        model, _, by = name.partition(" by ")
-        held_out = f"{by}s" if by else "exam: " + ", ".join(entry["folds"])
-        model = model if by else "network"
-        total = entry["total"]
-        rows.append(
-            f"| {held_out} | {model} | {total['failures']} | {_percent(total['detection'])} | "
-            f"{total['median_lead']:.0f} | {total['false_per_10k']:.2f} |"
-        )
-    return "\n".join(rows)
-
-
-def kinds_table() -> str:
-    """The network on held-out architectures, by kind of failure."""
-    by_kind = results("forecast")["network by architecture"]["total"]
-    rows = [
-        "| failure | runs | warned in time | lead, steps: 10 %, median, 90 % |",
-        "|---|---|---|---|",
-    ]
-    for kind, entry in by_kind["by_kind"].items():
-        lead = ", ".join(f"{value:.0f}" for value in entry["lead_p10_p50_p90"]) or "-"
-        rows.append(f"| {kind} | {entry['failures']} | {_percent(entry['detection'])} | {lead} |")
-    instant = _percent(by_kind["instant_warned_before"])
-    rows.append(f"| nan_batch, corrupt_weights | {by_kind['instant_failures']} | {instant} | - |")
-    return "\n".join(rows)
-
-
-def architectures_table() -> str:
-    """The network, by the architecture that it had not seen."""
-    folds = results("forecast")["network by architecture"]["folds"]
-    rows = ["| held out | failures | warned in time | false per 10,000 |", "|---|---|---|---|"]
-    for name, entry in folds.items():
-        detection = _percent(entry["detection"])
-        false = entry["false_per_10k"]
-        rows.append(f"| {name} | {entry['failures']} | {detection} | {false:.2f} |")
-    return "\n".join(rows)
-
-
-def limits_table() -> str:
-    """The shipped network on runs that it has not seen, of architectures that it has, by limit."""
-    rows = [
-        "| `forecast_false_alarms` | warned in time | median lead, steps | false per 10,000 |",
-        "|---|---|---|---|",
-    ]
-    for share, entry in results("forecast")["limits"].items():
-        rows.append(
-            f"| {share} | {_percent(entry['detection'])} | {entry['median_lead']:.0f} | "
-            f"{entry['false_per_10k']:.2f} |"
-        )
-    return "\n".join(rows)
-
-
-def coverage_table() -> str:
-    """Wanted and found coverage."""
-    told = results("forecast")
-    rows = ["| wanted | found |", "|---|---|"]
-    for wanted, found in told["coverage"].items():
-        rows.append(f"| {100 * float(wanted):.0f} % | {100 * found:.1f} % |")
     return "\n".join(rows)
 
 
@@ -148,17 +74,28 @@ def cost_sentence() -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "forecast.md": {
+    "docs/forecast.md": {
         "features": features_table,
-        "detection": detection_table,
-        "kinds": kinds_table,
-        "architectures": architectures_table,
-        "limits": limits_table,
-        "coverage": coverage_table,
+        "blind": told.blind_sentence,
+        "detection": told.detection_table,
+        "goal": told.goal_sentence,
+        "kinds": told.kinds_table,
+        "instant": told.instant_sentence,
+        "architectures": told.architectures_table,
+        "spread": told.architectures_sentence,
+        "held out": lambda: told.shares_table("network by architecture"),
+        "fresh": lambda: told.shares_table("fresh"),
+        "coverage": told.coverage_table,
+        "covered": told.coverage_sentence,
+        "reliability": told.reliability_table,
+        "calibration": told.reliability_sentence,
+        "real": told.real_table,
+        "real runs": told.real_sentence,
         "helps": helps_table,
         "cost": cost_sentence,
     },
-    "probes.md": {"costs": costs_table, "share": share_sentence},
+    "docs/probes.md": {"costs": costs_table, "share": share_sentence},
+    "heal/forecast/CARD.md": {"metrics": told.card_sentence},
 }
 
 
@@ -184,10 +121,6 @@ def _made(make: Callable[[], str]) -> str:
         return f"Not measured yet: {what} is missing."
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
-
-
 def _range(values: Any, factor: float, form: str) -> str:
     """Mean and its interval."""
     if not values:
@@ -198,5 +131,5 @@ def _range(values: Any, factor: float, form: str) -> str:
 
 if __name__ == "__main__":
     for name in PAGES:
-        page = ROOT / "docs" / name
+        page = ROOT / name
         page.write_text(updated(name, page.read_text(encoding="utf-8")), encoding="utf-8")

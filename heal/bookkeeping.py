@@ -2,6 +2,7 @@
 
 from heal.config import HealingConfig
 from heal.durable import Durable
+from heal.forecast.watch import SILENT
 from heal.journal import Journal
 from heal.listener import Listener
 from heal.notes import Notes
@@ -94,7 +95,12 @@ class Bookkeeping:
         if self._listener.wants_snapshot:
             self._listener.wants_snapshot = False
             self._wants_snapshot = True
-        if self._run.step % METRICS_INTERVAL == 0 and self._journal.is_heard:
+        if self._run.step % METRICS_INTERVAL:
+            return
+        forecast = self._listener.watch.forecast
+        if forecast is not None and forecast.is_silent:
+            self._notes.add(SILENT)
+        if self._journal.is_heard:
             self._journal.metrics(self._readout.last_step, self._readout.numbers())
 
     def _probe(self, step: int) -> None:

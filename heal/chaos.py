@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from heal import slow_faults
 from heal.broken_loader import BrokenLoader
 from heal.distinct import Key
 from heal.micro_batch import TrainStep
@@ -83,6 +84,7 @@ class Chaos:
         self._healer = healer
         self._faults = list(faults)
         self._random = random.Random(seed)
+        self._seed = seed
         self._attempt = -1
         self._batch = -1
 
@@ -154,6 +156,14 @@ class Chaos:
     def element(self, tensor: Tensor) -> int:
         """Choose an element."""
         return self._random.randrange(tensor.numel())
+
+    def since(self, fault: Fault) -> int:
+        """Return how many attempts ago a fault struck first; 0 for one that strikes by rate."""
+        return 0 if fault.at is None else self._attempt - fault.at
+
+    def generator(self) -> torch.Generator:
+        """Return a generator for this attempt: the run's own are not touched."""
+        return torch.Generator().manual_seed((self._seed << 32) + self._attempt)
 
     @property
     def healer(self) -> "Healer":
@@ -329,6 +339,11 @@ KINDS: dict[str, Kind] = {
     "flip_snapshot_bit": _flip_bit,
     "slow_step": _slow_down,
     "slow_rank": _slow_down,
+    "growing_lr": slow_faults.grow_lr,
+    "oscillating_lr": slow_faults.oscillate_lr,
+    "creeping_scale": slow_faults.creep_scale,
+    "creeping_noise": slow_faults.creep_noise,
+    "creeping_drift": slow_faults.creep_drift,
     "sigterm": _send("SIGTERM"),
     "sigkill": _send("SIGKILL"),
 }

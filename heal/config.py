@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from heal.forecast.conformal import DEFAULT_SHARE
 from heal.settings import (
     ConfigError,
     check_names,
@@ -239,7 +240,7 @@ class HealingConfig:
         group="checks",
     )
     forecast_false_alarms: float = setting(
-        0.02,
+        DEFAULT_SHARE,
         "Share of healthy stretches of 500 steps that may have a false warning.",
         group="checks",
         least=0.01,

@@ -93,6 +93,11 @@ class Watch:
             self.forecast.note_failure(step)
         return [(at, old.value, new.value) for at, old, new in self.forecast.take_moves()]
 
+    def note_rollback(self, step: int) -> None:
+        """Hear that the run goes back to ``step``; before its state is loaded."""
+        if self.forecast is not None:
+            self.forecast.note_failure(step)
+
     def metrics(self) -> dict[str, float]:
         """Return what is worth a plot."""
         metrics = {"healing/loss_spike_ratio": self._spike.ratio}

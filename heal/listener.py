@@ -168,8 +168,7 @@ class Listener:
             record = self._decode(step, row)
             findings = self.watch.observe(record)
             self._judge_snapshots(record, findings)
-            self._treatment.treat(findings)
-            self._treatment.note_moves(self.watch.take_moves(record.step, findings))
+            self._treat(record.step, findings)
             if self._rolled_back:
                 return  # the rest of the mail is of steps that did not happen
         for health in self._health.read(self._run.step):
@@ -178,11 +177,11 @@ class Listener:
                 self._run.ring.note_suspect()
             else:
                 self._run.ring.note_checked(health.step)
-            self._treatment.treat(findings)
+            self._treat(health.step, findings)
             if self._rolled_back:
                 return
         if self.cluster is not None:
-            self._treatment.treat(self.cluster.look(self._run.step))
+            self._treat(self._run.step, self.cluster.look(self._run.step))
 
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
@@ -191,11 +190,17 @@ class Listener:
         for step, row in mailbox.poll():
             findings = self.watch.observe(self._decode(step, row))
             self._treatment.history.note_findings(findings)
+            self._treatment.note_moves(self.watch.take_moves(step, findings))
         mailbox.lag = lag
 
     def report(self, flag: Flag) -> None:
         """Send a flag of the host with the record of the next step; safe in a signal handler."""
         self._reported.append(flag)
+
+    def _treat(self, step: int, findings: list[Finding]) -> None:
+        # Written down first: a rollback forgets what led to it, and a halt ends the run.
+        self._treatment.note_moves(self.watch.take_moves(step, findings))
+        self._treatment.treat(findings)
 
     def _decode(self, step: int, row: list[float]) -> Record:
         host = self._host.pop(step, {})
@@ -234,6 +239,7 @@ class Listener:
         self._reported.extend(self._unheard.values())
         self._unheard.clear()
         self._health.clear()
+        self.watch.note_rollback(self._run.step)
         self.watch.load_state(saved)
         if self.cluster is not None:
             self.cluster.clear()

@@ -30,11 +30,11 @@ def tree(tmp_path):
     return tmp_path
 
 
-def parts_of_the_report():
+def parts_beside_python():
     """What is no Python in the package, and easily forgotten."""
     parts = {str(path.relative_to(ROOT)) for path in (ROOT / "heal/report/web").iterdir()}
     assert len(parts) >= 6
-    return parts
+    return parts | {"heal/forecast/model.json", "heal/forecast/CARD.md"}
 
 
 def build(tree, *, hide_torch=False, command="bdist_wheel", **environment):
@@ -87,16 +87,16 @@ def test_a_pure_python_wheel_says_that_it_is_one(tree, options, message):
     assert message in done.stderr
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
-        assert set(archive.namelist()) >= parts_of_the_report()
+        assert set(archive.namelist()) >= parts_beside_python()
 
 
-def test_the_source_archive_has_the_parts_of_the_report(tree):
+def test_the_source_archive_has_what_is_no_python(tree):
     done, _ = build(tree, command="sdist", ZCLIP_BUILD="none")
     assert done.returncode == 0, done.stderr[-2000:]
     (path,) = (tree / "dist").glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert names >= parts_of_the_report()
+    assert names >= parts_beside_python()
 
 
 def test_without_a_compiler_the_install_still_succeeds_and_says_so(tree):

@@ -12,6 +12,10 @@ from collections.abc import Sequence
 SHARES = (0.2, 0.1, 0.05, 0.02, 0.01)
 """False-alarm shares for which a model has limits: coverage of 80, 90, 95, 98 and 99 %."""
 
+DEFAULT_SHARE = 0.02
+"""One false warning in 10,000 steps is a share of 0.05 of stretches of 500, on runs like those of
+the calibration; this leaves room for runs that are unlike them."""
+
 
 def limit(highest: Sequence[float], share: float) -> float:
     """Return the level that at most ``share`` of unseen healthy runs exceed.

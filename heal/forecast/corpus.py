@@ -137,6 +137,23 @@ def load(path: str | os.PathLike[str]) -> Streams:
         )
 
 
+def check(streams: Streams, wanted: Sequence[Group], path: str | os.PathLike[str]) -> None:
+    """Make sure that a file holds the runs of these groups, and not those of an older corpus.
+
+    Raises:
+        ValueError: it holds others.
+    """
+    expected = [(g.architecture, g.optimizer, kind, g.seed) for g in wanted for kind in g.kinds]
+    found = list(
+        zip(streams.architecture, streams.optimizer, streams.kind, streams.seed, strict=True)
+    )
+    if found != expected:
+        raise ValueError(
+            f"{path} holds {len(found)} runs that are not the {len(expected)} asked for; "
+            f"wanted it out of the way"
+        )
+
+
 def damaged_at(losses: NDArray[np.float32], onset: int) -> int:
     """Return the first step at which the loss has doubled since the fault; -1 if it never does.
 

@@ -140,6 +140,9 @@ class Features:
         self.w += 1.0
         if self.w == 1.0:
             self.weight_last = self.weight_slow = log_norm
+            # Until now updates were not over anything: what changes is the unit, not the run.
+            self.step_fast -= log_norm
+            self.step_slow -= log_norm
             return
         self.weight_rate = (log_norm - self.weight_last) / gap
         self.weight_last = log_norm
@@ -227,7 +230,7 @@ class Features:
         self.override = log_lr - math.log(scheduled_lr) if 0.0 < scheduled_lr < LARGEST else 0.0
         if 0.0 < clipped_norm < LARGEST:
             self.j += 1.0
-            size = log_lr + math.log(clipped_norm)
+            size = log_lr + math.log(clipped_norm) - self.weight_last
             self.step_fast += max(1.0 / self.j, FAST) * (size - self.step_fast)
             self.step_slow += max(1.0 / self.j, SLOW) * (size - self.step_slow)
 

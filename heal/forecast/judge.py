@@ -11,6 +11,7 @@ from heal.forecast.scenarios import INSTANT
 from heal.forecast.score import LARGEST_LOGIT, Model
 from heal.forecast.watch import FIRST_STEP
 
+BEFORE = 50  # steps before an instant failure in which a warning would have been of use
 LAG = 2  # steps after which a healer hears of one: a warning counts from then on
 
 
@@ -39,12 +40,18 @@ def evidence(model: Model, features: NDArray[np.float32]) -> NDArray[np.float32]
     return out
 
 
-def warned_at(evidence_of_run: NDArray[np.float32], limit: float) -> list[int]:
-    """Return the steps at which warnings begin."""
+def warnings(evidence_of_run: NDArray[np.float32], limit: float) -> list[tuple[int, int]]:
+    """Return the first step of every warning, and the step at which it is over."""
     if not (evidence_of_run > limit).any():
         return []
     switch = Hysteresis(limit)
-    return [step for step, e in enumerate(evidence_of_run.tolist()) if switch.observe(e)]
+    found: list[tuple[int, int]] = []
+    for step, level in enumerate(evidence_of_run.tolist()):
+        if switch.observe(level):
+            found.append((step, len(evidence_of_run)))
+        elif found and not switch.is_on and found[-1][1] == len(evidence_of_run):
+            found[-1] = (found[-1][0], step)
+    return found
 
 
 @dataclass
@@ -55,6 +62,7 @@ class Judgement:
     lead: dict[str, list[int]] = field(default_factory=dict)
     instant: list[bool] = field(default_factory=list)
     false_warnings: int = 0
+    falsely_warned_steps: int = 0
     healthy_steps: int = 0
     false_by_kind: dict[str, list[bool]] = field(default_factory=dict)
 
@@ -82,6 +90,7 @@ class Judgement:
                 getattr(self, name).setdefault(kind, []).extend(values)
         self.instant += other.instant
         self.false_warnings += other.false_warnings
+        self.falsely_warned_steps += other.falsely_warned_steps
         self.healthy_steps += other.healthy_steps
 
 
@@ -96,18 +105,22 @@ def judge(dataset: Dataset, evidence_of: NDArray[np.float32], limit: float) -> J
         onset, kind = int(dataset.onset[run]), str(dataset.kind[run])
         if onset < 0 and not dataset.healthy[run]:
             continue
-        warnings = warned_at(evidence_of[run], limit)
+        found = warnings(evidence_of[run], limit)
+        begun = [step for step, _ in found]
         end = onset if onset >= 0 else steps
-        early = [step for step in warnings if step < end]
+        early = [step for step in begun if step < end]
         told.false_warnings += len(early)
+        told.falsely_warned_steps += sum(
+            min(over, end) - step for step, over in found[: len(early)]
+        )
         told.healthy_steps += end - FIRST_STEP
         if onset < 0:
             told.false_by_kind.setdefault(kind, []).append(bool(early))
         elif kind in INSTANT:
-            told.instant.append(any(onset - 50 <= step < onset - LAG for step in warnings))
+            told.instant.append(any(onset - BEFORE <= step < onset - LAG for step in begun))
         elif dataset.damage[run] >= 0:
             damage = int(dataset.damage[run])
-            useful = [step for step in warnings if onset <= step < damage - LAG]
+            useful = [step for step in begun if onset <= step < damage - LAG]
             told.in_time.setdefault(kind, []).append(bool(useful))
             if useful:
                 told.lead.setdefault(kind, []).append(damage - LAG - useful[0])

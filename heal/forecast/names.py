@@ -24,11 +24,11 @@ ABOUT: dict[str, str] = {
     "lr_override": "Log of the learning rate over the scheduled one, where that is known.",
     "lr_climb": "Log of the learning rate over the highest that was not exceeded for 30 steps.",
     "lr_swing": "How much the learning rate goes to and fro, in percent a step, mean of 16.",
-    "step_growth": "Log of rate times clipped norm, in place of update over weight, 8 above 128.",
+    "update_ratio": "Log of update over weight, rate x clipped norm / weights' norm, 8 above 128.",
     "weight_rate": "Growth of the weights' norm per step, between the last two checks.",
     "weight_surge": "Log of that growth over what it usually is.",
     "weight_growth": "Log of the weights' norm over its mean of 128 steps.",
-    "throughput": "Log of the seconds per step, 8 over 128. Differs by rank: in no shipped model.",
+    "throughput": "Log of the seconds per step, 8 over 128. Not in the corpus: in no model.",
 }
 """Every feature, in order, with its meaning."""
 

@@ -2,16 +2,18 @@
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from operator import mul
 from pathlib import Path
 from typing import Any
 
 from heal.forecast.features import NAMES
 
-FORMAT = 1
+FORMAT = 2
 """Of the file: a reader refuses another one instead of guessing."""
 
 SHIPPED = Path(__file__).with_name("model.json")
@@ -44,11 +46,11 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Standardise, then layers of weights with tanh between them, then a calibrated sigmoid.
+    """Standardise, then layers of weights with tanh between them: log-odds.
 
-    ``limits`` has, by share of healthy stretches of ``stretch_steps`` steps that may raise a false
-    alarm, the evidence from which one is raised. Evidence is the mean log-odds of about ``memory``
-    steps.
+    Evidence is their mean over about ``memory`` steps. ``levels`` and ``chances`` are a table from
+    evidence to probability. ``limits`` has, by share of healthy stretches of ``stretch_steps``
+    steps that may raise a false alarm, the evidence from which one is raised.
     """
 
     names: tuple[str, ...]
@@ -56,8 +58,8 @@ class Model:
     means: tuple[float, ...]
     scales: tuple[float, ...]  # reciprocal standard deviations
     layers: tuple[Layer, ...]
-    slope: float  # of the calibration, on the logit
-    offset: float
+    levels: tuple[float, ...]  # of evidence, rising
+    chances: tuple[float, ...]  # at each of them, never falling
     memory: float
     limits: dict[float, float]
     stretch_steps: int
@@ -81,9 +83,17 @@ class Model:
         logit = LAYER(weights, biases, values)[0]
         return min(max(logit, -LARGEST_LOGIT), LARGEST_LOGIT)
 
-    def probability(self, logit: float) -> float:
+    def probability(self, evidence: float) -> float:
         """Return the calibrated chance that the loss doubles within the horizon of the card."""
-        return 1.0 / (1.0 + math.exp(-(self.slope * logit + self.offset)))
+        levels, chances = self.levels, self.chances
+        above = bisect_right(levels, evidence)
+        if above == 0:
+            return chances[0]
+        if above == len(levels):
+            return chances[-1]
+        low, high = levels[above - 1], levels[above]
+        share = (evidence - low) / (high - low)
+        return chances[above - 1] + share * (chances[above] - chances[above - 1])
 
     def limit(self, share: float) -> float:
         """Return the evidence for an alarm if this share of healthy stretches may have a false one.
@@ -109,8 +119,7 @@ class Model:
             "layers": [
                 {"weights": [list(r) for r in w], "biases": list(b)} for w, b in self.layers
             ],
-            "slope": self.slope,
-            "offset": self.offset,
+            "calibration": {"levels": list(self.levels), "chances": list(self.chances)},
             "memory": self.memory,
             "limits": {f"{share:g}": limit for share, limit in self.limits.items()},
             "stretch_steps": self.stretch_steps,
@@ -137,14 +146,17 @@ def from_json(content: Mapping[str, Any]) -> Model:
         )
         means, scales = _numbers(content["means"]), _numbers(content["scales"])
         _check_shapes(layers, len(names), len(means), len(scales))
+        levels = _numbers(content["calibration"]["levels"])
+        chances = _numbers(content["calibration"]["chances"])
+        _check_table(levels, chances)
         return Model(
             names=names,
             indices=tuple(NAMES.index(name) for name in names),
             means=means,
             scales=scales,
             layers=layers,
-            slope=_numbers([content["slope"]])[0],
-            offset=_numbers([content["offset"]])[0],
+            levels=levels,
+            chances=chances,
             memory=_numbers([content["memory"]])[0],
             limits={float(share): float(limit) for share, limit in content["limits"].items()},
             stretch_steps=int(content["stretch_steps"]),
@@ -184,6 +196,15 @@ def _check_shapes(layers: Sequence[Layer], features: int, means: int, scales: in
         width = len(weights)
     if width != 1 or not layers or means != features or scales != features:
         raise ModelError("wanted one mean and one scale per feature, and one number at the end")
+
+
+def _check_table(levels: Sequence[float], chances: Sequence[float]) -> None:
+    rises = all(low < high for low, high in pairwise(levels))
+    never_falls = all(low <= high for low, high in pairwise(chances))
+    if not levels or len(levels) != len(chances) or not rises or not never_falls:
+        raise ModelError("calibration: wanted levels that rise, and a chance for each, never less")
+    if not 0.0 <= chances[0] <= chances[-1] <= 1.0:
+        raise ModelError(f"calibration: chances {chances[0]:g} to {chances[-1]:g}; wanted 0 to 1")
 
 
 def _numbers(values: Sequence[Any]) -> tuple[float, ...]:

@@ -1,4 +1,8 @@
-"""Trains many tiny networks at once, and keeps what a healer would have heard of each."""
+"""Trains many tiny networks at once, and keeps what a healer would have heard of each.
+
+For speed it has optimizers, a z-score clip and faults of its own, for all runs of a group together;
+tests hold them to those of torch, of :mod:`zclip` and of :mod:`heal.chaos`.
+"""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +17,8 @@ from heal.forecast.scenarios import Scenario, plan
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "rmsprop")
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
-ZCLIP_DECAY, ZCLIP_THRESHOLD, ZCLIP_WARMUP = 0.97, 2.5, 25  # the defaults of zclip.ZClip
+# The defaults of zclip.ZClip.
+ZCLIP_DECAY, ZCLIP_THRESHOLD, ZCLIP_WARMUP, ZCLIP_LARGEST, ZCLIP_EPS = 0.97, 2.5, 25, 1.0, 1e-6
 SWEEP_STEPS, SWEEP_RUNS = 150, 36
 LR_CEILING = {"sgd": 2.0, "momentum": 0.5, "adam": 0.1, "rmsprop": 0.05}
 """No one trains with more, though small networks may bear it for a while."""
@@ -36,6 +41,19 @@ class Streams:
 
     def __len__(self) -> int:
         return len(self.kind)
+
+    def without(self, column: str, every: int = 1) -> "Streams":
+        """Return every so-many-th run, as if nobody had told this column."""
+        records = self.records[::every].copy()
+        records[:, :, COLUMNS.index(column)] = np.nan
+        return Streams(
+            records,
+            self.architecture[::every],
+            self.optimizer[::every],
+            self.kind[::every],
+            self.onset[::every],
+            self.seed[::every],
+        )
 
 
 class Trainer:
@@ -73,7 +91,8 @@ class Trainer:
         self.steps_taken = torch.zeros(runs)
         self.mean = torch.zeros(runs)
         self.variance = torch.zeros(runs)
-        self.seen: list[Tensor] = []
+        self.seen = torch.zeros(runs, ZCLIP_WARMUP)  # norms of the warm-up
+        self.num_seen = torch.zeros(runs, dtype=torch.int64)
 
     def step(self, lr_factor: Tensor, noise: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """Take one step of every run; return float32 [runs, COLUMNS]."""
@@ -102,24 +121,30 @@ class Trainer:
 
     def _clip(self, norm: Tensor, blocked: Tensor) -> Tensor:
         """The z-score rule, for those runs that have it: float32 [runs], 1 where none is due."""
-        usable = torch.where(blocked, self.mean, norm)
-        if len(self.seen) < ZCLIP_WARMUP:
-            self.seen.append(usable)
-            if len(self.seen) == ZCLIP_WARMUP:
-                self.mean = torch.stack(self.seen).mean(0)
-                self.variance = torch.stack(self.seen).var(0, unbiased=False)
-            limit = torch.ones_like(norm)
-        else:
-            z = (usable - self.mean) / (self.variance.sqrt() + 1e-6)
-            target = self.mean + ZCLIP_THRESHOLD**2 / z.clamp(min=1e-6) * self.variance.sqrt()
-            limit = torch.where(z > ZCLIP_THRESHOLD, target, usable).clamp(max=1.0)
-            taken = torch.where(z > ZCLIP_THRESHOLD, target, usable)
-            self.variance = ZCLIP_DECAY * self.variance + (1 - ZCLIP_DECAY) * (
-                (taken - self.mean).square()
-            )
-            self.mean = ZCLIP_DECAY * self.mean + (1 - ZCLIP_DECAY) * taken
-        coef = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
-        return torch.where(self.clips & ~blocked, coef, torch.ones_like(coef))
+        warming = self.num_seen < ZCLIP_WARMUP
+        std = self.variance.sqrt()
+        z = (norm - self.mean) / (std + ZCLIP_EPS)
+        target = self.mean + ZCLIP_THRESHOLD**2 * std / z.clamp(min=ZCLIP_EPS)
+        learned = torch.where(z > ZCLIP_THRESHOLD, target, norm)
+        limit = torch.where(warming, norm, learned).clamp(max=ZCLIP_LARGEST)
+        coef = torch.where(norm > limit, limit / (norm + ZCLIP_EPS), 1.0)
+        learns = ~warming & ~blocked
+        mean = torch.where(learns, self.mean + (1 - ZCLIP_DECAY) * (learned - self.mean), self.mean)
+        off = (learned - mean).square() - self.variance
+        self.variance = torch.where(learns, self.variance + (1 - ZCLIP_DECAY) * off, self.variance)
+        self.mean = mean
+        if bool(warming.any()):
+            self._warm_up(norm, warming & ~blocked)
+        return torch.where(self.clips & ~blocked, coef, 1.0)
+
+    def _warm_up(self, norm: Tensor, fills: Tensor) -> None:
+        """Keep the norm of these runs; the last that is wanted sets mean and variance."""
+        place = fills.unsqueeze(1) & (torch.arange(ZCLIP_WARMUP) == self.num_seen.unsqueeze(1))
+        self.seen = torch.where(place, norm.unsqueeze(1), self.seen)
+        self.num_seen = self.num_seen + fills
+        is_last = fills & (self.num_seen == ZCLIP_WARMUP)
+        self.mean = torch.where(is_last, self.seen.mean(1), self.mean)
+        self.variance = torch.where(is_last, self.seen.var(1, unbiased=False), self.variance)
 
     def _update(self, grads: tuple[Tensor, ...], coef: Tensor, lr: Tensor, blocked: Tensor) -> None:
         self.steps_taken = self.steps_taken + (~blocked)
@@ -137,13 +162,12 @@ class Trainer:
             else:
                 decay = BETA2 if self.optimizer == "adam" else 0.99
                 second = torch.where(refused, second, decay * second + (1 - decay) * grad**2)
-                unbiased = second / _wide(1 - decay**taken, second)
+                change, size = grad, second
                 if self.optimizer == "adam":
                     first = torch.where(refused, first, BETA1 * first + (1 - BETA1) * grad)
                     change = first / _wide(1 - BETA1**taken, first)
-                else:
-                    change = grad
-                change = change / (unbiased.sqrt() + EPS)
+                    size = second / _wide(1 - decay**taken, second)
+                change = change / (size.sqrt() + EPS)
             self.first[name], self.second[name] = first, second
             self.params[name] = param - _wide(lr * keep, param) * change
 

@@ -12,19 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heal.forecast import conformal
+from heal.forecast.calibration import HORIZON, steps_within, table
 from heal.forecast.dataset import Dataset
 from heal.forecast.features import NAMES
-from heal.forecast.judge import evidence, logits
+from heal.forecast.judge import evidence
 from heal.forecast.score import Model
-from heal.forecast.watch import FIRST_STEP
 
 KINDS = ("logistic", "network")
 LEFT_OUT = ("throughput", "lr_override")
-"""Features in no model: one differs by rank, the other is never seen in the corpus."""
+"""Features in no model: the corpus has neither seconds nor schedules that a rate could leave."""
 
 HIDDEN = (12, 6)  # more learn the architectures by heart, and warn in vain on others
 MEMORY = 4.0  # steps of evidence
-HORIZON = 50  # steps ahead that the calibrated probability speaks of
 POSITIVES, NEGATIVES = 40_000, 60_000  # steps that are learned from
 HARDEST = 3  # steps of each healthy run that the first model found worst
 PASSES, FEW_PASSES = 20, 5  # over those steps; of the round that looks for the hardest ones
@@ -59,37 +58,18 @@ def calibrate(model: Model, dataset: Dataset, card: dict[str, Any] | None = None
 
     It has limits only for those shares that so many healthy runs can promise.
     """
-    from sklearn.linear_model import LogisticRegression
-
-    healthy = dataset.part(dataset.healthy)
-    highest = evidence(model, healthy.features).max(1).tolist()
+    scores = evidence(model, dataset.features)
+    highest = scores[dataset.healthy].max(1).tolist()
     shares = conformal.affordable(len(highest))
-    limits = {share: conformal.limit(highest, share) for share in shares}
-    scores, soon = steps_within(model, dataset)
-    platt = LogisticRegression(C=1e6).fit(scores[:, None], soon)
+    levels, chances = table(*steps_within(scores, dataset))
     return replace(
         model,
-        limits=limits,
-        slope=float(platt.coef_[0, 0]),
-        offset=float(platt.intercept_[0]),
+        limits={share: conformal.limit(highest, share) for share in shares},
+        levels=levels,
+        chances=chances,
         stretch_steps=int(dataset.features.shape[1]),
         card={**model.card, **(card or {}), "calibration_runs": len(highest)},
     )
-
-
-def steps_within(model: Model, dataset: Dataset) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the log-odds of every step before the damage, and whether it came within HORIZON."""
-    scores, soon = [], []
-    every = logits(model, dataset.features)
-    for run in range(len(dataset)):
-        damage, onset = int(dataset.damage[run]), int(dataset.onset[run])
-        if onset < 0 and not dataset.healthy[run]:
-            continue
-        end = damage if damage >= 0 else onset if onset >= 0 else every.shape[1]
-        steps = np.arange(FIRST_STEP, end)
-        scores.append(every[run, FIRST_STEP:end])
-        soon.append((steps >= damage - HORIZON) & (damage >= 0))
-    return np.concatenate(scores), np.concatenate(soon)
 
 
 def _some(steps: NDArray[np.int64], count: int, random: np.random.Generator) -> NDArray[np.int64]:
@@ -121,8 +101,8 @@ def _fit_steps(
             (tuple(tuple(row) for row in weights.T.tolist()), tuple(biases.tolist()))
             for weights, biases in layers
         ),
-        slope=1.0,
-        offset=0.0,
+        levels=(0.0,),
+        chances=(0.5,),
         memory=MEMORY,
         limits={},
         stretch_steps=int(dataset.features.shape[1]),

@@ -5,25 +5,31 @@ warning takes a snapshot, tightens the clip and has the weights checked more oft
 """
 
 import math
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
+from heal.forecast.conformal import DEFAULT_SHARE
 from heal.forecast.features import Features
 from heal.forecast.hysteresis import QUIET_STEPS, Hysteresis
 from heal.forecast.score import Model, shipped
 from heal.verdict import HealthRow, Record
 
 FIRST_STEP = 20  # levels and noise are guesses before it
+TOLD_SHARE = 1.0 / 16  # weight of a step in the share of steps that told a loss
+LEAST_TOLD = 0.5  # of that share: with fewer losses there are eight times the false warnings
+SILENT = "the forecast is silent: it needs the loss of every step; wanted healer.step(loss)"
 
 
 class State(str, Enum):
     """How a run is.
 
     HEALTHY to WARNING: the evidence exceeds its calibrated limit. WARNING to HEALTHY: it has
-    stayed well below that for fifty steps. Either to FAILURE: a detector found damage, or a step
-    was refused; the forecast itself never says so. FAILURE to HEALTHY: fifty steps without.
+    stayed well below that for fifty steps. Either to FAILURE: something was found that must be
+    acted on, a step was refused, or the run was rolled back; the forecast itself never says so.
+    FAILURE to HEALTHY or WARNING: fifty steps without.
     """
 
     HEALTHY = "healthy"
@@ -41,16 +47,19 @@ class ForecastWatch:
     Attributes:
         probability: calibrated chance that the loss doubles soon; NaN in the first steps.
         evidence: what is compared with the limit.
+        told: running share of the steps that told a loss; the watch is silent without.
         moves: transitions since the last :meth:`take_moves`: step, from, to.
     """
 
-    def __init__(self, share: float = 0.05, model: Model | None = None) -> None:
+    def __init__(self, share: float = DEFAULT_SHARE, model: Model | None = None) -> None:
         self.model = shipped() if model is None else model
         self.switch = Hysteresis(self.model.limit(share))
         self.features = Features()
         self.probability = math.nan
         self.evidence = -math.inf
+        self.told = 0.0
         self.failure_steps = 0  # left until a failure is over
+        self.owes_warning = False  # one began during a failure
         self.moves: list[tuple[int, State, State]] = []
         self._last = State.HEALTHY
 
@@ -66,21 +75,25 @@ class ForecastWatch:
             return State.FAILURE
         return State.WARNING if self.switch.is_on else State.HEALTHY
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether too few losses are told to say anything."""
+        return self.features.steps > FIRST_STEP and self.told < LEAST_TOLD
+
     def observe(self, record: Record) -> Finding | None:
-        """Hear of a step, in order; return a warning when one begins."""
+        """Hear of a step, in order; return a warning when one begins.
+
+        One that begins during a failure is returned when that is over, if it lasts so long.
+        """
         values = self.features.observe(record)
+        self.told += TOLD_SHARE * ((record.loss == record.loss) - self.told)
         self.failure_steps = QUIET_STEPS if record.blocked else max(self.failure_steps - 1, 0)
-        begins = False
         if self.features.steps > FIRST_STEP:
-            logit = self.model.logit(values)
-            self.probability = self.model.probability(logit)
-            if self.evidence == -math.inf:
-                self.evidence = logit
-            self.evidence += (logit - self.evidence) / self.model.memory
-            begins = self.switch.observe(self.evidence)
+            self._judge(values)
         self._note(record.step)
-        if not begins or self.failure_steps:
+        if not self.owes_warning or self.failure_steps:
             return None
+        self.owes_warning = False
         return Finding(
             cause=Cause.INSTABILITY_AHEAD,
             step=record.step,
@@ -93,12 +106,24 @@ class ForecastWatch:
             },
         )
 
+    def _judge(self, values: Sequence[float]) -> None:
+        if self.told < LEAST_TOLD:
+            self.probability, self.evidence = math.nan, -math.inf
+        else:
+            logit = self.model.logit(values)
+            if self.evidence == -math.inf:
+                self.evidence = logit
+            self.evidence += (logit - self.evidence) / self.model.memory
+            self.probability = self.model.probability(self.evidence)
+        begins = self.switch.observe(self.evidence)
+        self.owes_warning = begins or (self.owes_warning and self.switch.is_on)
+
     def observe_health(self, row: HealthRow) -> None:
         """Hear of a check of the weights: how large they are all together."""
         self.features.hear_weights(math.hypot(*row.weight_norms))
 
     def note_failure(self, step: int) -> None:
-        """Hear that a detector found damage."""
+        """Hear that something must be acted on, or that the run is rolled back."""
         self.failure_steps = QUIET_STEPS
         self._note(step)
 
@@ -121,13 +146,21 @@ class ForecastWatch:
             "is_on": self.switch.is_on,
             "quiet": self.switch.quiet,
             "failure_steps": self.failure_steps,
+            "owes_warning": self.owes_warning,
+            "told": self.told,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Remember what :meth:`state` returned, and nothing else."""
+        """Remember what :meth:`state` returned, and a failure that is not over.
+
+        A rollback undoes steps, not the failure that led to it. No transition is noted: the run
+        was in this condition when the state was saved.
+        """
         self.features.load_state(state["features"])
         self.evidence = -math.inf if state["evidence"] is None else state["evidence"]
         self.switch.is_on = state["is_on"]
         self.switch.quiet = state["quiet"]
-        self.failure_steps = state["failure_steps"]
+        self.failure_steps = max(self.failure_steps, state["failure_steps"])
+        self.owes_warning, self.told = state["owes_warning"], state["told"]
         self.probability = math.nan
+        self._last = self.condition

@@ -13,6 +13,7 @@ from heal import Healer, HealingConfig
 from heal.actions import CannotHeal
 from heal.exit_codes import ExitCode
 from heal.verdict import Flag
+from tests.heal.forecast.models import model_of
 from tests.parallel.layouts import CountCollectives, same_on_all_ranks
 from tests.parallel.registry import check
 from zclip.layout import STEPS
@@ -455,3 +456,35 @@ def a_learning_rate_that_leaps_on_one_rank_is_undone_by_all():
     assert setup.causes()[0] == "lr_spike"
     assert "Rollback" in setup.actions()
     assert setup.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
+
+
+@check(2)
+def a_forecast_hears_the_mean_loss_and_warns_alike():
+    from heal.forecast import watch as watch_module
+
+    shipped = watch_module.shipped
+    watch_module.shipped = lambda: model_of("loss_rise", weight=1.0, bias=9.0)
+    try:
+        setup = Setup(forecast=True)
+    finally:
+        watch_module.shipped = shipped
+    own, train_step = [], setup.train_step
+
+    def watched(batch):
+        loss = train_step(batch)
+        own.append(float(loss.detach()))
+        return loss
+
+    setup.train_step = watched
+    setup.run(40)
+    setup.assert_alike()
+    assert setup.causes() == ["instability_ahead"]
+    assert setup.actions() == {"TakeSnapshot", "TightenClip", "WatchClosely"}
+    forecast = setup.healer._listener.watch.forecast
+    heard = (forecast.evidence, forecast.features.last_loss, forecast.features.second_fast)
+    ranks = setup.healer._guarded.ranks
+    assert len(set(ranks.gather(heard))) == 1
+    losses = ranks.gather(own)
+    assert losses[0][-1] != losses[1][-1]
+    mean = [sum(pair) / 2 for pair in zip(*losses, strict=True)]
+    assert any(abs(forecast.features.last_loss - loss) < 1e-5 for loss in mean[-4:])

@@ -8,6 +8,7 @@ from heal.forecast import corpus, dataset
 from heal.forecast.architectures import ARCHITECTURES
 from heal.forecast.scenarios import HEALTHY, INSTANT, SLOW, plan
 from heal.forecast.simulate import COLUMNS, OPTIMIZERS, Streams, Trainer, simulate
+from zclip import ZClip
 
 KINDS = ["plain", "growing_lr", "drift", "nan_batch", "corrupt_weights"]
 
@@ -41,7 +42,7 @@ def test_every_run_of_a_batch_has_the_gradient_it_would_have_alone(name):
             assert float(one.abs().sum()) == pytest.approx(float(one[run].abs().sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_optimizers_are_those_of_torch(optimizer):
     made = ARCHITECTURES["mlp"]
     lr, no_clip = torch.full((1,), 0.05), torch.zeros(1, dtype=torch.bool)
@@ -51,6 +52,7 @@ def test_the_optimizers_are_those_of_torch(optimizer):
         "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
         "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         "adam": lambda p: torch.optim.Adam(p, lr=0.05),
+        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.05),
     }[optimizer](list(params.values()))
     one, zero = torch.ones(1), torch.zeros(1)
     twin = torch.Generator()
@@ -63,6 +65,26 @@ def test_the_optimizers_are_those_of_torch(optimizer):
         trainer.step(one, zero, one, zero)
     for name, param in params.items():
         torch.testing.assert_close(trainer.params[name][0], param.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_clip_is_that_of_zclip():
+    """Refused steps, in the warm-up and after it, teach neither of them anything."""
+    norms = 0.5 * torch.exp(0.3 * torch.randn(120, generator=torch.Generator().manual_seed(0)))
+    norms[[60, 90]] *= 20.0
+    norms[[7, 70]] = torch.nan
+    every = torch.ones(1, dtype=torch.bool)
+    trainer = Trainer(ARCHITECTURES["linear"], "sgd", torch.ones(1), every, 4, seed=0)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    clipper = ZClip()
+    clipped_below_one = 0  # by the z-score, not by the fixed limit
+    for norm in norms:
+        weight.grad = norm.reshape(1).clone()
+        clipper.step([weight])
+        coef = trainer._clip(norm.reshape(1), ~norm.reshape(1).isfinite())
+        if norm.isfinite():
+            assert float(coef * norm) == pytest.approx(float(weight.grad), rel=1e-4)
+            clipped_below_one += float(coef) < 1.0 and float(coef * norm) < 0.999
+    assert clipped_below_one >= 2
 
 
 def test_the_same_seed_gives_the_same_records():
@@ -167,3 +189,12 @@ def test_a_run_that_fails_without_a_fault_is_not_called_healthy():
     streams = Streams(records, ["mlp"] * 2, ["sgd"] * 2, ["plain"] * 2, np.array([-1, -1]), [0, 0])
     assert corpus.failed(streams).tolist() == [True, False]
     assert dataset.build(streams).healthy.tolist() == [False, True]
+
+
+def test_corpora_whose_seeds_differ_by_three_have_the_same_batch_sizes():
+    """Runs of both are alike, so that limits set on one may be tested on the other."""
+    counts = {"healthy": 1, "slow": 1, "instant": 0}
+    one, other, third = (corpus.groups(**counts, seed=seed) for seed in (2, 5, 3))
+    assert [g.batch_size for g in one] == [g.batch_size for g in other]
+    assert [g.batch_size for g in one] != [g.batch_size for g in third]
+    assert not {g.seed for g in one} & {g.seed for g in other}

@@ -144,6 +144,35 @@ def test_weights_that_drift_are_seen_against_their_habit():
     assert drifting["weight_growth"] > calm["weight_growth"] + 1.0
 
 
+def test_an_update_is_measured_against_the_weights():
+    """Alike in every step: a rate that grows, and weights that shrink while it does not."""
+    steps = np.arange(301)
+    growth = np.where(steps < 200, 1.0, 1.02 ** np.maximum(steps - 200, 0))
+
+    def ratio(lrs, weights):
+        features = Features()
+        for step, lr in enumerate(lrs.tolist()):
+            values = features.observe(Record(step=step, loss=1.0, clipped_norm=0.5, lr=lr))
+            if step % 10 == 0:
+                features.hear_weights(weights[step])
+        return values[AT["update_ratio"]]
+
+    calm, faster = np.full(301, 1e-3), 1e-3 * growth
+    assert ratio(calm, np.full(301, 5.0)) == pytest.approx(0.0, abs=1e-9)
+    assert ratio(faster, np.full(301, 5.0)) > 0.5
+    assert ratio(calm, 5.0 / growth) == pytest.approx(ratio(faster, np.full(301, 5.0)), rel=0.15)
+    assert ratio(faster, 5.0 * growth) == pytest.approx(0.0, abs=0.15)
+
+
+def test_the_first_norm_of_the_weights_is_no_change_of_the_update():
+    features = Features()
+    for step in range(60):
+        values = features.observe(Record(step=step, loss=1.0, clipped_norm=0.5, lr=1e-3))
+        if step == 50:
+            features.hear_weights(40.0)
+    assert values[AT["update_ratio"]] == pytest.approx(0.0, abs=1e-9)
+
+
 def test_rarer_checks_say_about_the_same():
     drifting = 5.0 * 1.01 ** np.arange(301)
     often, seldom = follow_weights(drifting), follow_weights(drifting, every=30)

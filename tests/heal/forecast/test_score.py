@@ -3,14 +3,20 @@
 import json
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from heal.commands.forecast import CORPUS_SEED
 from heal.forecast import score
+from heal.forecast.calibration import chances
+from heal.forecast.card import digest
+from heal.forecast.corpus import STEPS
 from heal.forecast.features import NAMES
 from heal.forecast.judge import logits
 from heal.forecast.score import SHIPPED, Model, ModelError, from_json, read, shipped
+from heal.forecast.train import LEFT_OUT
 from tests.heal.forecast.models import model_of
 
 
@@ -49,10 +55,15 @@ def test_a_model_survives_its_file(tmp_path):
     assert read(path) == model
 
 
-def test_the_probability_is_that_of_the_calibrated_sigmoid():
-    model = model_of(slope=2.0, offset=-1.0)
-    assert model.probability(0.5) == pytest.approx(0.5)
-    assert 0.0 < model.probability(-30.0) < model.probability(30.0) < 1.0 + 1e-12
+def test_the_probability_is_read_from_the_table_and_never_falls():
+    model = model_of(levels=(-2.0, 0.0, 4.0), chances=(0.01, 0.1, 0.9))
+    assert model.probability(-math.inf) == model.probability(-30.0) == 0.01
+    assert model.probability(-1.0) == pytest.approx(0.055)
+    assert model.probability(0.0) == pytest.approx(0.1)
+    assert model.probability(1.0) == pytest.approx(0.3)
+    assert model.probability(4.0) == model.probability(30.0) == 0.9
+    levels = np.linspace(-5, 8, 300)
+    assert np.allclose([model.probability(x) for x in levels], chances(model, levels))
 
 
 def test_the_limit_is_that_of_the_largest_share_not_above_the_one_asked_for():
@@ -71,13 +82,29 @@ def spoiled(**changes):
     ("content", "told"),
     [
         ({}, "format is None"),
-        (spoiled(format=99), "format is 99; wanted 1"),
+        (spoiled(format=99), "format is 99; wanted 2"),
         (spoiled(names=["charm"]), "feature 'charm' is unknown"),
         (spoiled(means=[0.0, 1.0]), "one mean and one scale per feature"),
         (spoiled(layers=[{"weights": [[1.0, 2.0]], "biases": [0.0]}]), "layer 0: wanted rows of 1"),
         (spoiled(layers=[{"weights": [[math.nan]], "biases": [0.0]}]), "a weight is NaN or Inf"),
         (spoiled(layers=7), "not a model of heal"),
-        ({k: v for k, v in spoiled().items() if k != "slope"}, "not a model of heal: KeyError"),
+        (
+            {k: v for k, v in spoiled().items() if k != "calibration"},
+            "not a model of heal: KeyError",
+        ),
+        (
+            spoiled(calibration={"levels": [0.0, 0.0], "chances": [0.0, 1.0]}),
+            "wanted levels that rise",
+        ),
+        (
+            spoiled(calibration={"levels": [0.0, 1.0], "chances": [0.5, 0.4]}),
+            "a chance for each, never less",
+        ),
+        (spoiled(calibration={"levels": [], "chances": []}), "wanted levels that rise"),
+        (
+            spoiled(calibration={"levels": [0.0, 1.0], "chances": [0.0, 1.5]}),
+            "chances 0 to 1.5; wanted 0 to 1",
+        ),
     ],
 )
 def test_what_is_no_model_is_refused_by_name(content, told):
@@ -104,6 +131,27 @@ def test_the_shipped_model_is_small_plain_and_says_where_it_comes_from():
     assert list(model.limits.values()) == sorted(model.limits.values())
     assert model.card["training_runs"] > 1000
     assert model.card["calibration_runs"] > 1000
+    assert model.card["corpus"]["seed"] == CORPUS_SEED
+    assert len(model.card["corpus"]["sha256"]) == 64
+    assert {"python", "torch", "numpy", "scikit-learn"} == set(model.card["versions"])
+    assert model.card["metrics"]["held_out_architectures"]["detection"] > 0.9
+
+
+def test_the_shipped_model_is_of_this_format_and_has_every_feature_that_may_be_learned():
+    """Whoever changes features or format trains anew, or this fails."""
+    content = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    assert content["format"] == score.FORMAT
+    assert content["names"] == [name for name in NAMES if name not in LEFT_OUT]
+    assert content["stretch_steps"] == STEPS
+
+
+def test_the_published_results_are_those_of_the_shipped_model():
+    results = Path(__file__).parents[3] / "benchmarks" / "results" / "forecast.json"
+    told = json.loads(results.read_text(encoding="utf-8"))
+    assert told["fresh"]["judges"] == digest(shipped())
+    total = told["network by architecture"]["total"]
+    told_by_card = shipped().card["metrics"]["held_out_architectures"]
+    assert told_by_card["detection"] == total["detection"]
 
 
 def test_both_ways_to_compute_a_layer_agree(monkeypatch):

@@ -1,14 +1,12 @@
 """A tiny corpus, trained for real: what comes out forecasts runs that it has not seen."""
 
-import argparse
 import json
 
 import numpy as np
 import pytest
 import torch
 
-from heal.commands import forecast as command
-from heal.forecast import corpus, dataset, evaluate, judge, train
+from heal.forecast import calibration, corpus, dataset, evaluate, judge, results, train
 from heal.forecast.names import NAMES
 from heal.forecast.score import from_json
 
@@ -58,9 +56,11 @@ def test_a_model_is_calibrated_on_runs_and_survives_json(tiny):
     assert np.array_equal(
         judge.logits(again, tiny.features[:2]), judge.logits(model, tiny.features[:2])
     )
-    told = evaluate.reliability(model, tiny)
-    assert told["error"] < 0.1
-    assert 0.0 < told["base"] < 0.5
+    scores = judge.evidence(model, tiny.features)
+    told = calibration.told([calibration.reliability(model, scores, tiny)])
+    assert told["error"][0] < 0.02  # on the runs that made the table
+    assert told["skill"][0] > 0.2
+    assert 0.0 < told["base"][0] < 0.5
 
 
 def test_held_out_architectures_are_not_trained_on(tiny, monkeypatch):
@@ -72,11 +72,18 @@ def test_held_out_architectures_are_not_trained_on(tiny, monkeypatch):
         return real(part, kind, seed)
 
     monkeypatch.setattr(evaluate, "fit", noted)
-    folds = evaluate.cross_validate(tiny, "logistic", "architecture", share=0.2)
+    folds = evaluate.cross_validate(tiny, "logistic", "architecture")
     assert [fold.held_out for fold in folds] == ["linear", "mlp"]
     assert seen == [{"mlp"}, {"linear"}]
-    total = evaluate.together(folds)
+    total = evaluate.together(folds, share=0.2)
     assert total.healthy_steps > 0
+    told = results.results_of(folds, share=0.2)
+    low, high = told["total"]["detection_interval"]
+    assert low <= told["total"]["detection"] <= high
+    covered = told["by_share"]["0.2"]
+    assert covered["healthy_runs"] == tiny.healthy.sum()
+    worst, *_, best = covered["coverage_low_p10_p90_high"]
+    assert worst <= covered["coverage"] <= best
     with pytest.raises(ValueError, match="by is 'luck'"):
         evaluate.cross_validate(tiny, "logistic", "luck")
 
@@ -106,21 +113,18 @@ def test_warnings_before_the_fault_or_too_late_to_be_heard_do_not_count():
     assert early.detection == 0.0
 
 
-def test_the_command_trains_a_model_from_a_corpus_file(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "dataset_of", lambda arguments: tiny)
-    output = tmp_path / "model.json"
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    words = ["train", "--kind", "logistic", "--output", str(output)]
-    assert command.run(parser.parse_args(words)) == 0
-    assert from_json(json.loads(output.read_text())).card["kind"] == "logistic"
-    assert "coverage wanted 80 %" in capsys.readouterr().out
-
-
-def test_a_corpus_that_cannot_be_read_is_told(tmp_path, capsys):
-    path = tmp_path / "corpus.npz"
-    path.write_bytes(b"nothing")
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    assert command.run(parser.parse_args(["evaluate", "--corpus", str(path)])) == 1
-    assert "heal forecast:" in capsys.readouterr().err
+def test_the_time_that_a_healthy_run_stands_warned_is_counted():
+    steps = 300
+    features = np.zeros((1, steps, len(NAMES)), np.float32)
+    none = np.array([-1])
+    runs = dataset.Dataset(
+        features, np.array(["mlp"]), np.array(["plain"]), none, none, np.array([True])
+    )
+    scores = np.full((1, steps), -5.0)
+    scores[0, 100:110] = 5.0
+    told = judge.judge(runs, scores, 0.0)
+    assert told.false_warnings == 1
+    # On at step 100; fifty quiet steps, the first of which is 110, end it with step 159.
+    assert told.falsely_warned_steps == 59
+    scores[0, 280:] = 5.0
+    assert judge.judge(runs, scores, 0.0).falsely_warned_steps == 59 + 20

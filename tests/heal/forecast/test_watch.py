@@ -5,16 +5,20 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from heal.actions import Rollback, TakeSnapshot, TightenClip, WatchClosely
 from heal.causes import Cause, Severity
 from heal.config import HealingConfig
 from heal.diagnose import diagnose
+from heal.forecast import dataset, judge
+from heal.forecast.calibration import chances
 from heal.forecast.hysteresis import CLEAR_MARGIN, QUIET_STEPS, Hysteresis
-from heal.forecast.watch import ForecastWatch, State
+from heal.forecast.simulate import simulate
+from heal.forecast.watch import FIRST_STEP, ForecastWatch, State
 from heal.history import History
 from heal.policy import decide
-from heal.verdict import Flag, Record
+from heal.verdict import Flag, HealthRow, Record
 from tests.heal.forecast.models import model_of
 from tests.heal.streams import records
 
@@ -108,6 +112,53 @@ def test_a_fresh_state_goes_through_json_too():
     again = ForecastWatch(model=model_of())
     again.load_state(json.loads(json.dumps(ForecastWatch(model=model_of()).state())))
     assert again.evidence == -math.inf
+
+
+def test_losses_that_stop_end_a_warning_and_begin_a_silence():
+    watch = ForecastWatch(model=model_of(weight=0.0, bias=9.0))
+    hear(records([1.0] * 30), watch)
+    assert watch.condition is State.WARNING
+    assert not watch.is_silent
+    hear([Record(step=30 + i, norm=1.0) for i in range(12 + QUIET_STEPS)], watch)
+    assert watch.is_silent
+    assert watch.condition is State.HEALTHY
+    assert math.isnan(watch.probability)
+
+
+def test_the_share_of_false_alarms_is_that_of_the_settings():
+    by_default = ForecastWatch(model=model_of()).switch.limit
+    wanted = HealingConfig().forecast_false_alarms
+    assert by_default == model_of().limit(wanted) != model_of().limit(0.2)
+
+
+@pytest.mark.parametrize("kind", ["plain", "growing_lr", "nan_batch"])
+def test_the_evidence_beside_a_run_is_that_by_which_the_model_was_judged(kind):
+    """The same records, step by step as a healer hears them, and all at once as the corpus is."""
+    torch.set_num_threads(1)
+    made = simulate("mlp", "momentum", [kind], steps=300, batch_size=8, critical_lr=0.3, seed=5)
+    run = made.records[0]
+    watch, live = ForecastWatch(), []
+    for step, row in enumerate(run.tolist()):
+        loss, norm, clipped_norm, lr, clipped, blocked, weight_norm = row
+        watch.observe(
+            Record(
+                step=step,
+                loss=loss,
+                norm=norm,
+                clipped_norm=clipped_norm,
+                lr=lr,
+                flags=Flag.CLIPPED if clipped else Flag(0),
+                blocked=bool(blocked),
+            )
+        )
+        live.append(watch.evidence)
+        if step % 10 == 0:
+            watch.observe_health(HealthRow(step=step, weight_norms=(weight_norm,), weight_bad=(0,)))
+    offline = judge.evidence(watch.model, dataset.features_of(run)[None])[0]
+    assert live[FIRST_STEP:] == pytest.approx(offline[FIRST_STEP:].tolist(), abs=1e-3)
+    assert watch.probability == pytest.approx(
+        float(chances(watch.model, offline[-1:])[0]), abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("snapshots", [[], [50, 100]])
