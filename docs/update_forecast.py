@@ -4,7 +4,6 @@ python docs/update_forecast.py
 """
 
 import json
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.helps import page  # noqa: E402
 from heal.forecast.names import ABOUT  # noqa: E402
 from heal.forecast.score import shipped  # noqa: E402
 
@@ -102,22 +102,14 @@ def coverage_table() -> str:
     return "\n".join(rows)
 
 
-def helps_table() -> str:
-    """The failure suite with and without each piece."""
-    rows = [
-        "| variant | warned in time | lead | false per 10,000 | steps lost | halted | "
-        "final loss over that without fault |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for variant, row in results("forecast_helps")["variants"].items():
-        ratio = [math.exp(value) for value in row["ratio"]]
-        warned = _range(row["warned"], 100, "{:.0f} %")
-        rows.append(
-            f"| {variant} | {warned} | {_range(row['lead'], 1, '{:.0f}')} | "
-            f"{row['false_per_10k']:.1f} | {_range(row['lost'], 1, '{:.0f}')} | "
-            f"{100 * row['halted'][0]:.0f} % | {_range(ratio, 1, '{:.2f}')} |"
-        )
-    return "\n".join(rows)
+def helps(table: Callable[[Any], str], with_probes: bool) -> Callable[[], str]:
+    """Return what makes a table of ``python -m benchmarks.helps``."""
+
+    def make() -> str:
+        told = results("helps")
+        return table(told if with_probes else page.without_probes(told))
+
+    return make
 
 
 def costs_table() -> str:
@@ -136,9 +128,18 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "architectures": architectures_table,
         "limits": limits_table,
         "coverage": coverage_table,
-        "helps": helps_table,
+        "design": helps(page.design, with_probes=False),
+        "warnings": helps(page.warnings_table, with_probes=False),
+        "outcomes": helps(page.outcomes_table, with_probes=False),
+        "instants": helps(page.instants_table, with_probes=False),
     },
-    "probes.md": {"costs": costs_table},
+    "probes.md": {
+        "costs": costs_table,
+        "warnings": helps(page.warnings_table, with_probes=True),
+        "kinds": helps(page.kinds_table, with_probes=True),
+        "instants": helps(page.instants_table, with_probes=True),
+        "added": helps(page.costs_table, with_probes=True),
+    },
 }
 
 
@@ -168,15 +169,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def _range(values: Any, factor: float, form: str) -> str:
-    """Mean and its interval."""
-    if not values:
-        return "-"
-    mean, low, high = (form.format(factor * value) for value in values)
-    return f"{mean} ({low} to {high})"
-
-
 if __name__ == "__main__":
     for name in PAGES:
-        page = ROOT / "docs" / name
-        page.write_text(updated(name, page.read_text(encoding="utf-8")), encoding="utf-8")
+        path = ROOT / "docs" / name
+        path.write_text(updated(name, path.read_text(encoding="utf-8")), encoding="utf-8")
