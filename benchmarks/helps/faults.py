@@ -24,9 +24,8 @@ INSTANT: dict[str, Fault] = {
     "reset_optimizer": Fault("reset_optimizer", at=ONSET),
 }
 
-DRIFT = (
-    0.35  # of a fault's speed: what weights are multiplied by beyond 1, each attempt, in the end
-)
+GROWTH = 1.3  # of a fault's speed: what the learning rate grows by, each attempt
+DRIFT = 0.35  # of a fault's speed: what weights grow by in the end, each attempt
 DRIFT_RAMP_STEPS = 100
 NOISE = 0.003  # spreads of a tensor that noise on its weights begins with, each attempt
 MOST_SWING = 6.0  # of the log of the learning rate
@@ -79,7 +78,7 @@ class SlowFault:
 
     def _lr_factor(self, since: int) -> float:
         if self._kind == "growing_lr":
-            return float((1.0 + self._speed) ** since)
+            return float((1.0 + GROWTH * self._speed) ** since)
         if self._kind == "oscillating_lr":
             swing = self._speed * since * math.sin(2.0 * math.pi * since / self._period)
             return math.exp(max(-MOST_SWING, min(MOST_SWING, swing)))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 PLAIN = {"nothing": "nothing healed", "bare healer": "bare healer"}  # the rest is "+ name"
-HEALERS = ("bare healer", "forecast")  # what speaks without a probe
+HEALERS = ("bare healer", "more checks", "forecast")  # what speaks without a probe
 
 
 def without_probes(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,19 +84,21 @@ def outcomes_table(told: Mapping[str, Any]) -> str:
     """What became of the runs, slow and instant faults and healthy runs apart."""
     rows = [
         "| runs | variant | did not double | steps lost | more than bare | halted | "
-        "held-out loss over that of bare |",
-        "|---|---|---|---|---|---|---|",
+        "held-out loss over that of bare | false per 10,000 steps |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for kind in ("slow", "instant", "healthy"):
         for variant, row in told["cures"].items():
             found = row[kind]
             is_rival = variant != "bare healer"
-            ratio = [math.exp(x) for x in found["loss_over_bare"]] if is_rival else None
+            ratio = [math.exp(x) for x in found["loss_over_bare"] or ()] if is_rival else None
             more = found["lost_more"] if is_rival else None
+            false = row.get("false_per_10k") if kind == "healthy" else None
             doubles = _share(found["did_not_double"]) if found["did_not_double"]["of"] else "-"
             rows.append(
                 f"| {kind} | {_cure(variant)} | {doubles} | {_interval(found['lost'], 0)} | "
-                f"{_interval(more, 1)} | {_share(found['halted'])} | {_interval(ratio, 3)} |"
+                f"{_interval(more, 1)} | {_share(found['halted'])} | {_interval(ratio, 3)} | "
+                f"{_interval(false, 1)} |"
             )
     return "\n".join(rows)
 
@@ -105,13 +107,13 @@ def costs_table(told: Mapping[str, Any]) -> str:
     """CPU time per step beyond the bare healer's."""
     rows_of = {**told["cures"], **told["alarms"]}
     costs = {name.partition(":")[0]: row["cpu_us"] for name, row in rows_of.items()}
-    rows = ["| piece | added CPU time per step |", "|---|---|"]
-    rows += [f"| {name} | {cost:.0f} µs |" for name, cost in costs.items() if cost is not None]
+    rows = ["| piece | added CPU time per step, µs |", "|---|---|"]
+    rows += [f"| {name} | {_interval(cost, 0)} |" for name, cost in costs.items() if cost]
     return "\n".join(rows)
 
 
 def _named(name: str) -> str:
-    return "detectors of the bare healer" if name == "bare healer" else name
+    return f"detectors, {name}" if name in HEALERS[:2] else name
 
 
 def _cure(variant: str) -> str:
@@ -131,7 +133,7 @@ def _share(counted: Mapping[str, Any]) -> str:
 
 
 def _interval(found: Any, places: int) -> str:
-    if found is None:
+    if not found:
         return "-"
     middle, low, high = (f"{value + 0.0:.{places}f}" for value in found)
     return f"{middle} ({low} to {high})"

@@ -19,10 +19,18 @@ from heal.causes import Family
 from heal.chaos import Chaos
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
+from heal.forecast.features import CHECK_INTERVAL
 from heal.probes import Anchor, AnchoredRecovery
 
 NOTHING = "nothing"
-CURES = ("bare healer", "forecast", "EWC, Fisher", "EWC, uniform")
+CURES: dict[str, HealingConfig] = {
+    "bare healer": HealingConfig(),
+    "more checks": HealingConfig(check_interval=CHECK_INTERVAL),  # as the forecast has them
+    "forecast": HealingConfig(forecast=True),
+    "EWC, Fisher": HealingConfig(),
+    "EWC, uniform": HealingConfig(),
+}
+"""By name, with the settings of each; all else is as by default."""
 ANCHOR_STRENGTH, ANCHOR_STEPS = 10.0, 100
 DIGITS = 4  # of a score, in the file of results
 
@@ -151,7 +159,7 @@ def watched(family: str, fault: str, seed: int, alarms: Sequence[str]) -> dict[s
 
 def healed(family: str, fault: str, seed: int, cure: str) -> Told:
     """Train under a healer that acts, with one piece more or none."""
-    run = Broken(family, fault, seed, HealingConfig(forecast=cure == "forecast"))
+    run = Broken(family, fault, seed, CURES[cure])
     step: Any = run.training.train_step
     if cure.startswith("EWC"):
         recovery = AnchoredRecovery(run.healer, ANCHOR_STRENGTH, ANCHOR_STEPS)

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.helps.alarms import ALARMS, FIRST_LOOK, LOOK_STEPS
 from benchmarks.helps.families import FAMILIES, STEPS
 from benchmarks.helps.faults import HEALTHY, INSTANT, LAST, ONSET, SLOW
-from benchmarks.helps.intervals import clustered_mean, rate, share
+from benchmarks.helps.intervals import Interval, clustered_mean, rate, share
 from benchmarks.helps.runs import CURES, NOTHING, Key
 
 Results = dict[Key, dict[str, Any]]
@@ -20,7 +20,7 @@ Where = tuple[str, str, int]  # family, fault, seed
 Times = Callable[[Where], list[int]]  # attempts at which something spoke
 
 CALIBRATION = tuple(range(100, 105))  # seeds of healthy runs that set limits and do nothing else
-BARE = CURES[0]
+BARE, MORE_CHECKS = "bare healer", "more checks"
 BEFORE_STEPS, AFTER_STEPS = 50, 20  # around an instant fault
 MOST_LOSS = 100.0  # what a broken model counts as; chance is below 3
 PER = 10_000
@@ -32,6 +32,7 @@ def summary(results: Results) -> dict[str, Any]:
     limits = {name: set_limits(results, name) for name in ALARMS}
     speakers: dict[str, tuple[Times, Times]] = {  # of what is warned, and of what counts as false
         BARE: (runs.told(BARE), runs.told(BARE)),
+        MORE_CHECKS: (runs.told(MORE_CHECKS), runs.told(MORE_CHECKS)),
         "forecast": (runs.told("forecast", "instability_ahead"), runs.told("forecast")),
     }
     for name, kind in ALARMS.items():
@@ -174,24 +175,28 @@ def cured(results: Results, runs: Runs, variant: str) -> dict[str, Any]:
             "loss_over_bare": clustered_mean(_by_seed(ratios)),
             "lost": clustered_mean(_by_seed(lost)),
             "lost_more": clustered_mean(_by_seed(more)),
-            "halted": _counted(e.get("halted", False) for e in ended.values()),
+            "halted": _counted(e["halted"] for e in ended.values() if "halted" in e),
             "did_not_double": _counted(
                 ended[w]["doubled"] is None for w in places if runs.doubling(w) is not None
             ),
         }
+    if variant != NOTHING and runs.healthy:
+        false = sum(len(results[(variant, *w)]["told"]) for w in runs.healthy)
+        told["false_per_10k"] = rate(false, STEPS * len(runs.healthy) / PER)
     return {**told, "cpu_us": added_cpu(results, runs, variant)}
 
 
-def added_cpu(results: Results, runs: Runs, row: str) -> float | None:
-    """Return the median CPU time per step beyond the bare healer's, in microseconds."""
+def added_cpu(results: Results, runs: Runs, row: str) -> Interval | None:
+    """Return the mean CPU time per healthy step beyond the bare healer's, in microseconds."""
     name = row.partition(":")[0]
     if name in (NOTHING, BARE):
         return None
-    added = [
-        results[(name, *w)]["cpu"] - (results[(BARE, *w)]["cpu"] if name in CURES else 0.0)
+    added = {
+        w: 1e6 * (results[(name, *w)]["cpu"] - bare)
         for w in runs.healthy
-    ]
-    return 1e6 * statistics.median(added) if added else None
+        for bare in [results[(BARE, *w)]["cpu"] if name in CURES else 0.0]
+    }
+    return clustered_mean(_by_seed(added))
 
 
 def undisturbed(results: Results, runs: Runs) -> tuple[int, int]:
