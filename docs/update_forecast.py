@@ -131,6 +131,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "design": helps(page.design, with_probes=False),
         "warnings": helps(page.warnings_table, with_probes=False),
         "outcomes": helps(page.outcomes_table, with_probes=False),
+        "control": helps(page.control, with_probes=False),
         "instants": helps(page.instants_table, with_probes=False),
     },
     "probes.md": {

@@ -103,6 +103,15 @@ def outcomes_table(told: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def control(told: Mapping[str, Any]) -> str:
+    """Say what the forecast does beyond the checks that come with it."""
+    parts = [
+        f"{_interval([math.exp(x) for x in ratio or ()], 3)} after {kind} faults"
+        for kind, ratio in told["forecast_over_more_checks"].items()
+    ]
+    return f"Held-out loss with the forecast over that with more checks alone: {', '.join(parts)}."
+
+
 def costs_table(told: Mapping[str, Any]) -> str:
     """CPU time per step beyond the bare healer's."""
     rows_of = {**told["cures"], **told["alarms"]}

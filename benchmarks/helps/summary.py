@@ -59,6 +59,19 @@ def summary(results: Results) -> dict[str, Any]:
             name: {**warned(runs, *times), "cpu_us": added_cpu(results, runs, name)}
             for name, times in speakers.items()
         },
+        "forecast_over_more_checks": {
+            name: clustered_mean(
+                _by_seed(
+                    {
+                        w: _log_loss(results[("forecast", *w)])
+                        - _log_loss(results[(MORE_CHECKS, *w)])
+                        for w in runs.faulty
+                        if w[1] in kinds
+                    }
+                )
+            )
+            for name, kinds in (("slow", SLOW), ("instant", tuple(INSTANT)))
+        },
         "cures": {name: cured(results, runs, name) for name in (NOTHING, *CURES)},
     }
 

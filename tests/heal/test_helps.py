@@ -61,6 +61,7 @@ def test_every_variant_has_a_row_in_every_table_it_belongs_to(results):
     outcomes = page.outcomes_table(told)
     assert all(outcomes.count(f"| + {name} |") == 3 for name in CURES if name != TRIED[0])
     assert all(f"| {name} |" in page.costs_table(told) for name in ALARMS)
+    assert "alone: 1.000 (1.000 to 1.000) after slow faults, - after instant" in page.control(told)
 
 
 def test_a_fault_acts_once_per_attempt():
