@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks import forecast_helps
+from benchmarks import sequence_networks
 from benchmarks.failures import families
 from heal import Healer, HealingConfig
 from heal.causes import Cause
@@ -36,7 +36,7 @@ RATES = {  # the exponents of ten of the corpus, heal/forecast/scenarios.py; dep
 }
 INSTANT = ("nan_gradient", "corrupt_weight")
 CORRUPTED = 30.0  # the value of a corrupted weight
-NETWORKS = (*families.FAMILIES, *forecast_helps.NETWORKS)
+NETWORKS = (*families.FAMILIES, *sequence_networks.NETWORKS)
 
 
 def training(network, seed):
@@ -50,7 +50,7 @@ def training(network, seed):
             made.train_step,
         )
     else:
-        model, optimizer, loader, train_step, _ = forecast_helps.setup(network, seed)
+        model, optimizer, loader, train_step = sequence_networks.setup(network, seed)
     if seed % 2:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     return model, optimizer, loader, train_step

@@ -5,7 +5,6 @@ From the code and the results; what says how good the forecast is lives in ``for
 python docs/update_forecast.py
 """
 
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.helps import page  # noqa: E402
 from docs import forecast_tables as told  # noqa: E402
 from docs.forecast_tables import results  # noqa: E402
 from heal.forecast.names import ABOUT  # noqa: E402
@@ -28,22 +28,14 @@ def features_table() -> str:
     return "\n".join(rows)
 
 
-def helps_table() -> str:
-    """The failure suite with and without each piece."""
-    rows = [
-        "| variant | warned in time | lead | false per 10,000 | steps lost | halted | "
-        "final loss over that without fault |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for variant, row in results("forecast_helps")["variants"].items():
-        ratio = [math.exp(value) for value in row["ratio"]]
-        warned = _range(row["warned"], 100, "{:.0f} %")
-        rows.append(
-            f"| {variant} | {warned} | {_range(row['lead'], 1, '{:.0f}')} | "
-            f"{row['false_per_10k']:.1f} | {_range(row['lost'], 1, '{:.0f}')} | "
-            f"{100 * row['halted'][0]:.0f} % | {_range(ratio, 1, '{:.2f}')} |"
-        )
-    return "\n".join(rows)
+def helps(table: Callable[[Any], str], with_probes: bool) -> Callable[[], str]:
+    """Return what makes a table of ``python -m benchmarks.helps``."""
+
+    def make() -> str:
+        told = results("helps")
+        return table(told if with_probes else page.without_probes(told))
+
+    return make
 
 
 def costs_table() -> str:
@@ -91,10 +83,21 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "calibration": told.reliability_sentence,
         "real": told.real_table,
         "real runs": told.real_sentence,
-        "helps": helps_table,
+        "design": helps(page.design, with_probes=False),
+        "warnings": helps(page.warnings_table, with_probes=False),
+        "outcomes": helps(page.outcomes_table, with_probes=False),
+        "control": helps(page.control, with_probes=False),
+        "instants": helps(page.instants_table, with_probes=False),
         "cost": cost_sentence,
     },
-    "docs/probes.md": {"costs": costs_table, "share": share_sentence},
+    "docs/probes.md": {
+        "costs": costs_table,
+        "share": share_sentence,
+        "warnings": helps(page.warnings_table, with_probes=True),
+        "kinds": helps(page.kinds_table, with_probes=True),
+        "instants": helps(page.instants_table, with_probes=True),
+        "added": helps(page.costs_table, with_probes=True),
+    },
     "heal/forecast/CARD.md": {"metrics": told.card_sentence},
 }
 
@@ -121,15 +124,7 @@ def _made(make: Callable[[], str]) -> str:
         return f"Not measured yet: {what} is missing."
 
 
-def _range(values: Any, factor: float, form: str) -> str:
-    """Mean and its interval."""
-    if not values:
-        return "-"
-    mean, low, high = (form.format(factor * value) for value in values)
-    return f"{mean} ({low} to {high})"
-
-
 if __name__ == "__main__":
     for name in PAGES:
-        page = ROOT / name
-        page.write_text(updated(name, page.read_text(encoding="utf-8")), encoding="utf-8")
+        path = ROOT / name
+        path.write_text(updated(name, path.read_text(encoding="utf-8")), encoding="utf-8")
