@@ -20,7 +20,7 @@ NOTHING = -1.0  # stands for a moment or a step count that the optimizer does no
 class HealthCheck:
     """Posts a row of norms and counts; the row is read ``lag`` steps later, when it has landed.
 
-    One in host memory is there at once: the sooner damage is found, the fewer steps are undone.
+    One in host memory may be read at once: the sooner damage is found, the fewer steps are undone.
 
     Args:
         optimizers: whose parameters and state are measured.
@@ -28,6 +28,7 @@ class HealthCheck:
         lag: steps after which a row may be read.
         ranks: who measure together, so that all of them find the same: shards add up, and what
             is corrupt on one replica is in the mean of all.
+        waits: whether rows in host memory wait as well, for a forecast that learned from such.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class HealthCheck:
         names: dict[int, str],
         lag: int,
         ranks: Ranks,
+        waits: bool = False,
     ) -> None:
+        self._waits = waits
         self._optimizers = optimizers
         self._names = names
         self._lag = lag
@@ -58,7 +61,7 @@ class HealthCheck:
         mailbox = zclip.Mailbox(lag=0, width=told.numel())
         mailbox.post(step, told)
         names = tuple(name for name, _ in self._named_parameters())
-        due = step if told.is_cpu else step + self._lag
+        due = step if told.is_cpu and not self._waits else step + self._lag
         self._sent.append((step, due, mailbox, owners, names))
 
     def read(self, step: int) -> list[HealthRow]:

@@ -74,7 +74,13 @@ class Listener:
         self._guarded = guarded
         self._treatment = treatment
         self._config = config
-        self._health = HealthCheck(guarded.optimizers, guarded.names, config.lag, guarded.ranks)
+        self._health = HealthCheck(
+            guarded.optimizers,
+            guarded.names,
+            config.lag,
+            guarded.ranks,
+            waits=self.watch.forecast is not None,
+        )
         self._clock = clock
         self._step_began = clock()
         self._host: dict[int, dict[str, Any]] = {}

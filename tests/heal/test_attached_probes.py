@@ -241,7 +241,7 @@ def test_a_step_that_was_taken_back_is_not_looked_at():
         return setup.train_step(data)
 
     healer.run(step, setup.loader, 45, progress=False)
-    resumed = [e["resumed_at"] for e in healer.recoveries if "Rollback" in e["actions"]]
+    resumed = [e["resumed_at"] for e in healer.recoveries if "rollback" in e["actions"]]
     assert [b for a, b in pairwise(seen) if b <= a] == resumed
     assert seen[-1] == 44
 

@@ -41,8 +41,8 @@ def test_a_rollback_anchors_the_run_and_the_journal_tells_so(model, tmp_path):
     held = []
     noted = lambda step: held.append(healer._run.anchor.steps_left)  # noqa: E731
     healer.run(chaos.wrap(setup.train_step), setup.loader, 120, progress=False, on_step=noted)
-    entry = next(e for e in healer.recoveries if "Rollback" in e["actions"])
-    assert "AnchorWeights" in entry["actions"]
+    entry = next(e for e in healer.recoveries if "rollback" in e["actions"])
+    assert "anchor_weights" in entry["actions"]
     lines = read_events(tmp_path / "events.jsonl")[0]
     plans = [line["plan"] for line in lines if line["event"] == "recovery"]
     plan = next(plan for plan in plans if any(a["action"] == "Rollback" for a in plan))
@@ -68,9 +68,9 @@ def test_each_rollback_sets_one_anchor_anew():
             pulls.append(pull)
 
     healer.run(chaos.wrap(setup.train_step), setup.loader, 200, progress=False, on_step=noted)
-    plans = [e["actions"] for e in healer.recoveries if "Rollback" in e["actions"]]
+    plans = [e["actions"] for e in healer.recoveries if "rollback" in e["actions"]]
     assert len(plans) == 2
-    assert all("AnchorWeights" in plan for plan in plans)
+    assert all("anchor_weights" in plan for plan in plans)
     assert len(pulls) == 2
     assert max(held) == 60
     assert held[-1] == 0

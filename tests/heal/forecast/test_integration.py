@@ -137,7 +137,7 @@ def test_damage_found_by_a_check_is_a_failure_for_fifty_steps_after_the_rollback
     calm, tmp_path, fault
 ):
     healer, moves = struck(tmp_path, (fault, 52), check_interval=5)
-    rollback = next(e for e in healer.recoveries if "Rollback" in e["actions"])
+    rollback = next(e for e in healer.recoveries if "rollback" in e["actions"])
     (begun, *first), (over, *last) = moves
     assert first == ["healthy", "failure"]
     assert last == ["failure", "healthy"]
@@ -148,7 +148,7 @@ def test_damage_found_by_a_check_is_a_failure_for_fifty_steps_after_the_rollback
 def test_a_rollback_from_a_warning_is_a_failure_and_no_recovery(alarmed, tmp_path):
     """The snapshot was taken in health; the run is not well because it returned there."""
     healer, moves = struck(tmp_path, ("corrupt_weight", 26), check_interval=5, steps=100)
-    assert any("Rollback" in entry["actions"] for entry in healer.recoveries)
+    assert any("rollback" in entry["actions"] for entry in healer.recoveries)
     assert [(before, after) for _, before, after in moves] == [
         ("healthy", "warning"),
         ("warning", "failure"),
@@ -161,7 +161,7 @@ def test_a_warning_that_begins_during_a_failure_is_answered_when_that_is_over(al
     assert moves == [(10, "healthy", "failure"), (60, "failure", "warning")]
     (warned,) = [e for e in healer.recoveries if e["failure"] == "instability_ahead"]
     assert warned["step"] == 60
-    assert warned["actions"] == ["TakeSnapshot", "TightenClip", "WatchClosely"]
+    assert warned["actions"] == ["take_snapshot", "tighten_clip", "watch_closely"]
 
 
 def test_a_run_that_resumes_in_a_warning_is_not_warned_of_again(alarmed, tmp_path):
@@ -188,7 +188,7 @@ def test_a_halt_is_in_the_journal_as_a_failure(calm, tmp_path):
 
 def test_a_rollback_that_no_detector_asked_for_is_a_failure_too(calm, tmp_path):
     healer, moves = struck(tmp_path, ("oom_step", 45), steps=100)
-    assert any("Rollback" in entry["actions"] for entry in healer.recoveries)
+    assert any("rollback" in entry["actions"] for entry in healer.recoveries)
     assert [(before, after) for _, before, after in moves] == [
         ("healthy", "failure"),
         ("failure", "healthy"),
