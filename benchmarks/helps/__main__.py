@@ -1,6 +1,6 @@
 """Run every fault with and without every piece, and save what came of it.
 
-python -m benchmarks.helps                     # what is missing, then the summary
+python -m benchmarks.helps                     # what is missing, then the summary; 20 minutes
 python -m benchmarks.helps --only sharpness    # this variant anew, the others as they are
 python -m benchmarks.helps --no-runs           # the summary alone
 
