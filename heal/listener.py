@@ -83,7 +83,7 @@ class Listener:
         )
         self._clock = clock
         self._step_began = clock()
-        self._host: dict[int, dict[str, Any]] = {}
+        self._host: dict[int, tuple[HostFacts, float, bool]] = {}
         self._rolled_back = False
         self._calm = Calm(config.lag)
         run.healing_state = self.watch.state
@@ -121,23 +121,8 @@ class Listener:
 
     def note_step(self, facts: HostFacts, has_loss: bool) -> None:
         """Keep what the host knows of the step just posted until its record arrives."""
-        fields: dict[str, Any] = {
-            "micro_batches": facts.micro_batches,
-            "lr_scale": self._run.lr_scale,
-            "own_seconds": facts.seconds,
-        }
-        if not self._guarded.ranks.has_others:
-            fields |= {
-                "seconds": facts.seconds,
-                "lr": facts.lr,
-                "scheduled_lr": facts.scheduled_lr,
-            }
-            if not has_loss:
-                fields["loss"] = math.nan
-            if facts.flags:
-                fields["flags"] = facts.flags
-        self._host[self._run.step] = fields
-        if facts.flags & WISHES:
+        self._host[self._run.step] = facts, self._run.lr_scale, has_loss
+        if facts.flags and facts.flags & WISHES:
             self._unheard[self._run.step] = facts.flags & WISHES
         # Ranks hear of each other by records only, and a forecast counts its lead in steps.
         hurries = self._guarded.ranks.has_others or self.watch.forecast is not None
@@ -209,7 +194,7 @@ class Listener:
         self._treatment.treat(findings)
 
     def _decode(self, step: int, row: list[float]) -> Record:
-        host = self._host.pop(step, {})
+        host = self._known_by_host(step)
         self._unheard.pop(step, None)
         ranks = self._guarded.ranks
         if ranks.has_others:
@@ -224,6 +209,26 @@ class Listener:
         if record.has(Flag.SNAPSHOT_WANTED):
             self.wants_snapshot = True
         return record
+
+    def _known_by_host(self, step: int) -> dict[str, Any]:
+        """Return the fields of a record that the host knew when the step was posted."""
+        if step not in self._host:
+            return {}
+        facts, lr_scale, has_loss = self._host.pop(step)
+        fields: dict[str, Any] = {
+            "micro_batches": facts.micro_batches,
+            "lr_scale": lr_scale,
+            "own_seconds": facts.seconds,
+        }
+        if not self._guarded.ranks.has_others:
+            fields["seconds"] = facts.seconds
+            fields["lr"] = facts.lr
+            fields["scheduled_lr"] = facts.scheduled_lr
+            if not has_loss:
+                fields["loss"] = math.nan
+            if facts.flags:
+                fields["flags"] = facts.flags
+        return fields
 
     def _judge_snapshots(self, record: Record, findings: list[Finding]) -> None:
         """Let a clean step speak for the snapshots before it.

@@ -215,16 +215,16 @@ class Healer(Resuming, Lifetime, Probing):
         posted = self._take(loss, facts)
         self._schedules.step()
         self._attempts.is_stepping = False
-        with self.exits.halting():
-            try:
-                self._books.after_step(facts, posted, loss is not None)
-            except CannotHeal as halt:
+        try:
+            self._books.after_step(facts, posted, loss is not None)
+        except CannotHeal as halt:
+            with self.exits.halting():
                 self._attempts.raise_own_error(halt)
                 if halt.exit_code == ExitCode.PREEMPTED and self._books.durable is not None:
                     self._books.durable.save_last()
                 raise
-            except Exception as error:
-                self._note(f"healing failed and was left out: {error!r}")
+        except Exception as error:
+            self._note(f"healing failed and was left out: {error!r}")
 
     def _take(self, loss: Tensor | None, facts: HostFacts) -> bool:
         try:

@@ -25,7 +25,7 @@ class LossWatch:
             loss = loss.mean()
         if loss.device != self.state.device:
             loss = loss.to(self.state.device, non_blocking=True)
-        torch.ops.zclip.watch_loss_(
+        torch.ops.zclip.watch_loss_.default(
             self.state, loss, verdict, self.factor, 0, LOSS_DECAY, LOSS_WARMUP_STEPS
         )
 

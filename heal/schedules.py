@@ -87,6 +87,7 @@ class Schedules:
                     "wanted it in one place: scheduler is stepped by the healer, own ones by you"
                 )
         self.stepped = [s for s in self.given if not isinstance(s, ReduceLROnPlateau)]
+        self._waiting = [s for s in self.given if isinstance(s, ReduceLROnPlateau)]
         self.caller_repeats = False
         self._replays = replays
         self._optimizers = optimizers
@@ -128,7 +129,7 @@ class Schedules:
         """Note where own schedules are; turn them as they were turned before a rollback."""
         if not self._has_begun:
             self._has_begun = True
-            self._find(lambda optimizer: hasattr(optimizer.step, "_wrapped_by_lr_sched"))
+            self._find()
         if not self._drivers():
             return
         while self._ahead and self._ahead[0].step <= step:
@@ -143,9 +144,9 @@ class Schedules:
     def before_return(self) -> Callable[[int], None]:
         """Call this before state is returned to, and what it returns afterwards, with the step."""
         if self._has_begun:
-            self._find(lambda optimizer: True)
+            self._find()
         present = Turn(0, (), [(s, copied(state_of(s))) for s in self._drivers()], self._rates())
-        before = [[group.get("lr") for group in o.param_groups] for o in self._optimizers]
+        before = [_driven(o.param_groups) for o in self._optimizers]
 
         def after_return(step: int) -> None:
             self._counts = [getattr(s, "last_epoch", None) for s in self.stepped]
@@ -153,6 +154,7 @@ class Schedules:
                 self._go_back_to(step)
             else:
                 self._install(present)
+            self._adopt_late(before)
             self._tell_of_strangers(before)
 
         return after_return
@@ -176,8 +178,7 @@ class Schedules:
                 _write(group, rates)
 
     def _drivers(self) -> list[Any]:
-        waiting = [s for s in self.given if isinstance(s, ReduceLROnPlateau)]
-        return [*waiting, *self.own, *self._found]
+        return [*self._waiting, *self.own, *self._found]
 
     def _driving(self, optimizer: ClippedOptimizer, schedulers: Sequence[Any]) -> list[Any]:
         return [s for s in schedulers if inner_of(s) is optimizer.inner]
@@ -192,7 +193,7 @@ class Schedules:
         for optimizer in self._optimizers:
             drivers = self._driving(optimizer, self._drivers())
             groups = optimizer.param_groups if drivers else []
-            rates = [{k: copied(g[k]) for k in DRIVEN if g.get(k) is not None} for g in groups]
+            rates = _driven(groups)
             if len(drivers) == 1 and drivers[0] not in self._found:
                 for rate, lr in zip(rates, getattr(drivers[0], "_last_lr", ()), strict=False):
                     rate["lr"] = copied(lr)
@@ -210,15 +211,34 @@ class Schedules:
         )
         return (*counts, *rates)
 
-    def _find(self, is_likely: Callable[[Optimizer], bool]) -> None:
-        """Adopt torch schedulers that drive an optimizer and that nobody told us of."""
+    def _find(self) -> None:
+        """Adopt torch schedulers that drive an optimizer and that nobody told us of.
+
+        They leave a mark on its ``step``, all but a ReduceLROnPlateau.
+        """
         for optimizer in self._optimizers:
             known = self._driving(optimizer, [*self.all, *self._found])
-            if not known and is_likely(optimizer.inner):
+            if not known and hasattr(optimizer.inner.step, "_wrapped_by_lr_sched"):
                 self._found += schedulers_of(optimizer.inner)
 
-    def _tell_of_strangers(self, before: Sequence[Sequence[Any]]) -> None:
-        for optimizer, rates in zip(self._optimizers, before, strict=True):
+    def _adopt_late(self, before: Rates) -> None:
+        """Look for those without a mark where a rollback changed a rate, and only there.
+
+        To look takes longer than all the rest of a rollback.
+        """
+        for optimizer, groups in zip(self._optimizers, before, strict=True):
+            known = self._driving(optimizer, [*self.all, *self._found])
+            if known or _driven(optimizer.param_groups) == groups:
+                continue
+            late = schedulers_of(optimizer.inner)
+            self._found += late
+            if late and not (self._replays or self.caller_repeats):
+                for group, rates in zip(optimizer.param_groups, groups, strict=False):
+                    _write(group, rates)
+
+    def _tell_of_strangers(self, before: Rates) -> None:
+        for optimizer, groups in zip(self._optimizers, before, strict=True):
+            rates = [rate.get("lr") for rate in groups]
             for scheduler in self._driving(optimizer, self._found):
                 self._note(
                     f"{type(scheduler).__name__} was not given to the healer: a rollback leaves it "
@@ -262,6 +282,11 @@ def inner_of(scheduler: Any) -> Any:
     """Return the bare optimizer that a scheduler drives; None if it does not say."""
     optimizer = getattr(scheduler, "optimizer", None)
     return optimizer.inner if isinstance(optimizer, ClippedOptimizer) else optimizer
+
+
+def _driven(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what schedulers may have set of each parameter group."""
+    return [{k: copied(g[k]) for k in DRIVEN if g.get(k) is not None} for g in groups]
 
 
 def _write(group: dict[str, Any], rates: Mapping[str, Any]) -> None:
