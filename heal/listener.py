@@ -238,7 +238,7 @@ class Listener:
         if is_suspect(findings):
             self._run.ring.note_suspect()
         elif not record.blocked:
-            self._run.note_norm(record.norm)
+            self._run.clip_limits.note_norm(record.norm)
             self._run.ring.note_clean(record.step)
             if not findings:
                 self._treatment.history.note_step(record.step, self._config)

@@ -1,10 +1,7 @@
 """The training run as healing sees it: the Run protocol over model, optimizers, data and clock."""
 
 import gc
-import math
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +9,7 @@ import torch
 
 from heal.actions import CannotHeal
 from heal.activation_checkpointing import checkpoint_activations
+from heal.clip_limits import ClipLimits
 from heal.config import HealingConfig
 from heal.constants import Constants
 from heal.data import BatchStream
@@ -24,9 +22,6 @@ from heal.schedules import Schedules
 from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
 from heal.training_state import StateMismatch, TrainingState
 from heal.weight_anchor import WeightAnchor
-
-RECENT_NORMS = 101  # gradient norms whose median is taken for the usual one
-CLIP_LIMITS = ("max_grad_norm", "max_norm")  # what clippers call their limit
 
 
 class Checkpoints(Protocol):
@@ -64,6 +59,7 @@ class TorchRun:
         healing_state: returns that state, to be saved.
         schedules: those that the caller steps stay as they are in a rollback, or return with it.
         durable: checkpoints on disk, for where no snapshot is old enough; None if there are none.
+        clip_limits: tightens clipping for some steps.
         anchor: holds weights near those of a snapshot, for some steps after a rollback.
     """
 
@@ -99,9 +95,7 @@ class TorchRun:
         self._sleep = sleep
         self._lr_scale = 1.0
         self._ramp: tuple[float, int, int] | None = None  # start, steps done, steps in all
-        self._limits: dict[int, tuple[Any, str, Any]] = {}  # clipper, attribute, first value
-        self._relax_in = 0
-        self._norms: deque[float] = deque(maxlen=RECENT_NORMS)
+        self.clip_limits = ClipLimits(guarded.optimizers, config.lr_ramp_steps, note)
         self.close_watch_until = 0
         self.anchor = WeightAnchor(guarded.optimizers, guarded.ranks)
         self._constants = Constants(state, note)
@@ -151,37 +145,22 @@ class TorchRun:
 
     def state(self) -> dict[str, Any]:
         """Return what healing changed about the run, as plain values; see :meth:`resume`."""
-        optimizers = self._guarded.optimizers
-        limits = [
-            (o, *self._limits[id(optimizer.clipper)][1:])
-            for o, optimizer in enumerate(optimizers)
-            if id(optimizer.clipper) in self._limits
-        ]
-        tightened = [(o, name, getattr(optimizers[o].clipper, name)) for o, name, _ in limits]
         return {
             "lr_scale": self._lr_scale,
             "ramp": self._ramp,
-            "relax_in": self._relax_in,
-            "limits": limits,
-            "tightened": tightened,
-            "norms": list(self._norms),
             "micro_batches": self.micro_batches,
             "anchor_steps": self.anchor.steps_left,
+            **self.clip_limits.state(),
         }
 
     def resume(self, step: int, saved: dict[str, Any]) -> None:
         """Go on at a step of another process, with what :meth:`state` returned there."""
         self.step = step
         self.lr_scale, self._ramp = saved["lr_scale"], saved["ramp"]
-        self._relax_in, self.micro_batches = saved["relax_in"], saved["micro_batches"]
-        self._norms.extend(saved["norms"])
+        self.micro_batches = saved["micro_batches"]
+        self.clip_limits.resume(saved)
         if saved.get("anchor_steps"):  # weights and importance would double the checkpoint
             self._note(f"an anchor held for {saved['anchor_steps']} more steps; it was not saved")
-        for o, name, limit in saved["limits"]:
-            clipper = self._guarded.optimizers[o].clipper
-            self._limits[id(clipper)] = (clipper, name, limit)
-        for o, name, limit in saved["tightened"]:
-            setattr(self._guarded.optimizers[o].clipper, name, limit)
         self._guarded.mailbox.clear()
         self.ring.drop_all()
         self._constants.forget()
@@ -252,40 +231,16 @@ class TorchRun:
         """Count a step: the learning rate comes a little closer to its schedule."""
         self.step += 1
         self.anchor.count_step()
+        self.clip_limits.count_step()
         if self._ramp is not None:
             start, done, total = self._ramp
             done += 1
             self.lr_scale = start + (1.0 - start) * (done / total) if done < total else 1.0
             self._ramp = (start, done, total) if done < total else None
-        if self._relax_in:
-            self._relax_in -= 1
-            if not self._relax_in:
-                self._relax_clip()
-
-    def note_norm(self, norm: float) -> None:
-        """Hear of the norm of a step that was taken."""
-        if math.isfinite(norm):
-            self._norms.append(norm)
 
     def tighten_clip(self, factor: float) -> None:
-        """Multiply the limit of every clipper, until the learning rate is back on its schedule.
-
-        One without a limit gets the usual norm for a start.
-        """
-        for optimizer in self._guarded.optimizers:
-            clipper = optimizer.clipper
-            name = next((n for n in CLIP_LIMITS if hasattr(clipper, n)), None)
-            if name is None:
-                self._note(f"{type(clipper).__name__} has no limit that could be tightened")
-                continue
-            limit = getattr(clipper, name)
-            if limit is None or not math.isfinite(limit):
-                if not self._norms:
-                    continue
-                limit = statistics.median(self._norms)
-            self._limits.setdefault(id(clipper), (clipper, name, getattr(clipper, name)))
-            setattr(clipper, name, limit * factor)
-        self._relax_in = self._config.lr_ramp_steps
+        """Multiply the limit of every clipper, until the learning rate is back on its schedule."""
+        self.clip_limits.tighten(factor)
 
     def relearn_clip(self) -> None:
         """Forget what the clippers take for usual."""
@@ -350,8 +305,3 @@ class TorchRun:
         except KeyError:
             pass  # it is on the disk only
         return None if self.durable is None else self.durable.snapshot(step)
-
-    def _relax_clip(self) -> None:
-        for clipper, name, limit in self._limits.values():
-            setattr(clipper, name, limit)
-        self._limits.clear()

@@ -1,0 +1,86 @@
+"""The limits of the clippers: tightened for some steps, then put back as they were."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zclip import ClippedOptimizer
+
+RECENT_NORMS = 101  # gradient norms whose median is taken for the usual one
+NAMES = ("max_grad_norm", "max_norm")  # what clippers call their limit
+
+
+class ClipLimits:
+    """What was done to the limits of all clippers, and for how long.
+
+    Args:
+        optimizers: whose clippers are tightened.
+        steps: how long a tighter limit holds.
+        note: told of clippers without a limit.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[ClippedOptimizer], steps: int, note: Callable[[str], None]
+    ) -> None:
+        self._optimizers = optimizers
+        self._steps = steps
+        self._note = note
+        self._steps_left = 0
+        self._first: dict[int, tuple[Any, str, Any]] = {}  # clipper, attribute, first value
+        self._norms: deque[float] = deque(maxlen=RECENT_NORMS)
+
+    def note_norm(self, norm: float) -> None:
+        """Hear of the norm of a step that was taken."""
+        if math.isfinite(norm):
+            self._norms.append(norm)
+
+    def tighten(self, factor: float) -> None:
+        """Multiply the limit of every clipper; one without gets the usual norm for a start."""
+        for optimizer in self._optimizers:
+            clipper = optimizer.clipper
+            name = next((n for n in NAMES if hasattr(clipper, n)), None)
+            if name is None:
+                self._note(f"{type(clipper).__name__} has no limit that could be tightened")
+                continue
+            limit = getattr(clipper, name)
+            if limit is None or not math.isfinite(limit):
+                if not self._norms:
+                    continue
+                limit = statistics.median(self._norms)
+            self._first.setdefault(id(clipper), (clipper, name, getattr(clipper, name)))
+            setattr(clipper, name, limit * factor)
+        self._steps_left = self._steps
+
+    def count_step(self) -> None:
+        """Hear that a step is over; after the last one the limits are what they were."""
+        if self._steps_left:
+            self._steps_left -= 1
+            if not self._steps_left:
+                for clipper, name, limit in self._first.values():
+                    setattr(clipper, name, limit)
+                self._first.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values; see :meth:`resume`."""
+        clippers = [optimizer.clipper for optimizer in self._optimizers]
+        limits = [
+            (o, *self._first[id(c)][1:]) for o, c in enumerate(clippers) if id(c) in self._first
+        ]
+        return {
+            "relax_in": self._steps_left,
+            "limits": limits,
+            "tightened": [(o, name, getattr(clippers[o], name)) for o, name, _ in limits],
+            "norms": list(self._norms),
+        }
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Go on with what :meth:`state` returned in another process."""
+        self._steps_left = saved["relax_in"]
+        self._norms.extend(saved["norms"])
+        for o, name, limit in saved["limits"]:
+            clipper = self._optimizers[o].clipper
+            self._first[id(clipper)] = (clipper, name, limit)
+        for o, name, limit in saved["tightened"]:
+            setattr(self._optimizers[o].clipper, name, limit)
