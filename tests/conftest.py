@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+import signal
 from collections import defaultdict
 
 import pytest
@@ -17,6 +18,20 @@ RULES = ("zclip_", "adagc_", "spike_skip_", "auto_clip_", "watch_loss_", "rules_
 THINNED = {f"test_{rule}.py" for rule in RULES}
 MOST_CASES = 3
 """Of a test of rules in Triton's interpreter, which takes a twentieth of a second for one step."""
+
+
+WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@pytest.fixture(autouse=True)
+def _signals_come_back():
+    """A healer that no test closed would answer the signals that later tests send."""
+    before = {number: signal.getsignal(number) for number in WATCHED_SIGNALS}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+    signal.set_wakeup_fd(-1)
 
 
 @pytest.fixture(params=BACKENDS, ids=str)

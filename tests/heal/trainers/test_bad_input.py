@@ -23,7 +23,7 @@ def test_a_setting_that_does_not_exist(tmp_path):
     trainer = tiny.plain(tmp_path)
     with pytest.raises(ConfigError, match="nan_patients"):
         SelfHealingTrainer(trainer, {"nan_patients": 3})
-    with pytest.raises(TypeError, match="nan_patients"):
+    with pytest.raises(ConfigError, match="nan_patients"):
         HealingConfig(nan_patients=3)
     with pytest.raises(TypeError, match="config is int"):
         SelfHealingCallback(trainer, 3)
