@@ -150,8 +150,16 @@ def _families(results: Results, rows: list[str]) -> Iterable[str]:
 
 def _losses(results: Results, rows: list[str]) -> Iterable[str]:
     """Name every failure in which some healed run did not end within noise."""
+    lines = list(_lost(results, rows))
+    if not lines:
+        yield "In none of these runs."
+        return
     yield "| failure | family | not within noise | their losses | undisturbed |"
     yield "|---|---|---|---|---|"
+    yield from lines
+
+
+def _lost(results: Results, rows: list[str]) -> Iterable[str]:
     for row in rows:
         for family in FAMILIES:
             keys = [k for k in results if k[0] == row and k[1] == family and k[3] == "heal"]
