@@ -170,8 +170,8 @@ class SnapshotRing:
     def note_checked(self, step: int) -> None:
         """Hear that weights and moments were found sound as they were before ``step``.
 
-        What a later check finds may have begun right after: the newest good snapshot of that step
-        or before is kept until then.
+        What a later check finds may have begun right after: one good snapshot of that step or
+        before is kept until then, the one whose age fits best.
         """
         self._checked_step = step
 
@@ -276,8 +276,8 @@ class SnapshotRing:
 
         Neither the last good snapshot nor one on its way through quarantine is given up for a
         newer one: where snapshots come faster than they are proven, none would ever be good. Nor
-        is the newest that a check has vouched for; and one that is newer than that stays for a
-        while, for its successor has to be proven first.
+        is the only one that a check has vouched for; and one that is newer than the check stays
+        for a while, for its successor has to be proven first.
         """
         good = [s for s in self._kept if s.is_good]
         overdue = step - self.interval - PATIENCE * self.quarantine_steps
@@ -290,13 +290,13 @@ class SnapshotRing:
 
     def _spare_good(self, good: Sequence[Snapshot], step: int) -> list[Snapshot]:
         """Those that may be given up though they are good."""
-        vouched = max((s.step for s in good if s.step <= self._checked_step), default=None)
-        if vouched is None:
+        vouched = [s for s in good if s.step <= self._checked_step]
+        if not vouched:
             return list(good)
-        newer = [s for s in good if s.step > vouched]
+        newer = [s for s in good if s.step > self._checked_step]
         if len(newer) == 1 and newer[0].step > step - PATIENCE * self.quarantine_steps:
             newer = []
-        return [s for s in good if s.step < vouched] + newer
+        return (vouched if len(vouched) > 1 else []) + newer
 
     def _misfit(self, kept: Sequence[Snapshot], step: int) -> float:
         """How far ages, youngest first, are from their places on a geometric scale, in octaves."""

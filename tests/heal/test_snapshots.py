@@ -266,6 +266,24 @@ def test_a_good_snapshot_from_before_the_last_sound_check_is_kept(interval, quar
     assert max(newest) <= 100 + 2 * interval + quarantine_steps
 
 
+def test_checks_leave_ages_geometric_where_several_snapshots_are_sound():
+    # A failure that creeps for a hundred steps has to find a snapshot from before it.
+    assert oldest_ages(checked=True) == oldest_ages(checked=False)
+
+
+def oldest_ages(checked):
+    _, ring = build(interval=50, quarantine_steps=10)
+    ages = []
+    for step in range(1000):
+        if checked and step and step % 100 == 0:
+            ring.note_checked(step)
+        if step % 50 == 0:
+            ring.capture(step, {("extra", "x"): torch.ones(3)}, {}, is_proven=step == 0)
+        ring.note_clean(step)
+        ages.append(step - ring.good_steps()[-1])
+    return ages
+
+
 def test_too_little_memory_degrades_and_says_so(monkeypatch):
     state, ring = build()
     num_bytes = sum(t.nbytes for t in state.tensors().values())
