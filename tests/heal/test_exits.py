@@ -1,6 +1,7 @@
 """However a process ends, it leaves a postmortem that says so, and the exit code is its own."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,15 @@ def ended(tmp_path_factory):
     """Every case, and the exit status of its process."""
     folder = tmp_path_factory.mktemp("endings")
     words = [sys.executable, "-m", "tests.heal.endings", str(folder)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        # A shell has what runs in the background ignore Ctrl-C, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert done.returncode == 0, done.stderr
     return folder, {name: int(code) for name, code in map(str.split, done.stdout.splitlines())}
 
