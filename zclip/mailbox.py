@@ -64,7 +64,8 @@ class Mailbox:
 
     def post_row(self, step: int, row: list[float]) -> None:
         """Send numbers that the host has already; they are read as late as all others."""
-        self._make_room()
+        if len(self._sent) >= self.lag + self.room:
+            self._make_room()
         self._sent.append(_Letter(step, row, None))
 
     def poll(self) -> list[tuple[int, list[float]]]:
@@ -81,6 +82,17 @@ class Mailbox:
                 self._free.append(letter.slot)
             arrived.append((letter.step, self._latest))
         return arrived
+
+    def peek(self) -> tuple[int, list[float]] | None:
+        """Return the newest verdict that :meth:`poll` would, and leave it there.
+
+        None if there is none, or if it is not a row of the host's own.
+        """
+        place = len(self._sent) - self.lag - 1
+        letter = self._sent[place] if place >= 0 else None
+        if letter is None or not isinstance(letter.slot, list):
+            return None
+        return letter.step, letter.slot
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log, ``lag`` posts late; nothing before the first has arrived."""

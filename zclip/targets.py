@@ -107,6 +107,7 @@ class TargetCache:
         self._targets: Targets | None = None
         self._trees: list[_Tree] = []
         self._entries: list[Any] = []
+        self._groups: list[tuple[Mapping[str, Any], list[Tensor]]] = []
 
     @property
     def targets(self) -> Targets | None:
@@ -115,7 +116,7 @@ class TargetCache:
     def give_names(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Call parameters of groups by these names; what they have in the groups counts less."""
         self._given = {id(param): (name, param) for name, param in named}
-        self._targets = None
+        self._targets, self._groups = None, []
 
     def find(self, handed: tuple[Any, ...]) -> Targets:
         """Return the parameters to clip.
@@ -127,6 +128,9 @@ class TargetCache:
             TypeError: something in there is not a parameter.
         """
         target = handed[0] if len(handed) == 1 else handed
+        if self._groups and type(target) is list and self._holds_groups(target):
+            assert self._targets is not None
+            return self._targets
         if isinstance(target, Module):
             return self._find_modules([target])
         if isinstance(target, Tensor):
@@ -161,30 +165,40 @@ class TargetCache:
         return self._targets
 
     def _find_groups(self, groups: list[Mapping[str, Any]]) -> Targets:
-        entries: list[Any] = []
+        if self._targets is not None and self._holds_groups(groups):
+            return self._targets
+        named, position = [], 0
         for group in groups:
-            entries.append(group)
-            entries += group["params"]
-        if not self._holds(entries):
-            named, position = [], 0
-            for group in groups:
-                listed = group.get("param_names")
-                pairs = []
-                for i, param in enumerate(group["params"]):
-                    name = listed[i] if listed else _name(position, param)
-                    name, _ = self._given.get(id(param), (name, param))
-                    pairs.append((name, tensor_at(position, param)))
-                    position += 1
-                named.append(pairs)
-            self._keep(Targets(named, groups), [], entries)
-        assert self._targets is not None
-        return self._targets
+            listed = group.get("param_names")
+            pairs = []
+            for i, param in enumerate(group["params"]):
+                name = listed[i] if listed else _name(position, param)
+                name, _ = self._given.get(id(param), (name, param))
+                pairs.append((name, tensor_at(position, param)))
+                position += 1
+            named.append(pairs)
+        targets = Targets(named, groups)
+        self._keep(targets, [], [])
+        self._groups = [(group, list(group["params"])) for group in groups]
+        return targets
+
+    def _holds_groups(self, groups: list[Mapping[str, Any]]) -> bool:
+        """Tell whether these are the groups that were given last, with the same parameters."""
+        kept = self._groups
+        if len(groups) != len(kept):
+            return False
+        for now, (group, params) in zip(groups, kept, strict=True):
+            if now is not group or not _same(now["params"], params):
+                return False
+        return True
 
     def _holds(self, entries: list[Any]) -> bool:
-        return self._targets is not None and not self._trees and _same(entries, self._entries)
+        of_others = self._trees or self._groups
+        return self._targets is not None and not of_others and _same(entries, self._entries)
 
     def _keep(self, targets: Targets, trees: list["_Tree"], entries: list[Any]) -> None:
         self._targets, self._trees, self._entries = targets, trees, entries
+        self._groups = []
 
 
 class _Tree:

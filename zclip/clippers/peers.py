@@ -19,6 +19,7 @@ class Peers:
     """Finds out once per list of parameters how to add up, and then does it step by step.
 
     Attributes:
+        found: the parameters that :meth:`find` was last asked about.
         reduction: how statistics become those of the whole model; None if every rank has them.
     """
 
@@ -34,16 +35,21 @@ class Peers:
         self._record_group = record_group
         self._per_group = per_group
         self._order: tuple[Tensor, Tensor] | None = None
-        self._found: Targets | None = None
+        self.found: Targets | None = None
         self._whole: Targets | None = None
+
+    @property
+    def shares_records(self) -> bool:
+        """Whether there is anyone to :meth:`tell`."""
+        return self._record_group is not None
 
     def find(self, found: Targets) -> Targets:
         """Return the parameters of the whole model, those of other pipeline stages included."""
-        if found is not self._found or self._whole is None:
+        if found is not self.found or self._whole is None:
             process_group, pipeline_group = self._groups
             shards = process_group or found.shard_group
             self.reduction = find_reduction(found.params, found.names, shards, pipeline_group)
-            self._found = self._whole = found
+            self.found = self._whole = found
             if self.reduction is not None and self._groups[1] is not None:
                 self._whole = self._laid_end_to_end(found, self.reduction)
         return self._whole

@@ -34,6 +34,7 @@ class ClipState:
         self._owner = owner
         self._entries: Sequence[Entries] = []  # of a state per parameter
         self._fitted: Targets | None = None
+        self._place: tuple[torch.device, int] | None = None  # of the first state that was fitted
         self._is_loaded = False
 
     def fit(self, targets: Targets, device: torch.device) -> None:
@@ -42,11 +43,7 @@ class ClipState:
         Raises:
             ValueError: a loaded state does not fit, or a setting that sizes the state has changed.
         """
-        if (
-            targets is self._fitted
-            and self.states[0].device == device
-            and self.states[0].numel() == self._size(targets, 0)
-        ):
+        if targets is self._fitted and self._place == (device, self._size(targets, 0)):
             return
         num_groups = len(targets.sizes) if self._owner.per_group else 1
         self._check_groups(targets, num_groups)
@@ -60,6 +57,7 @@ class ClipState:
             zeros = torch.zeros(NUM_COUNTERS, dtype=wide_dtype(device), device=device)
             self.counters = zeros if self.counters is None else self._moved(self.counters, device)
         self._entries, self._fitted, self._is_loaded = entries, targets, False
+        self._place = device, self.states[0].numel()
 
     def ensure(self) -> list[Tensor]:
         """Return the states, made on the CPU if there was no step yet."""

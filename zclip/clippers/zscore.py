@@ -67,6 +67,7 @@ class ZClip(Clipper):
         "buffer": slice(BUFFER_COLUMN, None),
     }
     limit_key: ClassVar[str | None] = "max_grad_norm"
+    replaceable: ClassVar[str] = "_compute_grad_norm"
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class ZClip(Clipper):
         self, found: Targets, grads: list[Tensor], loss: Tensor | None
     ) -> ClipResult | None:
         """As for every clipper, unless someone has put a norm of their own in place of ours."""
-        replaced = self.__dict__.get("_compute_grad_norm")
+        replaced = self.__dict__.get(self.replaceable)
         if replaced is None or getattr(replaced, "__func__", None) is ZClip._compute_grad_norm:
             return super()._clip_at_once(found, grads, loss)
         norm = float(replaced(found.params))
