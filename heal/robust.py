@@ -16,12 +16,16 @@ LARGEST = 1e100
 
 
 class Window:
-    """The last ``size`` finite values, kept in order of arrival and in order of magnitude."""
+    """The last ``size`` finite values, in order of arrival.
+
+    They are put in order of magnitude when somebody first asks for that, and kept so from then on:
+    many windows are filled, read once and emptied.
+    """
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.size = size
-        self._arrived: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._arrived: deque[float] = deque(maxlen=size)
+        self._sorted: list[float] | None = None
         for value in values:
             self.push(value)
 
@@ -33,14 +37,17 @@ class Window:
         if not -LARGEST < value < LARGEST:
             return
         arrived, ordered = self._arrived, self._sorted
-        if len(arrived) == self.size:
-            del ordered[bisect_left(ordered, arrived.popleft())]
+        if ordered is not None:
+            if len(arrived) == self.size:
+                del ordered[bisect_left(ordered, arrived[0])]
+            insort(ordered, value)
         arrived.append(value)
-        insort(ordered, value)
 
     def quantile(self, share: float) -> float:
         """Return the value that ``share`` of the others lie below; NaN if there is none."""
         ordered = self._sorted
+        if ordered is None:
+            ordered = self._sorted = sorted(self._arrived)
         if not ordered:
             return math.nan
         place = int(share * len(ordered))
@@ -55,6 +62,15 @@ class Window:
         """The standard deviation that normal noise with these quartiles would have."""
         return (self.quantile(0.75) - self.quantile(0.25)) / QUARTILES_OF_NORMAL
 
+    def median_and_spread(self) -> tuple[float, float]:
+        """Return both at once, which is cheaper."""
+        ordered = self._sorted
+        if not ordered:  # none, or not in order yet
+            return self.median, self.spread
+        count = len(ordered)
+        quartiles = ordered[int(0.75 * count)] - ordered[int(0.25 * count)]
+        return ordered[int(0.5 * count)], quartiles / QUARTILES_OF_NORMAL
+
     def values(self) -> list[float]:
         """Return the values, oldest first."""
         return list(self._arrived)
@@ -62,4 +78,4 @@ class Window:
     def clear(self) -> None:
         """Forget all values."""
         self._arrived.clear()
-        self._sorted.clear()
+        self._sorted = None

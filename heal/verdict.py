@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 COLUMNS = (
     "blocked",
@@ -60,6 +60,8 @@ HOST_FLAGS = tuple(flag for flag in Flag if flag >= Flag.PREEMPTED)
 FAILED = Flag.DATA_ERROR | Flag.OUT_OF_MEMORY | Flag.NETWORK_ERROR | Flag.UNKNOWN_ERROR
 """A rank could not compute its part of this step, which all ranks therefore refuse."""
 
+_USUAL_FLAGS = {0: NO_FLAG, 8: Flag.CLIPPED}  # making one of a number takes longer than the rest
+
 NONFINITE_GRADIENT = Flag.HAS_NAN | Flag.HAS_INF | Flag.OVERFLOW
 
 
@@ -99,8 +101,25 @@ class Record(NamedTuple):
     own_seconds: float = math.nan
 
     @classmethod
-    def decode(cls, step: int, row: Sequence[float], **host: Any) -> "Record":
-        """Read a row of the mailbox; ``host`` fills the fields that the device does not know.
+    def decode(
+        cls,
+        step: int,
+        row: Sequence[float],
+        *,
+        flags: int = 0,
+        loss: float | None = None,
+        worst_name: str = "",
+        lr: float = math.nan,
+        scheduled_lr: float = math.nan,
+        seconds: float = math.nan,
+        micro_batches: int = 1,
+        loss_scale: float | None = None,
+        lr_scale: float = 1.0,
+        own_seconds: float = math.nan,
+    ) -> "Record":
+        """Read a row of the mailbox; what the device does not know the host fills in.
+
+        Its flags join those of the row, and its loss, if it has one, takes the place of the row's.
 
         Raises:
             ValueError: the row is too short to be a verdict.
@@ -108,25 +127,33 @@ class Record(NamedTuple):
         if len(row) < len(COLUMNS):
             raise ValueError(f"a verdict has {len(COLUMNS)} numbers, the row has {len(row)}")
         # Spelled out: this runs in every step, and a dictionary costs more than all the rest.
-        blocked, flagged, norm, clipped, z, threshold, mean, std = row[:8]
-        loss, ratio, worst, clips, skips = row[8:13]
-        flags = _whole(flagged, otherwise=0) | int(host.pop("flags", 0))
-        return cls(
-            step,
-            Flag(flags) if flags else NO_FLAG,
-            blocked != 0.0,
-            norm,
-            clipped,
-            z,
-            threshold,
-            mean,
-            std,
-            host.pop("loss", loss),
-            ratio,
-            _whole(worst, otherwise=-1),
-            clips=_whole(clips, otherwise=0),
-            skips=_whole(skips, otherwise=0),
-            **host,
+        blocked, flagged, norm, clipped, z, threshold, mean, std, told, ratio = row[:10]
+        found = _whole(flagged, otherwise=0) | int(flags)
+        return cls._make(
+            (
+                step,
+                _USUAL_FLAGS.get(found) or Flag(found),
+                blocked != 0.0,
+                norm,
+                clipped,
+                z,
+                threshold,
+                mean,
+                std,
+                told if loss is None else loss,
+                ratio,
+                _whole(row[10], otherwise=-1),
+                worst_name,
+                lr,
+                scheduled_lr,
+                _whole(row[11], otherwise=0),
+                _whole(row[12], otherwise=0),
+                seconds,
+                micro_batches,
+                loss_scale,
+                lr_scale,
+                own_seconds,
+            )
         )
 
     @property
@@ -135,7 +162,7 @@ class Record(NamedTuple):
 
     @property
     def has_finite_loss(self) -> bool:
-        return math.isfinite(self.loss) and not self.has(Flag.LOSS_NAN)
+        return -math.inf < self.loss < math.inf and not int.__and__(self.flags, Flag.LOSS_NAN)
 
     def has(self, flags: Flag) -> bool:
         """Tell whether any of these flags is set.
@@ -170,4 +197,4 @@ class HealthRow:
 
 def _whole(value: float, *, otherwise: int) -> int:
     """Return a count that came as a float; a broken row must not break the reader."""
-    return int(value) if math.isfinite(value) else otherwise
+    return int(value) if -math.inf < value < math.inf else otherwise

@@ -6,7 +6,7 @@ from typing import Any
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.robust import Window
-from heal.verdict import FAILED, Flag, Record
+from heal.verdict import FAILED, NO_FLAG, NONFINITE_GRADIENT, Flag, Record
 
 
 class RefusedSteps:
@@ -22,6 +22,9 @@ class RefusedSteps:
         self.first_step = -1
 
     def observe(self, record: Record) -> Finding | None:
+        if record.flags is NO_FLAG and not record.blocked:
+            self.streak = 0  # as below, sooner
+            return None
         if record.has(FAILED):
             return None  # some rank had nothing to give; that is told by itself
         loss_is_bad = record.has(Flag.LOSS_NAN)
@@ -89,24 +92,28 @@ class GradientExplosion:
         self.was_notable = False
 
     def observe(self, record: Record) -> Finding | None:
-        if record.has_nonfinite_gradient or not math.isfinite(record.norm):
+        norm = record.norm
+        if not -math.inf < norm < math.inf or record.has(NONFINITE_GRADIENT):
             return None
         usual = self.norms.quantile(self.UPPER)
-        is_armed = len(self.norms) >= self.FEWEST and usual > 0.0
-        if not is_armed or record.norm <= max(self.limit * usual, self.BEYOND * self.highest):
+        is_armed = usual > 0.0 and len(self.norms) >= self.FEWEST
+        if not is_armed or norm <= max(self.limit * usual, self.BEYOND * self.highest):
             self.streak = 0
-            note = self._note(record, usual) if is_armed else None
-            self.highest = max(self.highest, usual if is_armed else 0.0)
-            self.norms.push(record.norm)
+            note = None
+            if is_armed:
+                note = self._note(record, usual)
+                if usual > self.highest:
+                    self.highest = usual
+            self.norms.push(norm)
             self.losses.push(record.loss)
             return note
         if self.streak == 0:
             self.first_step, self.first_loss = record.step, record.loss
         self.streak += 1
         if self.streak > self.SLOW * self.patience:
-            self.norms.push(record.norm)
+            self.norms.push(norm)
         is_due = self.streak % self.patience == 0 and (
-            record.norm > self.limit * self.highest or self.streak >= self.SLOW * self.patience
+            norm > self.limit * self.highest or self.streak >= self.SLOW * self.patience
         )
         is_harm = is_due and self._suffers(record.loss)
         if self.streak > 1 and not is_harm:
@@ -116,14 +123,14 @@ class GradientExplosion:
             step=record.step,
             bad_step=self.first_step,
             severity=Severity.ERROR if is_harm else Severity.WARN,
-            evidence=_blame(record) | {"usual_norm": usual, "ratio": record.norm / usual},
+            evidence=_blame(record) | {"usual_norm": usual, "ratio": norm / usual},
             streak=self.streak,
         )
 
     def _note(self, record: Record, usual: float) -> Finding | None:
         """Tell of the first of several norms that are unusual and no explosion."""
-        told = self.was_notable
-        self.was_notable = record.norm > max(self.NOTABLE * usual, self.BEYOND * self.highest)
+        told, norm = self.was_notable, record.norm
+        self.was_notable = norm > self.NOTABLE * usual and norm > self.BEYOND * self.highest
         if told or not self.was_notable:
             return None
         evidence = _blame(record) | {"usual_norm": usual, "ratio": record.norm / usual}

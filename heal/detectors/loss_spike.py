@@ -52,7 +52,7 @@ class LossSpike:
         loss = record.loss
         if not record.has_finite_loss or abs(loss) > LARGEST:
             return None
-        usual, spread = self.losses.median, self.losses.spread
+        usual, spread = self.losses.median_and_spread()
         if len(self.losses) < self.FEWEST or spread <= 0.0:
             self._absorb(loss)
             return self._observe_early(record)

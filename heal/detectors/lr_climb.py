@@ -51,7 +51,8 @@ class LrClimb:
             return None
         if self.usual and lr > self.LEFT * self.usual:
             return self._raised(record, lr)
-        self._settle()
+        if self.left_at >= 0:
+            self._settle()
         self._hold(lr)
         return None
 
@@ -61,12 +62,15 @@ class LrClimb:
 
     def _hold(self, lr: float) -> None:
         """Learn what is usual: what a rise sets out from."""
-        self.lowest, self.highest = min(self.lowest, lr), max(self.highest, lr)
+        if lr < self.lowest:
+            self.lowest = lr
+        elif lr > self.highest:
+            self.highest = lr
         if self.highest > self.STEADY * self.lowest:
             self.lowest, self.highest, self.steady = lr, lr, 0
         self.steady += 1
-        if self.steady >= self.HOLD:
-            self.usual = max(self.usual, self.lowest)
+        if self.steady >= self.HOLD and self.lowest > self.usual:
+            self.usual = self.lowest
 
     def _raised(self, record: Record, lr: float) -> Finding | None:
         if self.left_at < 0:
