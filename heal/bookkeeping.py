@@ -1,5 +1,7 @@
 """What happens before and after each step: snapshots, checks, mail and metrics, when due."""
 
+from heal.actions import CannotHeal
+from heal.calm import TOGETHER
 from heal.config import HealingConfig
 from heal.durable import Durable
 from heal.forecast.watch import SILENT
@@ -10,7 +12,7 @@ from heal.ranks import HostFacts
 from heal.readout import Readout
 from heal.run import TorchRun
 
-METRICS_INTERVAL = 10  # steps between lines of metrics.jsonl
+METRICS_INTERVAL = TOGETHER  # steps between lines of metrics.jsonl: each tells of what was heard
 
 
 class Bookkeeping:
@@ -68,14 +70,17 @@ class Bookkeeping:
 
         Contained: what the host has to tell must go with the step whatever fails here.
         """
-        self._notes.contain(self._prepare)
-
-    def _prepare(self) -> None:
-        self._run.ring.before_step()
-        if self._run.has_changed_shape():
-            self._wants_snapshot = True
-        if self._run.step == 0:
-            self.first_snapshot()
+        run = self._run
+        try:
+            run.ring.before_step()
+            if run.has_changed_shape():
+                self._wants_snapshot = True
+            if run.step == 0:
+                self.first_snapshot()
+        except CannotHeal:
+            raise
+        except Exception as error:
+            self._notes.add(f"healing failed and was left out: {error!r}")
 
     def after_step(self, facts: HostFacts, posted: bool, has_loss: bool) -> None:
         """Count the step, do what is due, and hear of the steps before."""
@@ -84,8 +89,10 @@ class Bookkeeping:
         else:
             self._listener.not_sent(facts)
         self._run.advance()
-        self._listener.check_health()
         step = self._run.step
+        if self._is_uneventful(step):
+            return
+        self._listener.check_health()
         self._listener.listen()
         if self._run.step == step:  # else the step was taken back
             self._capture_if_due()
@@ -102,6 +109,21 @@ class Bookkeeping:
             self._notes.add(SILENT)
         if self._journal.is_heard:
             self._journal.metrics(self._readout.last_step, self._readout.numbers())
+
+    def _is_uneventful(self, step: int) -> bool:
+        """Whether the books need not be opened: after most steps there is nothing to do.
+
+        Our code has left the caches by then, and looking into every corner of it would take longer
+        than a small model takes to be clipped.
+        """
+        return (
+            not self._wants_snapshot
+            and step % self._interval != 0
+            and step % METRICS_INTERVAL != 0
+            and self.durable is None
+            and not self._readout._probes.are_there
+            and self._listener.is_idle()
+        )
 
     def _probe(self, step: int) -> None:
         """Run the probes that are due; their time counts for no step, or it would seem slow."""

@@ -25,6 +25,8 @@ from zclip.layout import NUM_VERDICT
 WISHES = Flag.PREEMPTED | Flag.SNAPSHOT_WANTED
 """What somebody asked for, whatever becomes of the step it was sent with; sent again if undone."""
 
+NOTHING_KNOWN = HostFacts(), 1.0, True
+
 CLOSE_WATCH = 10  # times as often as usual, weights are checked after a warning
 
 
@@ -42,7 +44,6 @@ class Listener:
 
     Attributes:
         watch: the detectors.
-        latest: the newest record, None before the first.
         series: every record since the last line of metrics.
         sources: asked before every step for flags of the host; quick functions that do not wait.
         wants_snapshot: whether a record asked for one; alike on every rank.
@@ -60,7 +61,7 @@ class Listener:
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.watch = Watch(config)
-        self.latest: Record | None = None
+        self._latest: Record | None = None
         self.series = Series()
         self.sources: list[Callable[[], Flag]] = []
         self.wants_snapshot = False
@@ -121,27 +122,41 @@ class Listener:
 
     def note_step(self, facts: HostFacts, has_loss: bool) -> None:
         """Keep what the host knows of the step just posted until its record arrives."""
-        self._host[self._run.step] = facts, self._run.lr_scale, has_loss
-        if facts.flags and facts.flags & WISHES:
-            self._unheard[self._run.step] = facts.flags & WISHES
+        step, flags = self._run.step, facts.flags
+        self._host[step] = facts, self._run.lr_scale, has_loss
+        if flags is not NO_FLAG and flags & WISHES:
+            self._unheard[step] = flags & WISHES
         # Ranks hear of each other by records only, and a forecast counts its lead in steps.
         hurries = self._guarded.ranks.has_others or self.watch.forecast is not None
-        self._calm.note(self._run.step, None if hurries else self._guarded.posted, facts)
+        self._calm.note(step, None if hurries else self._guarded.posted, facts)
 
     def not_sent(self, facts: HostFacts) -> None:
         """Keep the news of a step that has no record, as it had no gradients, for the next."""
         if facts.flags:
             self._reported.append(facts.flags)
 
+    def is_idle(self) -> bool:
+        """Whether there is nothing to hear, to measure or to look after, as after most steps."""
+        step = self._run.step
+        return not (
+            self._calm.is_time(step)
+            or self._health.is_under_way
+            or self._is_check_due(step)
+            or (self.cluster is not None and self.cluster.is_due(step))
+        )
+
     def check_health(self) -> None:
         """Have weights and optimizer state measured, if it is time."""
+        if self._is_check_due(self._run.step) and not self._guarded.has_stages:
+            self._health.post(self._run.step)
+
+    def _is_check_due(self, step: int) -> bool:
         interval = self._config.check_interval
         if self.watch.forecast is not None:
             interval = min(interval, CHECK_INTERVAL)
-        if self._run.step < self._run.close_watch_until:
+        if step < self._run.close_watch_until:
             interval = math.ceil(interval / CLOSE_WATCH)
-        if interval and self._run.step % interval == 0 and not self._guarded.has_stages:
-            self._health.post(self._run.step)
+        return interval > 0 and step % interval == 0
 
     @property
     def is_checking(self) -> bool:
@@ -194,41 +209,58 @@ class Listener:
         self._treatment.treat(findings)
 
     def _decode(self, step: int, row: list[float]) -> Record:
-        host = self._known_by_host(step)
-        self._unheard.pop(step, None)
-        ranks = self._guarded.ranks
-        if ranks.has_others:
-            host |= ranks.facts(row[NUM_VERDICT + 1 :])
-        if row[NUM_VERDICT] != NO_LOSS_SCALE:
-            host["loss_scale"] = row[NUM_VERDICT]
-        record = Record.decode(step, row, **host)
-        if record.blocked or record.has(Flag.SPIKE):
-            record = record._replace(worst_name=self._guarded.name_of(record.worst))
-        self.latest = record
+        if self._unheard:
+            self._unheard.pop(step, None)
+        self._latest = record = self._decoded(step, row)
+        self._host.pop(step, None)
         self.series.note(record)
         if record.has(Flag.SNAPSHOT_WANTED):
             self.wants_snapshot = True
         return record
 
-    def _known_by_host(self, step: int) -> dict[str, Any]:
-        """Return the fields of a record that the host knew when the step was posted."""
-        if step not in self._host:
-            return {}
-        facts, lr_scale, has_loss = self._host.pop(step)
-        fields: dict[str, Any] = {
-            "micro_batches": facts.micro_batches,
-            "lr_scale": lr_scale,
-            "own_seconds": facts.seconds,
-        }
-        if not self._guarded.ranks.has_others:
-            fields["seconds"] = facts.seconds
-            fields["lr"] = facts.lr
-            fields["scheduled_lr"] = facts.scheduled_lr
-            if not has_loss:
-                fields["loss"] = math.nan
-            if facts.flags:
-                fields["flags"] = facts.flags
-        return fields
+    @property
+    def latest(self) -> Record | None:
+        """The newest record that may be read, if calm before the detectors hear of it."""
+        waiting = self._guarded.mailbox.peek()
+        return self._latest if waiting is None else self._decoded(*waiting)
+
+    def _decoded(self, step: int, row: list[float]) -> Record:
+        """Read a row together with what the host knew when the step was posted."""
+        ranks = self._guarded.ranks
+        scale = row[NUM_VERDICT]
+        loss_scale = None if scale == NO_LOSS_SCALE else scale
+        facts, lr_scale, has_loss = self._host.get(step, NOTHING_KNOWN)
+        if ranks.has_others:
+            record = Record.decode(
+                step,
+                row,
+                micro_batches=facts.micro_batches,
+                loss_scale=loss_scale,
+                lr_scale=lr_scale,
+                own_seconds=facts.seconds,
+                **ranks.facts(row[NUM_VERDICT + 1 :]),
+            )
+            return self._named(record)
+        record = Record.decode(
+            step,
+            row,
+            flags=facts.flags,
+            loss=None if has_loss else math.nan,
+            lr=facts.lr,
+            scheduled_lr=facts.scheduled_lr,
+            seconds=facts.seconds,
+            micro_batches=facts.micro_batches,
+            loss_scale=loss_scale,
+            lr_scale=lr_scale,
+            own_seconds=facts.seconds,
+        )
+        return self._named(record)
+
+    def _named(self, record: Record) -> Record:
+        """Tell the name of the tensor to blame, if there is anything to blame it for."""
+        if record.blocked or record.has(Flag.SPIKE):
+            return record._replace(worst_name=self._guarded.name_of(record.worst))
+        return record
 
     def _judge_snapshots(self, record: Record, findings: list[Finding]) -> None:
         """Let a clean step speak for the snapshots before it.

@@ -151,4 +151,6 @@ class Treatment:
 
 def is_suspect(findings: Sequence[Finding]) -> bool:
     """Return whether snapshots taken lately may already hold the trouble."""
+    if not findings:
+        return False
     return any(f.cause in MAY_BE_IN_SNAPSHOTS and f.severity >= Severity.WARN for f in findings)

@@ -62,6 +62,17 @@ class ClusterWatch:
         self._ecc_errors: int | None = None
         self._watchdog: HangWatchdog | None = None
 
+    def is_due(self, step: int) -> bool:
+        """Tell whether :meth:`look` has anything to do."""
+        config = self._config
+        return (
+            self._watchdog is not None
+            or self._compares
+            or self._ping_read_at is not None
+            or _is_due(step, config.gpu_health_check_interval)
+            or _is_due(step, config.nccl_health_check_interval)
+        )
+
     def look(self, step: int) -> list[Finding]:
         """Do what is due before ``step``; return what must be treated here and now."""
         if self._watchdog is not None:

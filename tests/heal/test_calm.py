@@ -10,15 +10,16 @@ from heal import Healer, HealingConfig
 from heal.calm import Calm
 from heal.ranks import HostFacts
 from heal.verdict import Flag
-from zclip.layout import BLOCKED, CLIPPED, FLAGS, HAS_NAN, LOSS_SPIKE, NORM, NUM_VERDICT
+from zclip.layout import BLOCKED, CLIPPED, FLAGS, HAS_NAN, LOSS_RATIO, LOSS_SPIKE, NORM, NUM_VERDICT
 
 LAG = 2
 USUAL = HostFacts(lr=0.1)
 
 
-def row(norm=1.0, flags=0, blocked=0.0):
+def row(norm=1.0, flags=0, blocked=0.0, ratio=1.0):
     values = [0.0] * (NUM_VERDICT + 1)
     values[NORM], values[FLAGS], values[BLOCKED] = norm, float(flags), blocked
+    values[LOSS_RATIO] = ratio
     return values
 
 
@@ -33,12 +34,11 @@ def heard(rows, facts=USUAL):
 
 
 def test_calm_steps_are_heard_together():
-    steps = heard([row()] * 21)
-    assert steps[-3:] == [12, 16, 20]
+    assert heard([row()] * 31)[-3:] == [10, 20, 30]
 
 
 def test_clipping_is_calm():
-    assert heard([row(flags=CLIPPED)] * 21)[-3:] == [12, 16, 20]
+    assert heard([row(flags=CLIPPED)] * 31)[-3:] == [10, 20, 30]
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,12 @@ def test_clipping_is_calm():
         row(flags=HAS_NAN),
         row(flags=CLIPPED + LOSS_SPIKE),
         row(blocked=1.0),
+        row(ratio=1.6),
+        row(ratio=-1.1),
+        row(ratio=math.nan),
         None,
     ],
-    ids=["nan", "leap", "flag", "flags", "blocked", "on a device"],
+    ids=["nan", "leap", "flag", "flags", "blocked", "loss", "fall", "nan loss", "on a device"],
 )
 def test_what_could_be_trouble_is_heard_lag_steps_later(odd):
     rows = [row()] * 21
@@ -70,7 +73,7 @@ def test_a_leap_of_the_rate_and_news_of_the_host_are_heard_at_once(odd):
 
 
 def test_a_rate_that_nobody_knows_is_calm():
-    assert heard([row()] * 21, HostFacts(lr=math.nan))[-3:] == [12, 16, 20]
+    assert heard([row()] * 31, HostFacts(lr=math.nan))[-3:] == [10, 20, 30]
 
 
 def run_of(healer, model, steps):
@@ -97,6 +100,19 @@ def test_no_record_is_lost_by_waiting():
     healer.hear_the_rest()
     assert healer.latest.step == 32
     assert healer._listener.watch.detectors["lr_spike"].seen == 33
+
+
+def test_what_is_told_of_a_run_is_as_new_as_ever():
+    """Only the detectors wait: whoever asks for numbers hears of the step that is ``lag`` old."""
+    model, healer = build()
+    for step in range(25):
+        run_of(healer, model, 1)
+        if step >= LAG:
+            assert healer.latest.step == step - LAG
+            norm = healer._guarded.optimizers[0].clipper.result.verdict[NORM]
+            assert step == LAG or healer.metrics()["zclip/raw_grad_norm"] != float(norm)
+    assert healer.latest.lr == 1e-3
+    assert healer._listener.watch.detectors["lr_spike"].seen == 20 - LAG
 
 
 def test_a_forecast_hears_every_step_when_it_can():
