@@ -41,6 +41,7 @@ class Snapshot:
     clean_steps: int = 0
     is_good: bool = False
     is_proven: bool = False  # it needs no clean steps
+    num_bytes: int = 0
     buffers: dict[Key, Tensor] = field(default_factory=dict, repr=False)
 
     def wait(self) -> None:
@@ -137,7 +138,8 @@ class SnapshotRing:
             values: plain values; kept as they are.
             is_proven: whether it needs no quarantine: no step has had the chance to spoil it.
         """
-        if not self._make_room(step, sum(t.nbytes for t in tensors.values())):
+        num_bytes = sum([t.nbytes for t in tensors.values()])
+        if not self._make_room(step, num_bytes):
             return False
         slot = self._spare.pop() if self._spare else {}
         try:
@@ -150,7 +152,7 @@ class SnapshotRing:
         slot.update(copies)
         hashes, num_bad, landed = self._copy(copies, tensors)
         snapshot = Snapshot(step, copies, values, hashes, num_bad, landed, buffers=slot)
-        snapshot.is_proven = is_proven
+        snapshot.is_proven, snapshot.num_bytes = is_proven, num_bytes
         self._kept = [s for s in self._kept if s.step < step] + [snapshot]
         return True
 
@@ -258,12 +260,14 @@ class SnapshotRing:
         if num_bytes == 0:
             return self.count
         by_setting = max(1, math.floor(self.memory_fraction)) if self.memory_fraction >= 1 else 0
+        wanted = min(self.count, by_setting)
+        if wanted and sum([s.num_bytes for s in self._kept]) >= wanted * num_bytes:
+            return wanted  # all that is wanted is there: nobody need ask the system for more
         free = available_bytes()
         by_memory = self.count
         if free is not None:
             by_memory = int((FREE_SHARE * free + self.held_bytes()) // num_bytes)
         affordable = min(by_setting, by_memory)
-        wanted = min(self.count, by_setting)
         if affordable < wanted or by_setting == 0:
             limit = "snapshot_memory_fraction" if by_setting == 0 else "free host memory"
             self.degraded = (

@@ -6,6 +6,7 @@ optimizer state may have come, gone or been replaced. This file copies nothing.
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from heal.host_copy import copy_and_hash, is_run_of_bytes
 from heal.scheduler_state import state_of
 from zclip import ClippedOptimizer
 
+_PLAIN = (int, float, str, bool, type(None))
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _SCALER_TENSORS = ("_scale", "_growth_tracker")
 
 
@@ -120,11 +123,14 @@ class TrainingState:
         This runs in every step, so it walks through nothing but a list. A parameter that no
         optimizer was told of is not trained and not looked for.
         """
-        sizes = [len(group["params"]) for o in self.optimizers for group in o.param_groups]
+        sizes = []
+        for optimizer in self.optimizers:
+            for group in optimizer.inner.param_groups:
+                sizes.append(len(group["params"]))
         if sizes != self._sizes:  # walking through the modules takes longer than all the rest
             self._sizes = sizes
             self._known = self.parameters()
-        trainable = bytes([p.requires_grad for p in self._known])
+        trainable = bytes(map(_REQUIRES_GRAD, self._known))
         if trainable != self._flags:
             self._flags = trainable
             self._was_trainable.clear()
@@ -337,7 +343,9 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def copied(value: Any) -> Any:
     """Return a copy that later steps cannot change; what cannot be copied is shared."""
-    if isinstance(value, (int, float, str, bool, type(None))):
+    if isinstance(value, _PLAIN):
+        return value
+    if type(value) is tuple and all(isinstance(element, _PLAIN) for element in value):
         return value
     try:
         return copy.deepcopy(value)
