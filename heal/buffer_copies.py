@@ -46,6 +46,11 @@ class BufferCopies:
         self._has_begun = self._has_settled = False
         self.find()
 
+    @property
+    def are_there(self) -> bool:
+        """Whether the model has buffers at all."""
+        return bool(self._moving or self._still)
+
     def find(self) -> None:
         """Notice buffers that came, went or moved. Walks through the modules; not every step."""
         if self._groups or self._still:
@@ -120,7 +125,7 @@ class BufferCopies:
             spares_finite: a refused step is routine, as under a scaler that still searches its
                 scale; without healing its statistics would stay, so they do unless NaN or Inf.
         """
-        if not self._moving and not self._still:
+        if not self.are_there:
             return
         try:
             if not self._has_settled:  # the first forward made what is made lazily

@@ -19,6 +19,9 @@ class ClipLimits:
         optimizers: whose clippers are tightened.
         steps: how long a tighter limit holds.
         note: told of clippers without a limit.
+
+    Attributes:
+        steps_left: for how many steps they stay tightened.
     """
 
     def __init__(
@@ -27,7 +30,7 @@ class ClipLimits:
         self._optimizers = optimizers
         self._steps = steps
         self._note = note
-        self._steps_left = 0
+        self.steps_left = 0
         self._first: dict[int, tuple[Any, str, Any]] = {}  # clipper, attribute, first value
         self._norms: deque[float] = deque(maxlen=RECENT_NORMS)
 
@@ -51,13 +54,13 @@ class ClipLimits:
                 limit = statistics.median(self._norms)
             self._first.setdefault(id(clipper), (clipper, name, getattr(clipper, name)))
             setattr(clipper, name, limit * factor)
-        self._steps_left = self._steps
+        self.steps_left = self._steps
 
     def count_step(self) -> None:
         """Hear that a step is over; after the last one the limits are what they were."""
-        if self._steps_left:
-            self._steps_left -= 1
-            if not self._steps_left:
+        if self.steps_left:
+            self.steps_left -= 1
+            if not self.steps_left:
                 for clipper, name, limit in self._first.values():
                     setattr(clipper, name, limit)
                 self._first.clear()
@@ -69,7 +72,7 @@ class ClipLimits:
             (o, *self._first[id(c)][1:]) for o, c in enumerate(clippers) if id(c) in self._first
         ]
         return {
-            "relax_in": self._steps_left,
+            "relax_in": self.steps_left,
             "limits": limits,
             "tightened": [(o, name, getattr(clippers[o], name)) for o, name, _ in limits],
             "norms": list(self._norms),
@@ -77,7 +80,7 @@ class ClipLimits:
 
     def resume(self, saved: dict[str, Any]) -> None:
         """Go on with what :meth:`state` returned in another process."""
-        self._steps_left = saved["relax_in"]
+        self.steps_left = saved["relax_in"]
         self._norms.extend(saved["norms"])
         for o, name, limit in saved["limits"]:
             clipper = self._optimizers[o].clipper

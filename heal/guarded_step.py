@@ -105,18 +105,21 @@ class GuardedStep:
         if self.scaler is not None:
             scaled = ScaledGradients(self.scaler, self.optimizers)
             scales, overflows = scaled.scales, scaled.overflows
-        judged = None
+        judged = row = None
         try:
             results = self.clip(loss, lanes, scales)
             judged = self.judge(results, loss, lanes, overflows)
+            if judged is not None and judged[0].is_cpu:
+                row = judged[0].tolist()  # host memory: reading it is no wait
             for o, result in enumerate(results):
                 if result is not None:
-                    self.optimizers[o].step_if_allowed(result, scales[o] if scales else None)
+                    own = row if len(results) == 1 else None
+                    self.optimizers[o].step_if_allowed(result, scales[o] if scales else None, own)
             if scaled is not None:
                 scaled.update()
         finally:  # also if the optimizer fails: ranks that count their mail differently are lost
             if judged is not None:
-                self._post(step, judged)
+                self._post(step, judged, row)
             else:
                 self.buffers.settle(False)
             if scaled is not None:
@@ -196,15 +199,17 @@ class GuardedStep:
         merged[BLOCKED] = torch.stack(refused).amax()
         return merged
 
-    def _post(self, step: int, judged: Judged) -> None:
+    def _post(self, step: int, judged: Judged, row: list[float] | None = None) -> None:
+        """Mail what was judged; ``row`` is the verdict, if it is in host memory and was read."""
         verdict, told = judged
-        scale = getattr(self.scaler, "_scale", None)
+        scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
         if verdict.is_cpu and (scale is None or scale.is_cpu):
-            row: list[float] = verdict.tolist()  # host memory: reading it is no wait
+            row = verdict.tolist() if row is None else row
             row.append(NO_LOSS_SCALE if scale is None else float(scale))
             self.posted = row if told is None else row + told.tolist()
             self.mailbox.post_row(step, self.posted)
-            self.buffers.settle(self.optimizers[0]._is_refused(row), scale is not None)
+            if self.buffers.are_there:
+                self.buffers.settle(self.optimizers[0]._is_refused(row), scale is not None)
             return
         self.posted = None
         tail = self._no_scale if scale is None else scale.reshape(1).to(verdict)

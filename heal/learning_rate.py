@@ -41,8 +41,10 @@ class LearningRates:
         for optimizer in self._optimizers:
             scheduler = self._schedulers.get(id(optimizer.inner))
             wanted = getattr(scheduler, "_last_lr", ())
-            for i, group in enumerate(optimizer.param_groups):
-                lr = self._number(group.get("lr"))
+            for i, group in enumerate(optimizer.inner.param_groups):
+                lr = group.get("lr")
+                if type(lr) is not float:
+                    lr = self._number(lr)
                 scheduled = self._number(wanted[i]) if i < len(wanted) else UNKNOWN
                 ratio = lr / scheduled if scheduled > 0.0 else 0.0
                 if ratio > highest or found[0] != found[0]:

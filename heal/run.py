@@ -230,8 +230,10 @@ class TorchRun:
     def advance(self) -> None:
         """Count a step: the learning rate comes a little closer to its schedule."""
         self.step += 1
-        self.anchor.count_step()
-        self.clip_limits.count_step()
+        if self.anchor.steps_left:
+            self.anchor.count_step()
+        if self.clip_limits.steps_left:
+            self.clip_limits.count_step()
         if self._ramp is not None:
             start, done, total = self._ramp
             done += 1

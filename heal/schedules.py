@@ -130,7 +130,7 @@ class Schedules:
         if not self._has_begun:
             self._has_begun = True
             self._find()
-        if not self._drivers():
+        if not (self._waiting or self.own or self._found):
             return
         while self._ahead and self._ahead[0].step <= step:
             turn = self._ahead.popleft()

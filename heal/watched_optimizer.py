@@ -33,31 +33,28 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         """Clip without the step and without mail; None if there are no gradients."""
         if self.pull is not None:
             self.pull.add_to_gradients(grad_scale)
-        return self._clip_measurable(loss, extra, grad_scale)
-
-    def _clip_measurable(
-        self, loss: Tensor | None, extra: Tensor | None, grad_scale: Tensor | None
-    ) -> ClipResult | None:
-        groups = self.param_groups
+        groups = self.inner.param_groups
         if self._unmeasured is not None:
             groups = self._unmeasured.left_out_of(groups)
         try:
             result = self._measure(groups, loss, grad_scale, extra)
         except (TypeError, RuntimeError):
-            if not self._leave_out():
+            left_out = self._leave_out()
+            if left_out is None:
                 raise
-            return self._clip_measurable(loss, extra, grad_scale)
+            groups = left_out.left_out_of(self.inner.param_groups)
+            result = self._measure(groups, loss, grad_scale, extra)
         self._steps += 1
         if result is None and self._unmeasured is not None:
             return self._unmeasured.stand_in()
         return result
 
-    def _leave_out(self) -> bool:
-        """Leave out what cannot be measured from now on; False if there is nothing new."""
+    def _leave_out(self) -> Unmeasured | None:
+        """Leave out what cannot be measured from now on; None if there is nothing new."""
         unmeasured = self._unmeasured or Unmeasured()
         found = unmeasured.add_from(self.param_groups)
         if not found:
-            return False
+            return None
         self._unmeasured = unmeasured
         names = {id(param): name for name, param in self._named}
         for param, kind in found:
@@ -66,9 +63,14 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
                 f"the gradient of {name} is {kind}, which cannot be measured: it is stepped "
                 "unguarded, not clipped and not watched for NaN"
             )
-        return True
+        return unmeasured
 
-    def step_if_allowed(self, result: ClipResult, grad_scale: Tensor | None = None) -> None:
+    def step_if_allowed(
+        self,
+        result: ClipResult,
+        grad_scale: Tensor | None = None,
+        row: list[float] | None = None,
+    ) -> None:
         """Step unless the result says that it is refused.
 
         A verdict in host memory is simply read: that is no wait, and cheaper than to have the
@@ -77,9 +79,10 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         Args:
             result: what :meth:`clip` returned.
             grad_scale: what it was given.
+            row: the verdict, if it was read already.
         """
-        if result.verdict.is_cpu and self.apply == "inplace":
-            if not self._is_refused(result.verdict.tolist()):
+        if self.apply == "inplace" and (row is not None or result.verdict.is_cpu):
+            if not self._is_refused(result.verdict.tolist() if row is None else row):
                 self._step_inner()
             return
         refused = self._refused(result, None)
