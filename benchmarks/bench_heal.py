@@ -8,15 +8,18 @@ What ``clip_grad_norm_`` itself adds to a loop is told beside it: how little a s
 """
 
 import argparse
+import math
 import os
 import statistics
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from heal import Healer, HealingConfig
+from heal.calm import TOGETHER
 from heal.snapshots import SnapshotRing
 from heal.training_state import copy_by_kind
 
@@ -92,18 +95,16 @@ def overhead(build, clips, heals=True):
 
     A turn of quick steps is a block of them, so that each loop finds its own code and data in the
     caches, as it does when it runs alone; its first steps are not counted. Slow steps take turns
-    one by one, so that the machine is equally fast for both. Means of the differences of steps,
-    for healing does more in some than in others, without the largest and the smallest, so that a
-    busy moment does not matter; what the steps with a snapshot take longer is shared among those
-    between two of them.
+    one by one, so that the machine is equally fast for both. Healing does more in some steps than
+    in others, so that there is a mean difference for each kind of step (without the largest and the
+    smallest, or a busy moment would matter), and each kind counts by how often it comes.
     """
     bare, count = loop(build, clips, heals=False)
     healed, _ = loop(build, clips if heals else True, heals)
-    interval = HealingConfig().snapshot_interval
     seconds = {bare: [], healed: []}
     block, settling = 1, 0
     end = time.perf_counter() + MOST_SECONDS
-    while time.perf_counter() < end or len(seconds[bare]) < 2 * interval + WARM:
+    while time.perf_counter() < end or len(seconds[bare]) < FEWEST:
         if len(seconds[bare]) == WARM and statistics.median(seconds[bare]) < QUICK:
             block, settling = BLOCK, SETTLING
         turn = len(seconds[bare]) // block
@@ -112,14 +113,25 @@ def overhead(build, clips, heals=True):
                 began = time.perf_counter()
                 step()
                 seconds[step].append(time.perf_counter() - began)
-    usual, longer = [], []
+    by_kind = defaultdict(list)
     for i, pair in enumerate(zip(seconds[healed], seconds[bare], strict=True)):
         if i >= WARM and i % block >= settling:
-            (usual if (i + 1) % interval else longer).append(pair[0] - pair[1])
-    added = trimmed_mean(usual)
-    added += (statistics.median(longer) - added) / interval
+            by_kind[kind_of(i + 1)].append(pair[0] - pair[1])
+    shares = Counter(kind_of(step) for step in range(1, CYCLE + 1))
+    added = sum(trimmed_mean(by_kind[kind]) * shares[kind] / CYCLE for kind in shares)
     per_step = trimmed_mean(seconds[bare][WARM:])
     return count, per_step * 1e3, added * 1e3, 100 * added / per_step
+
+
+def kind_of(step):
+    """What healing does after so many steps besides judging them, in the order of what it costs."""
+    config = HealingConfig()
+    intervals = (config.snapshot_interval, config.check_interval, TOGETHER)
+    return next((interval for interval in intervals if step % interval == 0), None)
+
+
+CYCLE = math.lcm(HealingConfig().snapshot_interval, HealingConfig().check_interval, TOGETHER)
+FEWEST = WARM + 2 * CYCLE  # steps to measure
 
 
 def trimmed_mean(values):
