@@ -50,8 +50,10 @@ def gpt(width, layers, texts, tokens):
 WORK = {
     "GPT, 8 texts of 64 tokens": (lambda: gpt(32, 4, 8, 64), 5.0),
     "CNN, 64 images": (lambda: cnn(32, 64), 5.0),
+    "MLP, 512 rows": (lambda: mlp(128, 3, 512), 5.0),
     "MLP, 64 rows": (lambda: mlp(128, 3, 64), 5.0),
     "GPT, 8 texts of 128 tokens": (lambda: gpt(224, 4, 8, 128), 2.0),
+    "MLP, 512 rows ": (lambda: mlp(640, 6, 512), 2.0),
     "MLP, 64 rows ": (lambda: mlp(640, 6, 64), 2.0),
 }
 """What to train, and how much slower healing may make it, in percent: 5 at 50K, 2 at 2.5M."""

@@ -140,7 +140,6 @@ class Listener:
         step = self._run.step
         return not (
             self._calm.is_time(step)
-            or self._health.is_under_way
             or self._is_check_due(step)
             or (self.cluster is not None and self.cluster.is_due(step))
         )

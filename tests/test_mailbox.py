@@ -115,3 +115,19 @@ class _Slot:
 def test_a_negative_lag_is_an_error():
     with pytest.raises(ValueError, match="lag must be >= 0, got -1"):
         Mailbox(lag=-1)
+
+
+def test_a_peek_takes_nothing_away():
+    box = Mailbox(lag=1, width=2, room=3)
+    assert box.peek() is None
+    for step in range(4):
+        box.post_row(step, [float(step), 0.0])
+        assert box.peek() == ((step - 1, [step - 1.0, 0.0]) if step else None)
+    assert [step for step, _ in box.poll()] == [0, 1, 2]
+    assert box.peek() is None  # the last one is not old enough
+
+
+def test_a_peek_does_not_touch_what_comes_from_a_device():
+    box = Mailbox(lag=0, width=2)
+    box.post(0, torch.ones(2))
+    assert box.peek() is None

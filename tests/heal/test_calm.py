@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from heal import Healer, HealingConfig
+from heal.actions import CannotHeal
 from heal.calm import Calm
 from heal.ranks import HostFacts
 from heal.verdict import Flag
@@ -120,3 +121,39 @@ def test_a_forecast_hears_every_step_when_it_can():
     for step in range(30):
         run_of(healer, model, 1)
         assert healer._listener.watch.forecast.features.steps == max(0, step + 1 - LAG)
+
+
+def test_nothing_else_waits_for_the_records():
+    """Snapshots, checks and probes come when they are due, in whatever step that is."""
+    model, healer = build(snapshot_interval=7, check_interval=13, quarantine_steps=0)
+    captured, checked, looked = [], [], []
+    capture, post = healer._run.capture, healer._listener._health.post
+    healer._run.capture = lambda *a: captured.append(healer._run.step) or capture(*a)
+    healer._listener._health.post = lambda step: checked.append(step) or post(step)
+    healer.add_probe("look", lambda: looked.append(healer.last_step + 1), every=11)
+    run_of(healer, model, 45)
+    assert captured == [0, 7, 14, 21, 28, 35, 42]
+    assert checked == [13, 26, 39]
+    assert looked == [11, 22, 33, 44]
+
+
+def test_a_watchdog_hears_of_every_step():
+    model, healer = build()
+    beats = []
+
+    class Watchdog:
+        beat = staticmethod(beats.append)
+
+    run_of(healer, model, 5)
+    healer._listener.cluster._watchdog = Watchdog()
+    run_of(healer, model, 10)
+    healer._listener.cluster._watchdog = None
+    assert beats == list(range(6, 16))
+
+
+def test_a_stop_that_is_requested_between_two_hearings_is_heard_in_time():
+    model, healer = build()
+    run_of(healer, model, 23)
+    healer.request_stop()
+    with pytest.raises(CannotHeal):
+        run_of(healer, model, LAG + 1)
