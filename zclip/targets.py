@@ -102,12 +102,13 @@ class Targets:
 class TargetCache:
     """Turns what a step is handed into :class:`Targets`, and makes new ones only on change."""
 
+    _groups: Sequence[tuple[Mapping[str, Any], list[Tensor]]] = ()
+
     def __init__(self) -> None:
         self._given: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, or ids could return
         self._targets: Targets | None = None
         self._trees: list[_Tree] = []
         self._entries: list[Any] = []
-        self._groups: list[tuple[Mapping[str, Any], list[Tensor]]] = []
 
     @property
     def targets(self) -> Targets | None:
@@ -116,7 +117,7 @@ class TargetCache:
     def give_names(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Call parameters of groups by these names; what they have in the groups counts less."""
         self._given = {id(param): (name, param) for name, param in named}
-        self._targets, self._groups = None, []
+        self._targets, self._groups = None, ()
 
     def find(self, handed: tuple[Any, ...]) -> Targets:
         """Return the parameters to clip.
@@ -153,6 +154,11 @@ class TargetCache:
         roots = [tree.modules[0] for tree in self._trees]
         current = _same(roots, modules) and all(tree.is_current() for tree in self._trees)
         if self._targets is None or not current:
+            for i, module in enumerate(modules):
+                if not isinstance(module, Module):
+                    raise TypeError(
+                        f"models[{i}] is {type(module).__name__} {module!r:.60}; wanted a Module"
+                    )
             prefixes = [f"models[{i}]." for i in range(len(modules))] if modules[1:] else [""]
             pairs = [
                 (prefix + name, param)
@@ -198,7 +204,7 @@ class TargetCache:
 
     def _keep(self, targets: Targets, trees: list["_Tree"], entries: list[Any]) -> None:
         self._targets, self._trees, self._entries = targets, trees, entries
-        self._groups = []
+        self._groups = ()
 
 
 class _Tree:

@@ -23,6 +23,8 @@ class Peers:
         reduction: how statistics become those of the whole model; None if every rank has them.
     """
 
+    found: Targets | None = None
+
     def __init__(
         self,
         process_group: "ProcessGroup | None" = None,
@@ -35,7 +37,6 @@ class Peers:
         self._record_group = record_group
         self._per_group = per_group
         self._order: tuple[Tensor, Tensor] | None = None
-        self.found: Targets | None = None
         self._whole: Targets | None = None
 
     @property

@@ -28,13 +28,14 @@ class ClipState:
     loaded into a model that lists its parameters in another order.
     """
 
+    _place: tuple[torch.device, int] | None = None  # of the first state when it was fitted
+
     def __init__(self, owner: "Clipper") -> None:
         self.states: list[Tensor] = []
         self.counters: Tensor | None = None  # of the whole, where there are several groups
         self._owner = owner
         self._entries: Sequence[Entries] = []  # of a state per parameter
         self._fitted: Targets | None = None
-        self._place: tuple[torch.device, int] | None = None  # of the first state that was fitted
         self._is_loaded = False
 
     def fit(self, targets: Targets, device: torch.device) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zclip
-from zclip.clippers.repeat import Repeat
+from zclip.clippers import Clipper
 
 CLIPPERS = {
     "zclip": lambda: zclip.ZClip(max_grad_norm=None, warmup_steps=3),
@@ -32,7 +32,7 @@ def warmed_up(clipper, params, steps=2):
     for step in range(steps):
         give_gradients(params, step)
         clipper.step(groups)
-    assert clipper._repeat is not None
+    assert clipper._simple is not None
     return groups
 
 
@@ -40,14 +40,14 @@ def warmed_up(clipper, params, steps=2):
 def shortcuts(monkeypatch):
     """Whether each try of the short cut led to the end."""
     tried = []
-    step = Repeat.step
+    clip = Clipper._clip_simply
 
-    def watched(self, targets, states):
-        result = step(self, targets, states)
+    def watched(self, found):
+        result = clip(self, found)
         tried.append(result is not None)
         return result
 
-    monkeypatch.setattr(Repeat, "step", watched)
+    monkeypatch.setattr(Clipper, "_clip_simply", watched)
     return tried
 
 
@@ -60,7 +60,7 @@ def test_the_short_cut_does_what_the_long_way_does(name, shortcuts):
         scale = 50.0 if step == 6 else 1.0
         give_gradients(ours, step, scale)
         give_gradients(theirs, step, scale)
-        long._repeat = None
+        long._simple = None
         norms = short.step(groups[0]), long.step(groups[1])
         assert torch.equal(*norms)
         for field in ("stats", "coefs", "verdict"):
@@ -141,30 +141,85 @@ def test_other_groups_with_the_same_parameters_are_seen(shortcuts):
 
 def test_parameters_in_place_of_groups_are_seen(shortcuts):
     clipper, params = zclip.ZClip(warmup_steps=3), parameters()
-    warmed_up(clipper, params)
-    for handed in (params, tuple(params), torch.nn.ParameterList(params[:2])):
+    groups = warmed_up(clipper, params)
+    for handed in (params[:1], tuple(params), torch.nn.ParameterList(params[:2])):
         give_gradients(params, 9)
         clipper.step(handed)
-        assert len(clipper.result.stats) == len(handed)
-        assert clipper._repeat is None
+        assert shortcuts[-1] is False
+        assert len(clipper.result.stats) == len(list(handed))
+    give_gradients(params, 9)
+    clipper.step(groups)
+    assert len(clipper.result.stats) == 3
 
 
-def test_a_model_in_place_of_groups_is_seen(shortcuts):
+def test_a_model_takes_the_short_cut_too(shortcuts):
     clipper, model = zclip.ZClip(warmup_steps=3), torch.nn.Linear(4, 4)
-    warmed_up(clipper, list(model.parameters()))
-    give_gradients(model.parameters(), 9)
-    clipper.step(model)
-    assert shortcuts[-1] is False
+    for step in range(3):
+        give_gradients(model.parameters(), step)
+        clipper.step(model)
+    assert shortcuts == [True, True]
+    with pytest.raises(TypeError, match=r"models\[1\] is int 7; wanted a Module"):
+        clipper.step(model, 7)
 
 
-def test_a_missing_gradient_is_seen_before_a_kernel_is_asked():
+def test_nothing_and_too_much_are_what_they_were(shortcuts):
     clipper, params = zclip.ZClip(warmup_steps=3), parameters()
     groups = warmed_up(clipper, params)
-    asked = []
-    clipper._repeat._op = lambda *arguments: asked.append(arguments)
-    take_gradient(groups, params)
+    assert float(clipper.step()) == 0.0
+    give_gradients(params, 9)
+    with pytest.raises(TypeError):
+        clipper.step(groups, 7)
+
+
+def test_the_tensor_to_blame_is_known_after_gradients_came_and_went():
+    clipper = zclip.GlobalNorm(1.0)
+    params = parameters()
+    named = list(zip("abc", params, strict=True))
+    clipper._cache.give_names(named)
+    groups = warmed_up(clipper, params)
+    params[0].grad = None
     clipper.step(groups)
-    assert not asked
+    assert list(clipper.norms_by_name()) == ["b", "c"]
+    for _ in range(2):
+        give_gradients(params, 9)
+        params[0].grad *= 100.0
+        clipper.step(groups)
+        assert clipper.worst() == "a"
+        assert list(clipper.norms_by_name()) == ["a", "b", "c"]
+
+
+def test_a_parameter_that_never_has_a_gradient_costs_one_look(shortcuts):
+    clipper, params = zclip.GlobalNorm(1.0), parameters()
+    groups = torch.optim.SGD(params, lr=0.1).param_groups
+    for step in range(3):
+        give_gradients(params[:2], step)
+        clipper.step(groups)
+    assert shortcuts == []
+    groups = warmed_up(clipper, params)
+    for step in range(3):
+        give_gradients(params, step)
+        params[0].grad = None
+        clipper.step(groups)
+    assert shortcuts == [True, False]
+
+
+def test_names_that_are_learned_later_are_used():
+    clipper, params = zclip.GlobalNorm(1.0), parameters()
+    groups = warmed_up(clipper, params)
+    clipper._cache.give_names(zip("abc", params, strict=True))
+    give_gradients(params, 9)
+    clipper.step(groups)
+    assert list(clipper.norms_by_name()) == ["a", "b", "c"]
+
+
+def test_another_order_bound_between_two_steps_is_seen():
+    clipper, params = zclip.AdaGC(), parameters()
+    groups = warmed_up(clipper, params, steps=4)
+    states = clipper.state_dict()["groups"][0]
+    clipper.bind([{"params": params[::-1]}])
+    give_gradients(params, 4)
+    clipper.step(groups)
+    assert clipper.state_dict()["groups"][0]["names"] == states["names"]
 
 
 def test_a_loaded_state_is_the_one_that_is_used(shortcuts):
@@ -213,14 +268,14 @@ def test_a_clipper_that_looks_at_the_loss_has_no_short_cut():
         give_gradients(params, step)
         clipper.step(groups, loss=torch.tensor(float(step)))
         assert float(clipper.result.verdict[zclip.layout.LOSS]) == step
-    assert clipper._repeat is None
+    assert clipper._simple is None
 
 
 def test_a_copy_begins_anew():
     clipper, params = zclip.ZClip(warmup_steps=3), parameters()
     warmed_up(clipper, params)
     twin = copy.deepcopy(clipper)
-    assert twin._repeat is None
+    assert twin._simple is None
     others = parameters()
     give_gradients(others, 9)
     twin.step(torch.optim.SGD(others, lr=0.1).param_groups)
