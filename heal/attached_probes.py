@@ -70,14 +70,10 @@ class AttachedProbes:
             raise ValueError(f"every is {probe.every}; wanted at least 1 step")
         self._probes[probe.name] = probe
 
-    @property
-    def are_there(self) -> bool:
-        """Whether there is any probe."""
-        return bool(self._probes)
-
     def are_due(self, steps_done: int) -> bool:
         """Tell whether a probe is to look after so many steps."""
-        return any(steps_done % probe.every == 0 for probe in self._probes.values())
+        probes = self._probes
+        return bool(probes) and any(steps_done % p.every == 0 for p in probes.values())
 
     def look(self, steps_done: int) -> None:
         """Run the probes that are due after so many steps."""

@@ -12,7 +12,7 @@ from heal.ranks import HostFacts
 from heal.readout import Readout
 from heal.run import TorchRun
 
-METRICS_INTERVAL = TOGETHER  # steps between lines of metrics.jsonl: each tells of what was heard
+METRICS_INTERVAL = TOGETHER  # steps between lines of metrics.jsonl
 
 
 class Bookkeeping:
@@ -89,10 +89,11 @@ class Bookkeeping:
         else:
             self._listener.not_sent(facts)
         self._run.advance()
+        self._listener.beat()
         step = self._run.step
         if self._is_uneventful(step):
             return
-        self._listener.check_health()
+        self._notes.contain(self._listener.check_health)
         self._listener.listen()
         if self._run.step == step:  # else the step was taken back
             self._capture_if_due()
@@ -120,8 +121,8 @@ class Bookkeeping:
             not self._wants_snapshot
             and step % self._interval != 0
             and step % METRICS_INTERVAL != 0
-            and self.durable is None
-            and not self._readout._probes.are_there
+            and not (self.durable is not None and self.durable.is_due(step))
+            and not self._readout._probes.are_due(step)
             and self._listener.is_idle()
         )
 

@@ -14,42 +14,48 @@ the caches, and what it takes to bring them back is several times what they do f
 class Calm:
     """Tells when to hear of steps, by the numbers as they are posted, before they are judged.
 
-    Whatever could be trouble is heard ``lag`` steps later, as ever: a refused step, any flag but
-    that of clipping, a norm, a loss or a learning rate that leaps, news of the host. So a detector
-    that needs none of these, such as that of a slow climb, hears of a step ``TOGETHER - 1`` steps
-    later at most.
-
-    Args:
-        lag: steps after which the record of a step is read.
+    Whatever could be trouble is heard as soon as it may be read: a refused step, any flag but that
+    of clipping, a norm, a loss or a learning rate that leaps, news of the host. So a detector that
+    needs none of these, such as that of a slow climb, hears of a step ``TOGETHER - 1`` steps later
+    at most; and whoever makes a plan or takes a snapshot has all heard that there is.
     """
 
-    NORM_LEAP, LR_LEAP = 4.0, 2.0  # times that of the step before
+    NORM_LEAP, LR_LEAP = 4.0, 2.0  # times those that were heard of last
     LOSS_LEAP, LOSS_FALL = 1.5, -1.0  # between these its ratio to its mean may be, see watch_loss_
 
-    def __init__(self, lag: int) -> None:
-        self._lag = lag
-        self._hurried_until = 0
-        self._norm = self._lr = 0.0
+    def __init__(self) -> None:
+        self._norm = self._lr = 0.0  # posted last
+        self._known_norm = self._known_lr = 0.0  # when somebody heard last
+        self._heard_at = 0
+        self._heard_of = self._troubled = -1
 
     def note(self, step: int, row: Sequence[float] | None, facts: HostFacts) -> None:
         """Hear of what was posted; of a row that is not in host memory nothing is known."""
         if row is None:
-            self._hurried_until = step + self._lag + 1
+            self._troubled = step
             return
-        norm, norm_before, lr, lr_before = row[NORM], self._norm, facts.lr, self._lr
-        self._norm, self._lr = norm, lr
+        self._norm, self._lr = norm, lr = row[NORM], facts.lr
         # By comparisons that are false for NaN, so that it is not calm.
         is_calm = (
             facts.flags is NO_FLAG
             and row[BLOCKED] == 0.0
             and row[FLAGS] in (0.0, CLIPPED)
-            and norm <= self.NORM_LEAP * norm_before
+            and norm <= self.NORM_LEAP * self._known_norm
             and self.LOSS_FALL <= row[LOSS_RATIO] <= self.LOSS_LEAP
-            and (lr <= self.LR_LEAP * lr_before or lr != lr)
+            and (lr <= self.LR_LEAP * self._known_lr or lr != lr)
         )
         if not is_calm:
-            self._hurried_until = step + self._lag + 1
+            self._troubled = step
 
     def is_time(self, step: int) -> bool:
         """Return whether to hear now, after ``step`` steps, what has arrived."""
-        return step <= self._hurried_until or step % TOGETHER == 0
+        return self._troubled > self._heard_of or step - self._heard_at >= TOGETHER
+
+    def heard(self, step: int, newest: int) -> None:
+        """Note that all was heard that there was after ``step`` steps, up to that of ``newest``."""
+        self._heard_at, self._heard_of = step, max(newest, self._heard_of)
+        self._known_norm, self._known_lr = self._norm, self._lr
+
+    def forget(self, step: int) -> None:
+        """Go on from ``step`` after a rollback: what was under way is of no step."""
+        self._heard_at, self._heard_of, self._troubled = step, step - 1, step - 1

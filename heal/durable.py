@@ -81,6 +81,10 @@ class Durable:
         self._notes = notes
         self._saved_step = -1
 
+    def is_due(self, step: int) -> bool:
+        """Tell whether it is time to save; how earlier saves ended may be told a little later."""
+        return self._interval > 0 and step % self._interval == 0
+
     def after_step(self) -> None:
         """Save if it is time, and tell how earlier saves ended; waits for no disk."""
         self._tell_news()

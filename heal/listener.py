@@ -86,7 +86,9 @@ class Listener:
         self._step_began = clock()
         self._host: dict[int, tuple[HostFacts, float, bool]] = {}
         self._rolled_back = False
-        self._calm = Calm(config.lag)
+        self._calm = Calm()
+        self._late: list[tuple[int, list[Finding]]] = []  # found, and not treated yet
+        treatment.catch_up = self.catch_up
         run.healing_state = self.watch.state
         run.on_restore = self._returned
 
@@ -138,11 +140,14 @@ class Listener:
     def is_idle(self) -> bool:
         """Whether there is nothing to hear, to measure or to look after, as after most steps."""
         step = self._run.step
-        return not (
-            self._calm.is_time(step)
-            or self._is_check_due(step)
-            or (self.cluster is not None and self.cluster.is_due(step))
-        )
+        if self._calm.is_time(step) or self._is_check_due(step):
+            return False
+        return self.cluster is None or not self.cluster.is_due(step)
+
+    def beat(self) -> None:
+        """Tell a watchdog, if there is one, that the run goes on."""
+        if self.cluster is not None and self.cluster.watchdog is not None:
+            self.cluster.watchdog.beat(self._run.step)
 
     def check_health(self) -> None:
         """Have weights and optimizer state measured, if it is time."""
@@ -163,17 +168,10 @@ class Listener:
         return self._health.is_under_way
 
     def listen(self) -> None:
-        """Hear of all steps that are ``lag`` old, and treat what was wrong with them.
-
-        Calm ones may wait for some more, see :class:`heal.calm.Calm`.
-        """
+        """Hear of all steps that are ``lag`` old, and treat what was wrong with them."""
         self._rolled_back = False
-        is_time = self._calm.is_time(self._run.step)
-        for step, row in self._guarded.mailbox.poll() if is_time else ():
-            record = self._decode(step, row)
-            findings = self.watch.observe(record)
-            self._judge_snapshots(record, findings)
-            self._treat(record.step, findings)
+        for step, findings in self._hear():
+            self._treat(step, findings)
             if self._rolled_back:
                 return  # the rest of the mail is of steps that did not happen
         for health in self._health.read(self._run.step):
@@ -187,6 +185,29 @@ class Listener:
                 return
         if self.cluster is not None:
             self._treat(self._run.step, self.cluster.look(self._run.step))
+
+    def catch_up(self) -> None:
+        """Hear what has arrived, because somebody else is about to make a plan.
+
+        Clean steps speak for the snapshots that it may need. What is found is treated by the next
+        :meth:`listen`.
+        """
+        try:
+            self._late = [(step, findings) for step, findings in self._hear() if findings]
+        except Exception as error:  # the plan must be made
+            self._note(f"healing failed and was left out: {error!r}")
+
+    def _hear(self) -> Iterator[tuple[int, list[Finding]]]:
+        """Yield each step that has a record to be read, and what the detectors find in it."""
+        late, self._late = self._late, []
+        yield from late
+        newest = -1
+        for newest, row in self._guarded.mailbox.poll():
+            record = self._decode(newest, row)
+            findings = self.watch.observe(record)
+            self._judge_snapshots(record, findings)
+            yield newest, findings
+        self._calm.heard(self._run.step, newest)
 
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
@@ -278,6 +299,8 @@ class Listener:
         """After a rollback: forget the mail and the memories of the time that was undone."""
         self._rolled_back = True
         self._host.clear()
+        self._late.clear()
+        self._calm.forget(self._run.step)
         self._reported.extend(self._unheard.values())
         self._unheard.clear()
         self._health.clear()

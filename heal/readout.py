@@ -79,7 +79,7 @@ class Readout:
 
     @property
     def latest(self) -> Record | None:
-        """The newest record that was heard."""
+        """The newest record that may be read, a calm one also before the detectors hear of it."""
         return self._listener.latest
 
     @property
@@ -114,8 +114,10 @@ class Readout:
 
     def snapshots(self) -> list[int]:
         """Return the steps that this rank could return to, newest first."""
+        self._listener.catch_up()
         return self._run.ring.good_steps()
 
     def newest_snapshot(self) -> Snapshot | None:
         """Return the newest good snapshot itself, for drills; None if there is none."""
+        self._listener.catch_up()
         return self._run.ring.newest_good()

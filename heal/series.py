@@ -10,7 +10,7 @@ from typing import Any
 
 from heal.verdict import Record
 
-MAX_RECORDS = 64  # kept if nobody takes them; several times what comes between two lines
+MAX_RECORDS = 128  # kept if nobody takes them; more than may come between two lines
 DIGITS = 6  # significant ones, enough for any plot
 
 COLUMNS = {

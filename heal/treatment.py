@@ -41,6 +41,7 @@ class Treatment:
 
     Attributes:
         history: what was tried; survives rollbacks.
+        catch_up: called before a plan is made, so that all is known that can be.
         log: the step that came next, diagnosis and plan of everything that was found.
     """
 
@@ -48,6 +49,7 @@ class Treatment:
         self.history = History()
         self.log: deque[tuple[int, Diagnosis, Plan]] = deque(maxlen=MAX_LOGGED)
         self.hook: Hook | None = None
+        self.catch_up: Callable[[], None] = lambda: None
         self.tell: Callable[[Diagnosis, Plan], None] = lambda diagnosis, plan: None
         self._run = run
         self._config = config
@@ -71,6 +73,7 @@ class Treatment:
         Raises:
             CannotHeal: the run must stop.
         """
+        self.catch_up()
         plan = decide(diagnosis, self.history, self._config, self._run.snapshots())
         plan = self._ask_hook(diagnosis, plan)
         at, before = self._run.step, self._knobs()

@@ -60,7 +60,7 @@ HOST_FLAGS = tuple(flag for flag in Flag if flag >= Flag.PREEMPTED)
 FAILED = Flag.DATA_ERROR | Flag.OUT_OF_MEMORY | Flag.NETWORK_ERROR | Flag.UNKNOWN_ERROR
 """A rank could not compute its part of this step, which all ranks therefore refuse."""
 
-_USUAL_FLAGS = {0: NO_FLAG, 8: Flag.CLIPPED}  # making one of a number takes longer than the rest
+_USUAL_FLAGS = {int(flag): flag for flag in (NO_FLAG, Flag.CLIPPED)}  # to make one takes longer
 
 NONFINITE_GRADIENT = Flag.HAS_NAN | Flag.HAS_INF | Flag.OVERFLOW
 
@@ -129,10 +129,11 @@ class Record(NamedTuple):
         # Spelled out: this runs in every step, and a dictionary costs more than all the rest.
         blocked, flagged, norm, clipped, z, threshold, mean, std, told, ratio = row[:10]
         found = _whole(flagged, otherwise=0) | int(flags)
+        usual = _USUAL_FLAGS.get(found)
         return cls._make(
             (
                 step,
-                _USUAL_FLAGS.get(found) or Flag(found),
+                Flag(found) if usual is None else usual,
                 blocked != 0.0,
                 norm,
                 clipped,

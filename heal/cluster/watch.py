@@ -37,6 +37,9 @@ class ClusterWatch:
         report: sends a flag to all ranks.
         note: told of what cannot be checked.
         group: the ranks that act alike; all if None.
+
+    Attributes:
+        watchdog: wants to hear of every step; None while nobody watches for hangs.
     """
 
     def __init__(
@@ -60,14 +63,13 @@ class ClusterWatch:
         self._replicas = ReplicaCheck(replicated, group=over, lag=config.lag)
         self._compares = bool(replicated and config.fingerprint_interval)
         self._ecc_errors: int | None = None
-        self._watchdog: HangWatchdog | None = None
+        self.watchdog: HangWatchdog | None = None
 
     def is_due(self, step: int) -> bool:
         """Tell whether :meth:`look` has anything to do."""
         config = self._config
         return (
-            self._watchdog is not None
-            or self._compares
+            self._compares
             or self._ping_read_at is not None
             or _is_due(step, config.gpu_health_check_interval)
             or _is_due(step, config.nccl_health_check_interval)
@@ -75,8 +77,6 @@ class ClusterWatch:
 
     def look(self, step: int) -> list[Finding]:
         """Do what is due before ``step``; return what must be treated here and now."""
-        if self._watchdog is not None:
-            self._watchdog.beat(step)
         if _is_due(step, self._config.gpu_health_check_interval):
             self._look_at_gpu(step)
         if self._compares:
@@ -91,16 +91,16 @@ class ClusterWatch:
     def start(self) -> None:
         """Begin to watch for hangs; the loop says when it ends."""
         seconds = self._config.hang_timeout_seconds
-        if seconds and self._watchdog is None:
+        if seconds and self.watchdog is None:
             code = ExitCode.HUNG if self._config.hang_exit else None
-            self._watchdog = HangWatchdog.for_group(
+            self.watchdog = HangWatchdog.for_group(
                 seconds, run_dir=self._journal.run_dir, exit_code=code, on_hang=self._on_hang
             )
-            self._watchdog.start()
+            self.watchdog.start()
 
     def stop(self) -> None:
         """End the watch for hangs."""
-        watchdog, self._watchdog = self._watchdog, None
+        watchdog, self.watchdog = self.watchdog, None
         if watchdog is not None:
             watchdog.stop()
 

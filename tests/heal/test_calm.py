@@ -26,20 +26,21 @@ def row(norm=1.0, flags=0, blocked=0.0, ratio=1.0):
 
 def heard(rows, facts=USUAL):
     """Return the steps after which mail is read, if such rows were posted."""
-    calm, steps = Calm(LAG), []
+    calm, steps = Calm(), []
     for step, values in enumerate(rows):
         calm.note(step, values, facts[step] if isinstance(facts, list) else facts)
         if calm.is_time(step + 1):
             steps.append(step + 1)
+            calm.heard(step + 1, step - LAG)
     return steps
 
 
 def test_calm_steps_are_heard_together():
-    assert heard([row()] * 31)[-3:] == [10, 20, 30]
+    assert heard([row()] * 31) == [1, 2, 3, 13, 23]  # nothing is known before the first
 
 
 def test_clipping_is_calm():
-    assert heard([row(flags=CLIPPED)] * 31)[-3:] == [10, 20, 30]
+    assert heard([row(flags=CLIPPED)] * 31)[-2:] == [13, 23]
 
 
 @pytest.mark.parametrize(
@@ -58,23 +59,53 @@ def test_clipping_is_calm():
     ids=["nan", "leap", "flag", "flags", "blocked", "loss", "fall", "nan loss", "on a device"],
 )
 def test_what_could_be_trouble_is_heard_lag_steps_later(odd):
-    rows = [row()] * 21
-    assert 15 not in heard(rows)
-    rows[12] = odd
-    assert 12 + LAG + 1 in heard(rows)  # its mail can be read when two more were posted
+    rows = [row()] * 31
+    assert 19 not in heard(rows)
+    rows[16] = odd
+    assert 16 + LAG + 1 in heard(rows)  # its mail can be read when two more were posted
 
 
 @pytest.mark.parametrize(
     "odd", [HostFacts(lr=0.3), HostFacts(lr=0.1, flags=Flag.PREEMPTED)], ids=["lr", "news"]
 )
 def test_a_leap_of_the_rate_and_news_of_the_host_are_heard_at_once(odd):
-    facts = [USUAL] * 21
-    facts[12] = odd
-    assert 12 + LAG + 1 in heard([row()] * 21, facts)
+    facts = [USUAL] * 31
+    facts[16] = odd
+    assert 16 + LAG + 1 in heard([row()] * 31, facts)
+
+
+def test_what_grows_by_little_in_every_step_is_seen_to_leap():
+    """Compared with what was heard of last, not with the step before."""
+    growing = [row(norm=1.5 ** max(step - 13, 0)) for step in range(31)]
+    assert 20 in heard(growing)
+    rates = [HostFacts(lr=0.1 * 1.2 ** max(step - 13, 0)) for step in range(31)]
+    assert 20 in heard([row()] * 31, rates)
+
+
+def test_after_a_rollback_it_waits_as_before():
+    calm = Calm()
+    for step in range(13):
+        calm.note(step, row(), USUAL)
+    calm.heard(13, 10)
+    calm.note(13, None, USUAL)
+    assert calm.is_time(14)
+    calm.forget(5)
+    assert [step for step in range(5, 20) if calm.is_time(step)] == [15, 16, 17, 18, 19]
+
+
+def test_trouble_is_heard_of_also_if_steps_without_mail_come_after_it():
+    calm = Calm()
+    calm.heard(10, 9)
+    calm.note(10, row(), USUAL)
+    calm.heard(11, 10)
+    calm.note(11, row(blocked=1.0), USUAL)
+    assert all(calm.is_time(step) for step in range(12, 40))
+    calm.heard(40, 11)
+    assert not calm.is_time(41)
 
 
 def test_a_rate_that_nobody_knows_is_calm():
-    assert heard([row()] * 31, HostFacts(lr=math.nan))[-3:] == [10, 20, 30]
+    assert heard([row()] * 31, HostFacts(lr=math.nan))[-2:] == [13, 23]
 
 
 def run_of(healer, model, steps):
@@ -145,9 +176,9 @@ def test_a_watchdog_hears_of_every_step():
         beat = staticmethod(beats.append)
 
     run_of(healer, model, 5)
-    healer._listener.cluster._watchdog = Watchdog()
+    healer._listener.cluster.watchdog = Watchdog()
     run_of(healer, model, 10)
-    healer._listener.cluster._watchdog = None
+    healer._listener.cluster.watchdog = None
     assert beats == list(range(6, 16))
 
 

@@ -123,7 +123,7 @@ def test_one_nan_batch_in_twenty_ends_where_skipping_ends():
 
 
 def test_a_flipped_bit_in_the_newest_snapshot_makes_the_older_one_serve():
-    faults = [Fault("flip_snapshot_bit", at=AT + 6), Fault("corrupt_weight", at=AT + 7)]
+    faults = [Fault("flip_snapshot_bit", at=AT + 3), Fault("corrupt_weight", at=AT + 4)]
     config = {"snapshot_memory_fraction": 4.0}
     setup, healer, _ = struck(regression, faults, **config)
     assert "changed in host memory" in healer.notes[0]

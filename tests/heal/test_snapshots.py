@@ -7,7 +7,7 @@ from torch import nn
 import zclip
 from heal.rng import RngState
 from heal.snapshots import SnapshotCorrupt, SnapshotRing
-from heal.training_state import StateMismatch, TrainingState
+from heal.training_state import StateMismatch, TrainingState, copied
 
 
 class Net(nn.Module):
@@ -295,6 +295,36 @@ def test_too_little_memory_degrades_and_says_so(monkeypatch):
     ring.note_clean(5), ring.note_clean(6)
     assert take(state, ring, 10)
     assert ring.held_bytes() <= 2 * num_bytes
+
+
+def test_the_system_is_asked_for_memory_until_all_are_there_that_are_wanted(monkeypatch):
+    state, ring = build()[0], SnapshotRing(10, 2, 2.0, 0)
+    asked = []
+    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: asked.append(1) or 1 << 40)
+    for step in range(0, 50, 10):
+        assert take(state, ring, step)
+        ring.note_clean(step)
+    assert len(asked) == 2  # the memory of the first two is used again and again
+    ring.drop_all()
+    assert ring.held_bytes() > 0
+
+
+def test_memory_that_is_short_for_the_second_leaves_one(monkeypatch):
+    state, ring = build()[0], SnapshotRing(10, 2, 2.0, 0)
+    assert take(state, ring, 0)
+    ring.note_clean(0)
+    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: 0)
+    assert take(state, ring, 10)
+    assert len(ring._kept) == 1
+    assert "1 snapshots" in ring.degraded
+
+
+def test_values_that_steps_may_change_are_copied():
+    inside = [0.9, 0.95]
+    held = copied((1, inside))
+    inside[0] = 0.0
+    assert held == (1, [0.9, 0.95])
+    assert copied((0.9, 0.999)) == (0.9, 0.999)
 
 
 def test_a_fraction_below_one_means_no_snapshots_and_says_so():

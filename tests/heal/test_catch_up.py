@@ -1,0 +1,234 @@
+"""Calm records may wait, but never while somebody makes a plan that they have a say in."""
+
+import pytest
+import torch
+from torch import nn
+
+from heal import Healer, HealingConfig
+from heal.actions import Rollback
+from heal.causes import Cause, Finding, Severity
+
+LAG = 2
+
+
+def build(**settings):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    healer = Healer(model, optimizer, config=HealingConfig(**settings))
+    healer.exits.dismiss()
+    return model, optimizer, healer
+
+
+def step_of(model, healer):
+    loss = model(torch.ones(2, 4)).square().mean()
+    loss.backward()
+    healer.step(loss)
+    model.zero_grad()
+
+
+def heard_of(healer):
+    return healer._listener.watch.detectors["lr_spike"].seen
+
+
+@pytest.mark.parametrize(
+    ("interval", "places", "check", "quarantine", "newest"),
+    [(20, 1.0, 35, 10, 20), (20, 1.0, 95, 10, 80), (50, 2.0, 65, 10, 50), (5, 2.0, 39, 2, 35)],
+)
+def test_a_check_that_finds_damage_knows_of_every_clean_step(
+    interval, places, check, quarantine, newest
+):
+    """The snapshot that it returns to is out of its quarantine only by records that waited."""
+    model, optimizer, healer = build(
+        snapshot_interval=interval,
+        snapshot_memory_fraction=places,
+        check_interval=check,
+        quarantine_steps=quarantine,
+    )
+    for step in range(check):
+        if step == check - 1:
+            optimizer.state[model.weight]["exp_avg"][0, 0] = float("nan")
+        step_of(model, healer)
+    ((at, _, plan),) = healer.history
+    assert at == check
+    assert Rollback(before_step=newest) in plan
+    assert healer.last_step == newest - 1
+
+
+def test_an_optimizer_that_fails_half_way_returns_to_the_newest_that_can_be_known_good():
+    model, optimizer, healer = build(snapshot_interval=10, quarantine_steps=3)
+    for _ in range(17):
+        step_of(model, healer)
+    assert healer._run.ring.good_steps() == [0]  # nobody has asked: the rest of the mail waits
+    inner = optimizer.step
+
+    def fails():
+        inner()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with healer.attempt():
+        healer._guarded.optimizers[0].inner.step = fails
+        step_of(model, healer)
+    rolled = [a for _, _, plan in healer.history for a in plan if isinstance(a, Rollback)]
+    assert rolled
+    assert healer.last_step == 9
+
+
+def test_whoever_asks_for_snapshots_hears_of_all_that_are_good():
+    model, _, healer = build(snapshot_interval=10, quarantine_steps=3)
+    for _ in range(16):
+        step_of(model, healer)
+    assert healer.snapshots() == [10, 0]
+    assert healer.newest_snapshot().step == 10
+
+
+def test_what_is_found_on_the_way_is_treated_in_the_next_step():
+    model, _, healer = build(snapshot_interval=50)
+
+    class Finds:
+        def observe(self, record):
+            if record.step != 13:
+                return None
+            return Finding(
+                cause=Cause.DIVERGENCE,
+                step=13,
+                bad_step=12,
+                severity=Severity.ERROR,
+                evidence={},
+            )
+
+        def state(self):
+            return {}
+
+        def load_state(self, state):
+            pass
+
+    healer._listener.watch.detectors["finds"] = Finds()
+    for _ in range(17):
+        step_of(model, healer)
+    assert heard_of(healer) == 10 - LAG
+    healer.snapshots()  # hears, and must not change the run
+    assert heard_of(healer) == 17 - LAG
+    assert not healer.history
+    assert healer.last_step == 16
+    for _ in range(3):
+        step_of(model, healer)
+    ((_, diagnosis, _),) = healer.history
+    assert diagnosis.step == 13
+
+
+def test_a_snapshot_holds_what_detectors_know_of_every_step_before_it():
+    model, _, healer = build(snapshot_interval=7, quarantine_steps=0)
+    for _ in range(14):
+        step_of(model, healer)
+    held = healer._run.ring.of_step(14).values["healing"]["lr_spike"]["seen"]
+    assert held == 14 - LAG
+
+
+@pytest.mark.parametrize("interval", [10, 13, 50])
+def test_a_check_that_raises_keeps_no_detector_from_hearing(interval):
+    model, _, healer = build(check_interval=interval)
+
+    def raises(step):
+        raise RuntimeError("no such measure")
+
+    healer._listener._health.post = raises
+    for _ in range(120):
+        step_of(model, healer)
+    assert heard_of(healer) == 120 - LAG
+    assert healer._guarded.mailbox.dropped == 0
+    assert healer.notes == ["healing failed and was left out: RuntimeError('no such measure')"]
+
+
+def test_detectors_that_raise_lose_no_more_than_what_they_were_told():
+    model, _, healer = build()
+    for _ in range(10):
+        step_of(model, healer)
+    observe = healer._listener.watch.observe
+    healer._listener.watch.observe = lambda record: 1 / 0
+    step_of(model, healer)
+    for _ in range(9):
+        step_of(model, healer)
+    healer._listener.watch.observe = observe
+    for _ in range(21):
+        step_of(model, healer)
+    assert healer._guarded.mailbox.dropped == 0
+    assert heard_of(healer) == 41 - 1 - LAG - 10
+
+
+def test_checkpoints_are_saved_when_due_and_do_not_hurry_the_records(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    config = HealingConfig(checkpoint_interval=8, checkpoint_async=False)
+    healer = Healer(model, optimizer, config=config, checkpoint_dir=tmp_path / "saved")
+    healer.exits.dismiss()
+    for _ in range(7):
+        step_of(model, healer)
+    assert heard_of(healer) < 7 - LAG  # the last ones wait
+    for _ in range(10):
+        step_of(model, healer)
+    assert healer._books.durable.store.steps() == [16, 8]
+    assert heard_of(healer) == 16 - LAG
+
+
+def test_what_was_found_in_steps_that_were_undone_is_forgotten():
+    model, optimizer, healer = build(snapshot_interval=10, quarantine_steps=3)
+    watch = healer._listener.watch
+    found = Finding(
+        cause=Cause.DIVERGENCE, step=13, bad_step=12, severity=Severity.ERROR, evidence={}
+    )
+    observe = watch.observe
+    watch.observe = lambda record: observe(record) + ([found] if record.step == 13 else [])
+    for _ in range(17):
+        step_of(model, healer)
+    inner = optimizer.step
+
+    def fails():
+        optimizer.step = inner
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with healer.attempt():
+        optimizer.step = fails
+        step_of(model, healer)
+    watch.observe = observe
+    model.zero_grad()
+    for _ in range(5):
+        step_of(model, healer)
+    assert [diagnosis.cause for _, diagnosis, _ in healer.history] == [Cause.OUT_OF_MEMORY]
+
+
+def test_trouble_soon_after_a_rollback_is_heard_as_soon_as_ever():
+    model, optimizer, healer = build(snapshot_interval=10, quarantine_steps=3, check_interval=17)
+    for step in range(17):
+        if step == 16:
+            optimizer.state[model.weight]["exp_avg"][0, 0] = float("nan")
+        step_of(model, healer)
+    assert healer.last_step == 9  # rolled back
+    for _ in range(3):
+        step_of(model, healer)
+    (model(torch.ones(2, 4)).square().mean() * float("nan")).backward()
+    healer.step(torch.tensor(float("nan")))  # step 13
+    model.zero_grad()
+    for _ in range(LAG):
+        step_of(model, healer)
+    assert healer.history[-1][1].cause is Cause.NONFINITE_LOSS
+    assert healer.history[-1][0] == 13 + LAG + 1
+
+
+def test_parameters_that_freeze_have_a_snapshot_taken_in_that_step():
+    model, _, healer = build()
+    for _ in range(13):
+        step_of(model, healer)
+    model.bias.requires_grad_(False)
+    step_of(model, healer)
+    assert healer._run.ring.newest_step() == 14
+
+
+def test_the_hardware_is_looked_at_when_that_is_due():
+    model, _, healer = build(gpu_health_check_interval=7)
+    looked = []
+    healer._listener.cluster._look_at_gpu = looked.append
+    for _ in range(23):
+        step_of(model, healer)
+    assert looked == [7, 14, 21]
