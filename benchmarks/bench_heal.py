@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from heal import Healer, HealingConfig
-from heal.calm import TOGETHER
 from heal.snapshots import SnapshotRing
 from heal.training_state import copy_by_kind
 
@@ -66,7 +65,7 @@ BLOCK, SETTLING = 12, 4  # quick steps in a row of one loop; of these not counte
 
 
 def loop(build, clips, heals):
-    """Return a function that takes one step, and the number of parameters."""
+    """Return a function that takes one step, one that tells of what kind it was, and the size."""
     torch.manual_seed(0)
     model, inputs = build()
     parameters = list(model.parameters())
@@ -87,7 +86,16 @@ def loop(build, clips, heals):
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
 
-    return step, sum(p.numel() for p in parameters)
+    def kind():
+        """What healing did in the last step besides judging it."""
+        if healer is None:
+            return "bare"
+        done = healer.last_step + 1
+        if healer._run.ring.newest_step() == done:
+            return "snapshot"
+        return "heard" if healer._listener._calm._heard_at == done else "usual"
+
+    return step, kind, sum(p.numel() for p in parameters)
 
 
 def overhead(build, clips, heals=True):
@@ -101,9 +109,10 @@ def overhead(build, clips, heals=True):
     in others, so that there is a mean difference for each kind of step (without the largest and the
     smallest, or a busy moment would matter), and each kind counts by how often it comes.
     """
-    bare, count = loop(build, clips, heals=False)
-    healed, _ = loop(build, clips if heals else True, heals)
+    bare, _, count = loop(build, clips, heals=False)
+    healed, kind, _ = loop(build, clips if heals else True, heals)
     seconds = {bare: [], healed: []}
+    kinds = []
     block, settling = 1, 0
     end = time.perf_counter() + MOST_SECONDS
     while time.perf_counter() < end or len(seconds[bare]) < FEWEST:
@@ -115,25 +124,21 @@ def overhead(build, clips, heals=True):
                 began = time.perf_counter()
                 step()
                 seconds[step].append(time.perf_counter() - began)
+                if step is healed:
+                    kinds.append(kind())
     by_kind = defaultdict(list)
     for i, pair in enumerate(zip(seconds[healed], seconds[bare], strict=True)):
-        if i >= WARM and i % block >= settling:
-            by_kind[kind_of(i + 1)].append(pair[0] - pair[1])
-    shares = Counter(kind_of(step) for step in range(1, CYCLE + 1))
-    added = sum(trimmed_mean(by_kind[kind]) * shares[kind] / CYCLE for kind in shares)
+        if i >= WARM and (i - WARM) % block >= settling:
+            by_kind[kinds[i]].append(pair[0] - pair[1])
+    counted = kinds[CYCLE : len(kinds) - len(kinds) % CYCLE]  # the first steps are all heard
+    shares = Counter(counted)
+    added = sum(trimmed_mean(by_kind[kind]) * n / len(counted) for kind, n in shares.items())
     per_step = trimmed_mean(seconds[bare][WARM:])
     return count, per_step * 1e3, added * 1e3, 100 * added / per_step
 
 
-def kind_of(step):
-    """What healing does after so many steps besides judging them, in the order of what it costs."""
-    config = HealingConfig()
-    intervals = (config.snapshot_interval, config.check_interval, TOGETHER)
-    return next((interval for interval in intervals if step % interval == 0), None)
-
-
-CYCLE = math.lcm(HealingConfig().snapshot_interval, HealingConfig().check_interval, TOGETHER)
-FEWEST = WARM + 2 * CYCLE  # steps to measure
+CYCLE = math.lcm(HealingConfig().snapshot_interval, HealingConfig().check_interval)
+FEWEST = 2 * CYCLE  # steps to measure
 
 
 def trimmed_mean(values):

@@ -1,7 +1,6 @@
 """What happens before and after each step: snapshots, checks, mail and metrics, when due."""
 
 from heal.actions import CannotHeal
-from heal.calm import TOGETHER
 from heal.config import HealingConfig
 from heal.durable import Durable
 from heal.forecast.watch import SILENT
@@ -12,7 +11,7 @@ from heal.ranks import HostFacts
 from heal.readout import Readout
 from heal.run import TorchRun
 
-METRICS_INTERVAL = TOGETHER  # steps between lines of metrics.jsonl
+METRICS_INTERVAL = 10  # steps between lines of metrics.jsonl
 
 
 class Bookkeeping:
@@ -66,15 +65,13 @@ class Bookkeeping:
         self.first_snapshot()
 
     def before_step(self) -> None:
-        """Let copies finish that the step would overtake, and notice a changed model.
+        """Let copies finish that the step would overtake; before the first, take a snapshot.
 
         Contained: what the host has to tell must go with the step whatever fails here.
         """
         run = self._run
         try:
             run.ring.before_step()
-            if run.has_changed_shape():
-                self._wants_snapshot = True
             if run.step == 0:
                 self.first_snapshot()
         except CannotHeal:
@@ -83,14 +80,17 @@ class Bookkeeping:
             self._notes.add(f"healing failed and was left out: {error!r}")
 
     def after_step(self, facts: HostFacts, posted: bool, has_loss: bool) -> None:
-        """Count the step, do what is due, and hear of the steps before."""
+        """Count the step, notice a changed model, do what is due, and hear of the steps before."""
         if posted:
             self._listener.note_step(facts, has_loss)
         else:
             self._listener.not_sent(facts)
+        if self._run.has_changed_shape():
+            self._wants_snapshot = True
         self._run.advance()
-        self._listener.beat()
-        step = self._run.step
+        step, watchdog = self._run.step, self._listener.watchdog
+        if watchdog is not None:
+            watchdog.beat(step)
         if self._is_uneventful(step):
             return
         self._notes.contain(self._listener.check_health)
@@ -120,7 +120,7 @@ class Bookkeeping:
         return (
             not self._wants_snapshot
             and step % self._interval != 0
-            and step % METRICS_INTERVAL != 0
+            and (step % METRICS_INTERVAL != 0 or not self._journal.is_heard)
             and not (self.durable is not None and self.durable.is_due(step))
             and not self._readout._probes.are_due(step)
             and self._listener.is_idle()

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
+from heal.config import HealingConfig
 from heal.ranks import HostFacts
 from heal.verdict import NO_FLAG
 from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS_RATIO, NORM
 
-TOGETHER = 10
-"""Calm records that are heard at once. After a forward and a backward pass the detectors have left
-the caches, and what it takes to bring them back is several times what they do for a record."""
+TOGETHER = 20
+"""Calm records that are heard at once, if nothing comes up before. After a forward and a backward
+pass the detectors have left the caches, and what it takes to bring them back is several times what
+they do for a record."""
 
 
 class Calm:
@@ -18,12 +20,18 @@ class Calm:
     of clipping, a norm, a loss or a learning rate that leaps, news of the host. So a detector that
     needs none of these, such as that of a slow climb, hears of a step ``TOGETHER - 1`` steps later
     at most; and whoever makes a plan or takes a snapshot has all heard that there is.
+
+    Args:
+        config: a leap is no more than what a detector may find fault with.
     """
 
     NORM_LEAP, LR_LEAP = 4.0, 2.0  # times those that were heard of last
     LOSS_LEAP, LOSS_FALL = 1.5, -1.0  # between these its ratio to its mean may be, see watch_loss_
 
-    def __init__(self) -> None:
+    def __init__(self, config: HealingConfig) -> None:
+        self._norm_leap = min(self.NORM_LEAP, config.grad_norm_limit)
+        self._lr_leap = min(self.LR_LEAP, config.lr_spike_factor)
+        self._loss_leap = min(self.LOSS_LEAP, config.loss_spike_factor)
         self._norm = self._lr = 0.0  # posted last
         self._known_norm = self._known_lr = 0.0  # when somebody heard last
         self._heard_at = 0
@@ -40,9 +48,9 @@ class Calm:
             facts.flags is NO_FLAG
             and row[BLOCKED] == 0.0
             and row[FLAGS] in (0.0, CLIPPED)
-            and norm <= self.NORM_LEAP * self._known_norm
-            and self.LOSS_FALL <= row[LOSS_RATIO] <= self.LOSS_LEAP
-            and (lr <= self.LR_LEAP * self._known_lr or lr != lr)
+            and norm <= self._norm_leap * self._known_norm
+            and self.LOSS_FALL <= row[LOSS_RATIO] <= self._loss_leap
+            and (lr <= self._lr_leap * self._known_lr or lr != lr)
         )
         if not is_calm:
             self._troubled = step

@@ -9,6 +9,7 @@ from typing import Any
 from heal.calm import Calm
 from heal.causes import Finding
 from heal.cluster.watch import ClusterWatch
+from heal.cluster.watchdog import HangWatchdog
 from heal.config import HealingConfig
 from heal.detect import Watch
 from heal.forecast.features import CHECK_INTERVAL
@@ -86,7 +87,7 @@ class Listener:
         self._step_began = clock()
         self._host: dict[int, tuple[HostFacts, float, bool]] = {}
         self._rolled_back = False
-        self._calm = Calm()
+        self._calm = Calm(config)
         self._late: list[tuple[int, list[Finding]]] = []  # found, and not treated yet
         treatment.catch_up = self.catch_up
         run.healing_state = self.watch.state
@@ -140,14 +141,14 @@ class Listener:
     def is_idle(self) -> bool:
         """Whether there is nothing to hear, to measure or to look after, as after most steps."""
         step = self._run.step
-        if self._calm.is_time(step) or self._is_check_due(step):
+        if self._late or self._calm.is_time(step) or self._is_check_due(step):
             return False
         return self.cluster is None or not self.cluster.is_due(step)
 
-    def beat(self) -> None:
-        """Tell a watchdog, if there is one, that the run goes on."""
-        if self.cluster is not None and self.cluster.watchdog is not None:
-            self.cluster.watchdog.beat(self._run.step)
+    @property
+    def watchdog(self) -> HangWatchdog | None:
+        """Who wants to hear of every step, if anybody."""
+        return None if self.cluster is None else self.cluster.watchdog
 
     def check_health(self) -> None:
         """Have weights and optimizer state measured, if it is time."""
@@ -201,20 +202,19 @@ class Listener:
         """Yield each step that has a record to be read, and what the detectors find in it."""
         late, self._late = self._late, []
         yield from late
-        newest = -1
-        for newest, row in self._guarded.mailbox.poll():
-            record = self._decode(newest, row)
-            findings = self.watch.observe(record)
+        records = [self._decode(step, row) for step, row in self._guarded.mailbox.poll()]
+        found = self.watch.observe_all(records)
+        for record, findings in zip(records, found, strict=True):
             self._judge_snapshots(record, findings)
-            yield newest, findings
-        self._calm.heard(self._run.step, newest)
+            yield record.step, findings
+        self._calm.heard(self._run.step, records[-1].step if records else -1)
 
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
         mailbox = self._guarded.mailbox
         lag, mailbox.lag = mailbox.lag, 0
         for step, row in mailbox.poll():
-            findings = self.watch.observe(self._decode(step, row))
+            (findings,) = self.watch.observe_all([self._decode(step, row)])
             self._treatment.history.note_findings(findings)
             self._treatment.note_moves(self.watch.take_moves(step, findings))
         mailbox.lag = lag

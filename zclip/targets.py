@@ -194,7 +194,10 @@ class TargetCache:
         if len(groups) != len(kept):
             return False
         for now, (group, params) in zip(groups, kept, strict=True):
-            if now is not group or not _same(now["params"], params):
+            if now is not group:
+                return False
+            listed = group["params"]
+            if len(listed) != len(params) or not all(map(is_, listed, params)):
                 return False
         return True
 

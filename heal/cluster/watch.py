@@ -67,13 +67,11 @@ class ClusterWatch:
 
     def is_due(self, step: int) -> bool:
         """Tell whether :meth:`look` has anything to do."""
+        if self._compares or self._ping_read_at is not None:
+            return True
         config = self._config
-        return (
-            self._compares
-            or self._ping_read_at is not None
-            or _is_due(step, config.gpu_health_check_interval)
-            or _is_due(step, config.nccl_health_check_interval)
-        )
+        looks, pings = config.gpu_health_check_interval, config.nccl_health_check_interval
+        return (looks > 0 and step % looks == 0) or (pings > 0 and step % pings == 0)
 
     def look(self, step: int) -> list[Finding]:
         """Do what is due before ``step``; return what must be treated here and now."""

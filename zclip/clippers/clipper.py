@@ -318,9 +318,11 @@ class Clipper(ABC):
         if present is not None:
             self._simple = None
             return None
-        self._state.fit(found, grads[0].device)
+        state, device = self._state, grads[0].device
+        if not (state.fitted is found and state.place == (device, self._state_size(len(grads)))):
+            state.fit(found, device)
         settings = self._settings(found.settings[0])
-        served = ops.serve(op, grads, self._state.states[0], *settings, name=self._name)
+        served = ops.serve(op, grads, state.states[0], *settings, name=self._name)
         return ClipResult(*served[0]) if served else None
 
     def _decide(

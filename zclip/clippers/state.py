@@ -26,16 +26,22 @@ class ClipState:
 
     Where the state has one entry per parameter, entries belong to names, so that a state may be
     loaded into a model that lists its parameters in another order.
+
+    Attributes:
+        states: the vectors.
+        counters: steps, clips and skips of the whole, where there are several groups; else None.
+        fitted: the parameters that the states were made to match.
+        place: device and length of the first state at that time.
     """
 
-    _place: tuple[torch.device, int] | None = None  # of the first state when it was fitted
+    fitted: Targets | None = None
+    place: tuple[torch.device, int] | None = None
 
     def __init__(self, owner: "Clipper") -> None:
         self.states: list[Tensor] = []
         self.counters: Tensor | None = None  # of the whole, where there are several groups
         self._owner = owner
         self._entries: Sequence[Entries] = []  # of a state per parameter
-        self._fitted: Targets | None = None
         self._is_loaded = False
 
     def fit(self, targets: Targets, device: torch.device) -> None:
@@ -44,7 +50,7 @@ class ClipState:
         Raises:
             ValueError: a loaded state does not fit, or a setting that sizes the state has changed.
         """
-        if targets is self._fitted and self._place == (device, self._size(targets, 0)):
+        if targets is self.fitted and self.place == (device, self._size(targets, 0)):
             return
         num_groups = len(targets.sizes) if self._owner.per_group else 1
         self._check_groups(targets, num_groups)
@@ -57,8 +63,8 @@ class ClipState:
         if num_groups > 1:
             zeros = torch.zeros(NUM_COUNTERS, dtype=wide_dtype(device), device=device)
             self.counters = zeros if self.counters is None else self._moved(self.counters, device)
-        self._entries, self._fitted, self._is_loaded = entries, targets, False
-        self._place = device, self.states[0].numel()
+        self._entries, self.fitted, self._is_loaded = entries, targets, False
+        self.place = device, self.states[0].numel()
 
     def ensure(self) -> list[Tensor]:
         """Return the states, made on the CPU if there was no step yet."""
@@ -101,15 +107,15 @@ class ClipState:
         self._entries = [[(n, None) for n in group.get("names", ())] for group in saved["groups"]]
         counters = saved.get("counters")
         self.counters = None if counters is None else counters.clone()
-        self._fitted, self._is_loaded = None, True
+        self.fitted, self._is_loaded = None, True
         try:
-            if before["_fitted"] is not None and self.states:
-                self.fit(before["_fitted"], device)
+            if before["fitted"] is not None and self.states:
+                self.fit(before["fitted"], device)
         except ValueError:
             self.__dict__.update(before)
             raise
         if not self.states:  # saved before the first step: start afresh
-            self._fitted, self._is_loaded = None, False
+            self.fitted, self._is_loaded = None, False
         self._keep_addresses(before["states"])
 
     def _keep_addresses(self, old: list[Tensor]) -> None:
@@ -194,7 +200,7 @@ class ClipState:
     def __getstate__(self) -> dict[str, Any]:
         """Keep the names, but not the parameters: they belong to the model."""
         names = [[(name, None) for name, _ in group] for group in self._entries]
-        return {**self.__dict__, "_fitted": None, "_entries": names}
+        return {**self.__dict__, "fitted": None, "_entries": names}
 
 
 def _listed(names: Sequence[str]) -> str:
