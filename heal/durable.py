@@ -180,6 +180,7 @@ class Durable:
             self._journal.event("checkpoint", step, path=str(path))
 
     def _values(self) -> dict[str, Any]:
+        self._treatment.catch_up()  # the detectors are saved with all that they can know
         return {
             "rng": RngState.now(),
             "data": self._stream.position(),

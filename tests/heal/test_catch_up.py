@@ -232,3 +232,15 @@ def test_the_hardware_is_looked_at_when_that_is_due():
     for _ in range(23):
         step_of(model, healer)
     assert looked == [7, 14, 21]
+
+
+def test_a_checkpoint_that_is_asked_for_holds_what_detectors_can_know(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    healer = Healer(model, optimizer, checkpoint_dir=tmp_path / "saved")
+    healer.exits.dismiss()
+    for _ in range(17):
+        step_of(model, healer)
+    healer.save_checkpoint()
+    assert heard_of(healer) == 17 - LAG
