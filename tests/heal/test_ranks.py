@@ -35,6 +35,8 @@ for step in range(40):
 plans = [(at, d.cause.value, [type(a).__name__ for a in p]) for at, d, p in healer.history]
 print(plans, model.module.weight.tolist(), healer.last_step, healer.notes)
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # threads of DDP that let go of Python objects now and then abort a process that ends
 """
 
 
