@@ -101,7 +101,7 @@ class ClipState:
             raise ValueError(
                 f"the state is of {kind}, this clipper is {type(self._owner).__name__}"
             )
-        before = self.__dict__.copy()
+        before, fitted = self.__dict__.copy(), self.fitted
         device = self.states[0].device if self.states else torch.device("cpu")
         self.states = [self._unpacked(g, group) for g, group in enumerate(saved["groups"])]
         self._entries = [[(n, None) for n in group.get("names", ())] for group in saved["groups"]]
@@ -109,8 +109,8 @@ class ClipState:
         self.counters = None if counters is None else counters.clone()
         self.fitted, self._is_loaded = None, True
         try:
-            if before["fitted"] is not None and self.states:
-                self.fit(before["fitted"], device)
+            if fitted is not None and self.states:
+                self.fit(fitted, device)
         except ValueError:
             self.__dict__.update(before)
             raise
