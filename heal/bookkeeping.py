@@ -6,7 +6,7 @@ from heal.durable import Durable
 from heal.forecast.watch import SILENT
 from heal.journal import Journal
 from heal.listener import Listener
-from heal.notes import Notes
+from heal.notes import LEFT_OUT, Notes
 from heal.ranks import HostFacts
 from heal.readout import Readout
 from heal.run import TorchRun
@@ -77,7 +77,7 @@ class Bookkeeping:
         except CannotHeal:
             raise
         except Exception as error:
-            self._notes.add(f"healing failed and was left out: {error!r}")
+            self._notes.add(f"{LEFT_OUT}: {error!r}")
 
     def after_step(self, facts: HostFacts, posted: bool, has_loss: bool) -> None:
         """Count the step, notice a changed model, do what is due, and hear of the steps before."""
@@ -85,9 +85,12 @@ class Bookkeeping:
             self._listener.note_step(facts, has_loss)
         else:
             self._listener.not_sent(facts)
-        if self._run.has_changed_shape():
-            self._wants_snapshot = True
         self._run.advance()
+        try:
+            if self._run.has_changed_shape():
+                self._wants_snapshot = True
+        except Exception as error:  # the detectors must hear all the same
+            self._notes.add(f"{LEFT_OUT}: {error!r}")
         step, watchdog = self._run.step, self._listener.watchdog
         if watchdog is not None:
             watchdog.beat(step)

@@ -16,6 +16,7 @@ from heal.forecast.features import CHECK_INTERVAL
 from heal.guarded_step import NO_LOSS_SCALE, GuardedStep
 from heal.health import HealthCheck
 from heal.learning_rate import LearningRates
+from heal.notes import LEFT_OUT
 from heal.ranks import HostFacts
 from heal.run import TorchRun
 from heal.series import Series
@@ -196,7 +197,7 @@ class Listener:
         try:
             self._late = [(step, findings) for step, findings in self._hear() if findings]
         except Exception as error:  # the plan must be made
-            self._note(f"healing failed and was left out: {error!r}")
+            self._note(f"{LEFT_OUT}: {error!r}")
 
     def _hear(self) -> Iterator[tuple[int, list[Finding]]]:
         """Yield each step that has a record to be read, and what the detectors find in it."""

@@ -33,7 +33,7 @@ from heal.learning_rate import LearningRates
 from heal.lifetime import Lifetime
 from heal.listener import Listener
 from heal.micro_batch import MicroBatcher, TrainStep
-from heal.notes import Notes
+from heal.notes import LEFT_OUT, Notes
 from heal.progress import Progress
 from heal.ranks import HostFacts
 from heal.resuming import Resuming
@@ -210,7 +210,7 @@ class Healer(Resuming, Lifetime, Probing):
             self._books.before_step()
             facts = self._listener.facts()
         except Exception as error:
-            self._note(f"healing failed and was left out: {error!r}")
+            self._note(f"{LEFT_OUT}: {error!r}")
         self._attempts.is_stepping = True
         posted = self._take(loss, facts)
         self._schedules.step()
@@ -224,7 +224,7 @@ class Healer(Resuming, Lifetime, Probing):
                     self._books.durable.save_last()
                 raise
         except Exception as error:
-            self._note(f"healing failed and was left out: {error!r}")
+            self._note(f"{LEFT_OUT}: {error!r}")
 
     def _take(self, loss: Tensor | None, facts: HostFacts) -> bool:
         try:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from heal.actions import CannotHeal
 from heal.journal import Journal
 
+LEFT_OUT = "healing failed and was left out"
 MAX_NOTES = 100  # different things that may go wrong with healing itself before we fall silent
 
 
@@ -34,4 +35,4 @@ class Notes:
         except CannotHeal:
             raise
         except Exception as error:
-            self.add(f"healing failed and was left out: {error!r}")
+            self.add(f"{LEFT_OUT}: {error!r}")

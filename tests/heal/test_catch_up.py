@@ -244,3 +244,18 @@ def test_a_checkpoint_that_is_asked_for_holds_what_detectors_can_know(tmp_path):
         step_of(model, healer)
     healer.save_checkpoint()
     assert heard_of(healer) == 17 - LAG
+
+
+def test_a_model_that_cannot_be_looked_at_keeps_no_detector_from_hearing():
+    model, _, healer = build()
+
+    def raises():
+        raise RuntimeError("no such shape")
+
+    healer._run.has_changed_shape = raises
+    for _ in range(45):
+        step_of(model, healer)
+    assert healer.last_step == 44
+    healer.snapshots()  # hears of the rest
+    assert heard_of(healer) == 45 - LAG
+    assert "healing failed and was left out: RuntimeError('no such shape')" in healer.notes

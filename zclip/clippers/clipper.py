@@ -6,7 +6,6 @@ like. All arithmetic is in the operators, so that it runs on the device and noth
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -14,12 +13,9 @@ from torch import Tensor
 
 from zclip import ops
 from zclip.clippers.peers import Peers
-from zclip.clippers.result import ClipResult, merge_verdicts
+from zclip.clippers.result import ClipResult, merge_verdicts, noted, share_alarm
 from zclip.clippers.state import ClipState
 from zclip.layout import (
-    DESYNC,
-    FLAGS,
-    NAN,
     NUM_COUNTERS,
     ON_NONFINITE,
     PROPAGATE,
@@ -197,7 +193,7 @@ class Clipper(ABC):
         if result is None:
             result, record = self._decide(found, grads, loss, None, extra, record)
             self._scale(grads, result.coefs[peers.own])
-        self.result = _noted(result, record, extra)
+        self.result = noted(result, record, extra)
         return result.total_norm
 
     @torch.no_grad()
@@ -221,7 +217,7 @@ class Clipper(ABC):
         if record is not None:
             loss = record.loss
         result, record = self._decide(found, grads, loss, grad_scale, extra, record)
-        self.result = _noted(result, record, extra)
+        self.result = noted(result, record, extra)
         return self.result
 
     def bind(self, *targets: Target) -> None:
@@ -344,7 +340,10 @@ class Clipper(ABC):
         states = self._state.states
         sizes = self._peers.sizes_of(found, self._present) if len(states) > 1 else [len(stats)]
         coefs, verdicts = [], []
-        for group, rows in enumerate(self._shared_alarm(self._peers.by_group(stats), sizes)):
+        parts = torch.split(self._peers.by_group(stats), sizes)
+        if self.on_nonfinite == "skip":
+            parts = share_alarm(parts)
+        for group, rows in enumerate(parts):
             if not len(rows):
                 continue
             settings = self._settings(found.settings[group])
@@ -361,22 +360,6 @@ class Clipper(ABC):
         """Apply what was decided to the gradients of this rank."""
         ops.scale_(grads, coefs)
 
-    def _shared_alarm(self, stats: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        """Split the stats by group, and let every group know of a bad element in any.
-
-        The step is refused as a whole, so no group may learn from it.
-        """
-        parts = torch.split(stats, sizes)
-        if len(parts) == 1 or self.on_nonfinite != "skip":
-            return parts
-        bad = stats[:, NAN:].sum(dim=0)
-        told = []
-        for part in parts:
-            rows = part.clone()
-            rows[:1, NAN:] += bad - part[:, NAN:].sum(dim=0)
-            told.append(rows)
-        return tuple(told)
-
     def _name(self, i: int) -> str:
         return f"the gradient of {self._names()[i]}"
 
@@ -391,14 +374,6 @@ class Clipper(ABC):
         """Leave out the parameters and the last result: they belong to the run, not to us."""
         of_the_run = {"_cache": TargetCache(), "_present": None, "result": None, "_simple": None}
         return {**self.__dict__, **of_the_run}
-
-
-def _noted(result: ClipResult, record: Record | None, extra: Tensor | None) -> ClipResult:
-    """Return the result with what the ranks had to say besides."""
-    if record is None:
-        return result if extra is None else replace(result, extra=extra)
-    result.verdict[FLAGS] += DESYNC * record.desynced
-    return result if extra is None else replace(result, extra=record.extra)
 
 
 def _inverse(grad_scale: Tensor, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """What a clipper found out in one step, and how the verdicts of several groups become one."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from zclip.layout import (
     CLIPPED,
     CLIPPED_NORM,
     CLIPS,
+    DESYNC,
     FLAGS,
     MEAN,
+    NAN,
     NORM,
     SKIP_COUNT,
     SKIPS,
@@ -24,6 +26,7 @@ from zclip.layout import (
     WORST,
     Z,
 )
+from zclip.parallel import Record
 from zclip.reference.report import norms_of, worst_of
 
 
@@ -97,3 +100,29 @@ def merge_verdicts(verdicts: list[Tensor], stats: Tensor, counters: Tensor | Non
     for column, counter in ((STEP, STEPS), (CLIPS, CLIP_COUNT), (SKIPS, SKIP_COUNT)):
         merged[column] = counters[counter]
     return merged
+
+
+def share_alarm(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Let every group know of a bad element in any: the step is refused as a whole.
+
+    Args:
+        parts: stats, group by group; those that are returned have the bad ones of all.
+    """
+    if len(parts) == 1:
+        return parts
+    own = [part[:, NAN:].sum(dim=0) for part in parts]
+    bad = torch.stack(own).sum(dim=0)
+    told = []
+    for part, known in zip(parts, own, strict=True):
+        rows = part.clone()
+        rows[:1, NAN:] += bad - known
+        told.append(rows)
+    return tuple(told)
+
+
+def noted(result: ClipResult, record: Record | None, extra: Tensor | None) -> ClipResult:
+    """Return the result with what the ranks had to say besides."""
+    if record is None:
+        return result if extra is None else replace(result, extra=extra)
+    result.verdict[FLAGS] += DESYNC * record.desynced
+    return result if extra is None else replace(result, extra=record.extra)

@@ -25,6 +25,7 @@ from heal.integrations.transformers.prepared import (
 )
 from heal.log_watch import LogWatch
 from heal.loop import Healer
+from heal.notes import LEFT_OUT
 from heal.ranks import HostFacts
 from heal.rng import RngState
 from heal.snapshots import Snapshot
@@ -200,7 +201,7 @@ class Session:
         try:
             return self.healer._listener.facts()
         except Exception as error:
-            self.healer._note(f"healing failed and was left out: {error!r}")
+            self.healer._note(f"{LEFT_OUT}: {error!r}")
             return HostFacts()
 
     def _keep_position(self) -> None:
