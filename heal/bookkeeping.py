@@ -72,7 +72,8 @@ class Bookkeeping:
         run = self._run
         try:
             run.ring.before_step()
-            if run.step == 0:
+            if run.step == 0:  # what has changed since an epoch began must be in the first one
+                self._wants_snapshot = run.has_changed_shape()
                 self.first_snapshot()
         except CannotHeal:
             raise

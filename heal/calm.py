@@ -1,16 +1,19 @@
 """Lets the records of calm steps wait for each other, so that several are heard at once."""
 
+import math
 from collections.abc import Sequence
 
 from heal.config import HealingConfig
 from heal.ranks import HostFacts
 from heal.verdict import NO_FLAG
-from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS_RATIO, NORM
+from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS, LOSS_RATIO, NORM
 
 TOGETHER = 20
 """Calm records that are heard at once, if nothing comes up before. After a forward and a backward
 pass the detectors have left the caches, and what it takes to bring them back is several times what
 they do for a record."""
+
+FOLLOWED = 1.05  # times per hearing: a leap by a thousand takes 140 steps to become the usual
 
 
 class Calm:
@@ -34,6 +37,7 @@ class Calm:
         self._loss_leap = min(self.LOSS_LEAP, config.loss_spike_factor)
         self._norm = self._lr = 0.0  # posted last
         self._known_norm = self._known_lr = 0.0  # when somebody heard last
+        self._usual_loss = self._loss_scale = math.nan
         self._heard_at = 0
         self._heard_of = self._troubled = -1
 
@@ -50,6 +54,7 @@ class Calm:
             and row[FLAGS] in (0.0, CLIPPED)
             and norm <= self._norm_leap * self._known_norm
             and self.LOSS_FALL <= row[LOSS_RATIO] <= self._loss_leap
+            and not row[LOSS] - self._usual_loss > (self._loss_leap - 1.0) * self._loss_scale
             and (lr <= self._lr_leap * self._known_lr or lr != lr)
         )
         if not is_calm:
@@ -59,11 +64,30 @@ class Calm:
         """Return whether to hear now, after ``step`` steps, what has arrived."""
         return self._troubled > self._heard_of or step - self._heard_at >= TOGETHER
 
-    def heard(self, step: int, newest: int) -> None:
-        """Note that all was heard that there was after ``step`` steps, up to that of ``newest``."""
+    def heard(self, step: int, newest: int, usual_loss: float, loss_scale: float) -> None:
+        """Note that all was heard that there was after ``step`` steps, up to that of ``newest``.
+
+        What leapt and stays is followed slowly, so that it is heard of for as long as it may take a
+        detector to make up its mind.
+
+        Args:
+            step: steps done.
+            newest: whose record was the last.
+            usual_loss: NaN if it is not known yet.
+            loss_scale: by how much it may leap, over that at which a detector finds fault.
+        """
         self._heard_at, self._heard_of = step, max(newest, self._heard_of)
-        self._known_norm, self._known_lr = self._norm, self._lr
+        self._known_norm = _followed(self._known_norm, self._norm, self._norm_leap)
+        self._known_lr = _followed(self._known_lr, self._lr, self._lr_leap)
+        self._usual_loss, self._loss_scale = usual_loss, loss_scale
 
     def forget(self, step: int) -> None:
         """Go on from ``step`` after a rollback: what was under way is of no step."""
         self._heard_at, self._heard_of, self._troubled = step, step - 1, step - 1
+
+
+def _followed(known: float, now: float, leap: float) -> float:
+    """Return what to measure the next ones against; what is no number changes nothing."""
+    if known > 0.0 and now > leap * known:
+        return known * FOLLOWED
+    return now if 0.0 <= now < math.inf else known

@@ -49,6 +49,7 @@ class Watch:
     def __init__(self, config: HealingConfig) -> None:
         self._spike = LossSpike(config)
         self._gap = OverfittingGap(config)
+        self._errors: list[Exception] = []
         self._health = StateHealth(config)
         self.detectors: dict[str, Detector] = {
             "host_news": HostNews(config),
@@ -78,11 +79,26 @@ class Watch:
         """
         found: list[list[Finding]] = [[] for _ in records]
         for detector in self.detectors.values():
-            for findings, record in zip(found, records, strict=True):
-                finding = detector.observe(record)
-                if finding is not None:
-                    findings.append(finding)
+            try:
+                for findings, record in zip(found, records, strict=True):
+                    finding = detector.observe(record)
+                    if finding is not None:
+                        findings.append(finding)
+            except Exception as error:  # the others must hear
+                self._errors.append(error)
         return found
+
+    def take_errors(self) -> list[Exception]:
+        """Return what detectors have raised since the last call."""
+        errors, self._errors = self._errors, []
+        return errors
+
+    def usual_loss(self) -> tuple[float, float]:
+        """Return the usual loss, and by how much it must rise to be twice as high; NaN if unknown.
+
+        Where it is near zero, noise is what a rise is measured by.
+        """
+        return self._spike.level()
 
     def observe_health(self, row: HealthRow) -> list[Finding]:
         """Return what is wrong with weights or optimizer state."""

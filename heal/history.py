@@ -112,13 +112,17 @@ class History:
                 self.suspects.append((finding.cause.value, finding.step))
         del self.suspects[:-MAX_SUSPECTS]
 
-    def note_plan(self, trouble: Trouble, plan: Plan, effects: Sequence[bool] = ()) -> None:
+    def note_plan(
+        self, trouble: Trouble, plan: Plan, effects: Sequence[bool] = (), unheard: int = 0
+    ) -> None:
         """Remember a plan that was carried out.
 
         Args:
             trouble: the diagnosis that it was for.
             plan: what was done.
             effects: what each ``apply`` returned; all true if left out.
+            unheard: the first step whose record could not be read yet; that of the trouble may have
+                waited for longer than it had to.
         """
         cause, step = trouble.cause, trouble.step
         family = ABOUT[cause].family
@@ -134,7 +138,7 @@ class History:
             self.incidents.append(incident)
         incident.last_step = max(incident.last_step, step)
         target = next((a.before_step for a in plan if isinstance(a, Rollback)), None)
-        incident.resume_step = step + 1 if target is None else target
+        incident.resume_step = max(step + 1, unheard) if target is None else target
         incident.causes.append(cause.value)
         incident.plans.append([action_to_json(action) for action in plan])
         incident.effects.append([bool(e) for e in effects] or [True] * len(plan))

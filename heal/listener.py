@@ -92,7 +92,7 @@ class Listener:
         self._late: list[tuple[int, list[Finding]]] = []  # found, and not treated yet
         treatment.catch_up = self.catch_up
         run.healing_state = self.watch.state
-        run.on_restore = self._returned
+        run.on_restore, run.on_resume = self._returned, self._forget
 
     def facts(self) -> HostFacts:
         """Return what the host knows of the step that is about to be taken."""
@@ -194,10 +194,12 @@ class Listener:
         Clean steps speak for the snapshots that it may need. What is found is treated by the next
         :meth:`listen`.
         """
+        found: list[tuple[int, list[Finding]]] = []
         try:
-            self._late = [(step, findings) for step, findings in self._hear() if findings]
+            found += ((step, findings) for step, findings in self._hear() if findings)
         except Exception as error:  # the plan must be made
             self._note(f"{LEFT_OUT}: {error!r}")
+        self._late = found
 
     def _hear(self) -> Iterator[tuple[int, list[Finding]]]:
         """Yield each step that has a record to be read, and what the detectors find in it."""
@@ -205,14 +207,20 @@ class Listener:
         yield from late
         records = [self._decode(step, row) for step, row in self._guarded.mailbox.poll()]
         found = self.watch.observe_all(records)
+        for error in self.watch.take_errors():
+            self._note(f"{LEFT_OUT}: {error!r}")
         for record, findings in zip(records, found, strict=True):
             self._judge_snapshots(record, findings)
             yield record.step, findings
-        self._calm.heard(self._run.step, records[-1].step if records else -1)
+        newest = records[-1].step if records else -1
+        self._calm.heard(self._run.step, newest, *self.watch.usual_loss())
 
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
         mailbox = self._guarded.mailbox
+        for _, findings in self._late:
+            self._treatment.history.note_findings(findings)
+        self._late.clear()
         lag, mailbox.lag = mailbox.lag, 0
         for step, row in mailbox.poll():
             (findings,) = self.watch.observe_all([self._decode(step, row)])
@@ -296,15 +304,19 @@ class Listener:
             if not findings:
                 self._treatment.history.note_step(record.step, self._config)
 
+    def _forget(self) -> None:
+        """Let go of all that is of steps that did not happen, or of another run."""
+        self._host.clear()
+        self._late.clear()
+        self._health.clear()
+        self._calm.forget(self._run.step)
+
     def _returned(self, saved: dict[str, Any]) -> None:
         """After a rollback: forget the mail and the memories of the time that was undone."""
         self._rolled_back = True
-        self._host.clear()
-        self._late.clear()
-        self._calm.forget(self._run.step)
+        self._forget()
         self._reported.extend(self._unheard.values())
         self._unheard.clear()
-        self._health.clear()
         self.watch.note_rollback(self._run.step)
         self.watch.load_state(saved)
         if self.cluster is not None:

@@ -246,6 +246,7 @@ class Healer(Resuming, Lifetime, Probing):
 
     def observe_eval(self, eval_loss: float, train_loss: float | None = None) -> None:
         """Tell of an evaluation, to be warned of overfitting."""
+        self._listener.catch_up()
         findings = self._listener.watch.observe_eval(self._run.step, eval_loss, train_loss)
         with self.exits.halting():
             self._treatment.treat(findings)

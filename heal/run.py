@@ -56,6 +56,7 @@ class TorchRun:
         step: the number of the step that comes next.
         buffers: copies of those that steps write.
         on_restore: called with the plain healing state that was saved, after a rollback.
+        on_resume: called after a run of another process is gone on with.
         healing_state: returns that state, to be saved.
         schedules: those that the caller steps stay as they are in a rollback, or return with it.
         durable: checkpoints on disk, for where no snapshot is old enough; None if there are none.
@@ -76,6 +77,7 @@ class TorchRun:
         self.step = 0
         self.buffers = state.buffers
         self.on_restore: Callable[[dict[str, Any]], None] = lambda saved: None
+        self.on_resume: Callable[[], None] = lambda: None
         self.healing_state: Callable[[], dict[str, Any]] = dict
         self.schedules: Schedules | None = None
         self.durable: Checkpoints | None = None
@@ -165,6 +167,7 @@ class TorchRun:
         self.ring.drop_all()
         self._constants.forget()
         self._signature = self._state.signature()
+        self.on_resume()
 
     def has_changed_shape(self) -> bool:
         """Return whether parameters came, went, froze or thawed since last asked.

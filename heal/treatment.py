@@ -83,7 +83,7 @@ class Treatment:
             for action in plan:
                 effects.append(self._apply(action))
         finally:  # also if the plan was to halt: the journal tells why
-            self.history.note_plan(diagnosis, plan, effects)
+            self.history.note_plan(diagnosis, plan, effects, unheard=at - self._config.lag)
             self.log.append((at, diagnosis, plan))
             self._write_down(diagnosis, plan, effects, time.monotonic() - began, at, before)
         return plan

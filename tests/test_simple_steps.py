@@ -291,3 +291,19 @@ def test_gradients_that_require_gradients_stay_out_of_the_graph():
     clipper.step(groups)
     assert torch.is_grad_enabled()
     assert not clipper.result.total_norm.requires_grad
+
+
+@pytest.mark.parametrize("between", ["decide", "scale"])
+def test_names_are_right_after_a_step_of_another_kind_that_lacked_a_gradient(between):
+    clipper, params = zclip.GlobalNorm(1.0), parameters()
+    clipper._cache.give_names(zip("abc", params, strict=True))
+    groups = warmed_up(clipper, params)
+    params[0].grad = None
+    if between == "decide":
+        clipper.decide(groups)
+    else:
+        clipper.step(groups, grad_scale=torch.tensor(2.0))
+    give_gradients(params, 9)
+    clipper.step(groups)
+    assert list(clipper.norms_by_name()) == ["a", "b", "c"]
+    assert clipper.worst() in "abc"

@@ -93,6 +93,13 @@ class LossSpike:
             streak=max(self.streak, 1),
         )
 
+    def level(self) -> tuple[float, float]:
+        """Return the usual loss, and what counts as once more of it; NaN while it is not known."""
+        usual, spread = self.losses.median_and_spread()
+        if len(self.losses) < self.FEWEST or spread <= 0.0:
+            return math.nan, math.nan
+        return usual, max(abs(usual), self.SPREADS * spread)
+
     def _comes_down(self, usual: float, is_hopeless: bool) -> bool:
         first, last = self.leap[: self.patience], self.leap[-self.patience :]
         if is_hopeless:

@@ -11,7 +11,17 @@ from heal.actions import CannotHeal
 from heal.calm import Calm
 from heal.ranks import HostFacts
 from heal.verdict import Flag
-from zclip.layout import BLOCKED, CLIPPED, FLAGS, HAS_NAN, LOSS_RATIO, LOSS_SPIKE, NORM, NUM_VERDICT
+from zclip.layout import (
+    BLOCKED,
+    CLIPPED,
+    FLAGS,
+    HAS_NAN,
+    LOSS,
+    LOSS_RATIO,
+    LOSS_SPIKE,
+    NORM,
+    NUM_VERDICT,
+)
 
 LAG = 2
 USUAL = HostFacts(lr=0.1)
@@ -31,7 +41,7 @@ def heard(rows, facts=USUAL):
         calm.note(step, values, facts[step] if isinstance(facts, list) else facts)
         if calm.is_time(step + 1):
             steps.append(step + 1)
-            calm.heard(step + 1, step - LAG)
+            calm.heard(step + 1, step - LAG, math.nan, math.nan)
     return steps
 
 
@@ -86,7 +96,7 @@ def test_after_a_rollback_it_waits_as_before():
     calm = Calm(HealingConfig())
     for step in range(13):
         calm.note(step, row(), USUAL)
-    calm.heard(13, 10)
+    calm.heard(13, 10, math.nan, math.nan)
     calm.note(13, None, USUAL)
     assert calm.is_time(14)
     calm.forget(5)
@@ -95,12 +105,12 @@ def test_after_a_rollback_it_waits_as_before():
 
 def test_trouble_is_heard_of_also_if_steps_without_mail_come_after_it():
     calm = Calm(HealingConfig())
-    calm.heard(10, 9)
+    calm.heard(10, 9, math.nan, math.nan)
     calm.note(10, row(), USUAL)
-    calm.heard(11, 10)
+    calm.heard(11, 10, math.nan, math.nan)
     calm.note(11, row(blocked=1.0), USUAL)
     assert all(calm.is_time(step) for step in range(12, 40))
-    calm.heard(40, 11)
+    calm.heard(40, 11, math.nan, math.nan)
     assert not calm.is_time(41)
 
 
@@ -188,3 +198,24 @@ def test_a_stop_that_is_requested_between_two_hearings_is_heard_in_time():
     healer.request_stop()
     with pytest.raises(CannotHeal):
         run_of(healer, model, LAG + 1)
+
+
+def test_a_norm_that_leapt_and_stays_is_heard_of_in_every_step():
+    """Until it is the usual one: detectors that count a streak must not wait."""
+    rows = [row()] * 30 + [row(norm=1000.0)] * 300
+    steps = heard(rows)
+    assert set(range(31, 131)) <= set(steps)
+    assert len([step for step in steps if step > 250]) < 10
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_trouble"), [(0.14, False), (0.2, True), (-5.0, False), (math.nan, False)]
+)
+def test_a_loss_above_what_is_usual_is_heard_of_though_the_device_finds_it_common(loss, is_trouble):
+    calm = Calm(HealingConfig())
+    calm.note(0, row(), USUAL)
+    calm.heard(1, 0, usual_loss=0.1, loss_scale=0.1)
+    values = row()
+    values[LOSS] = loss
+    calm.note(1, values, USUAL)
+    assert calm.is_time(2) == is_trouble

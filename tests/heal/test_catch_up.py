@@ -259,3 +259,98 @@ def test_a_model_that_cannot_be_looked_at_keeps_no_detector_from_hearing():
     healer.snapshots()  # hears of the rest
     assert heard_of(healer) == 45 - LAG
     assert "healing failed and was left out: RuntimeError('no such shape')" in healer.notes
+
+
+def lasting(cause, step):
+    return Finding(cause=cause, step=step, bad_step=step, severity=Severity.WARN, evidence={})
+
+
+def test_what_was_found_on_the_way_is_noted_when_the_run_ends():
+    model, _, healer = build(snapshot_interval=50)
+    observe = healer._listener.watch.observe_all
+    healer._listener.watch.observe_all = lambda records: [
+        [lasting(Cause.PLATEAU, 13)] if record.step == 13 else [] for record in records
+    ]
+    for _ in range(17):
+        step_of(model, healer)
+    healer._listener.catch_up()
+    healer._listener.watch.observe_all = observe
+    healer.hear_the_rest()
+    assert (Cause.PLATEAU.value, 13) in healer._treatment.history.suspects
+
+
+def test_what_was_found_stays_so_when_hearing_fails():
+    _, _, healer = build(snapshot_interval=50)
+    healer._listener._late = [(13, [lasting(Cause.PLATEAU, 13)])]
+
+    def raises():
+        raise RuntimeError("no mail")
+
+    healer._guarded.mailbox.poll = raises
+    healer._listener.catch_up()
+    assert [step for step, _ in healer._listener._late] == [13]
+    assert "RuntimeError('no mail')" in healer.notes[0]
+
+
+def test_a_detector_that_raises_keeps_no_other_from_hearing():
+    model, _, healer = build()
+
+    class Raises:
+        def observe(self, record):
+            raise RuntimeError("no idea")
+
+        def state(self):
+            return {}
+
+        def load_state(self, state):
+            pass
+
+    detectors = healer._listener.watch.detectors
+    healer._listener.watch.detectors = {"first": Raises(), **detectors}
+    for _ in range(45):
+        step_of(model, healer)
+    healer.snapshots()  # hears of the rest
+    assert heard_of(healer) == 45 - LAG
+    assert healer.notes == ["healing failed and was left out: RuntimeError('no idea')"]
+
+
+def test_a_thaw_between_the_first_batch_and_the_first_step_is_in_the_first_snapshot():
+    model, optimizer, healer = build()
+    model.bias.requires_grad_(False)
+    for batch in healer.batches([torch.ones(2, 4)] * 3):
+        model.bias.requires_grad_(True)
+        model(batch).square().mean().backward()
+        healer.step()
+        optimizer.zero_grad()
+    assert healer.snapshots()[-1] == 0
+    assert ("parameter", 1) in healer._run.ring.of_step(0).tensors
+
+
+def test_trouble_after_a_resume_in_the_midst_of_a_run_is_heard_in_time(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    healer = Healer(model, optimizer, checkpoint_dir=tmp_path / "saved")
+    healer.exits.dismiss()
+    for step in range(70):
+        step_of(model, healer)
+        if step == 29:
+            healer.save_checkpoint()
+    assert healer.resume() == 30
+    for _ in range(3):
+        step_of(model, healer)
+    (model(torch.ones(2, 4)).square().mean() * float("nan")).backward()
+    healer.step(torch.tensor(float("nan")))  # step 33
+    model.zero_grad()
+    for _ in range(LAG):
+        step_of(model, healer)
+    assert healer.history[-1][1].cause is Cause.NONFINITE_LOSS
+    assert healer._guarded.mailbox.dropped == 0
+
+
+def test_an_evaluation_is_compared_with_all_losses_that_can_be_known():
+    model, _, healer = build()
+    for _ in range(18):
+        step_of(model, healer)
+    healer.observe_eval(1.0)
+    assert heard_of(healer) == 18 - LAG

@@ -315,6 +315,7 @@ class Clipper(ABC):
             self._simple = None
             return None
         state, device = self._state, grads[0].device
+        self._present = None
         if not (state.fitted is found and state.place == (device, self._state_size(len(grads)))):
             state.fit(found, device)
         settings = self._settings(found.settings[0])
