@@ -64,7 +64,7 @@ TRIMMED = 0.05  # share of the differences left out at either end
 BLOCK, SETTLING = 12, 4  # quick steps in a row of one loop; of these not counted
 
 
-def loop(build, clips, heals):
+def loop(build, clips, heals, measures=False):
     """Return a function that takes one step, one that tells of what kind it was, and the size."""
     torch.manual_seed(0)
     model, inputs = build()
@@ -82,6 +82,8 @@ def loop(build, clips, heals):
         if healer is not None:
             healer.step(loss)
             return
+        if measures:
+            torch.ops.zclip.grad_stats.default([p.grad for p in parameters])
         if clips:
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -98,10 +100,11 @@ def loop(build, clips, heals):
     return step, kind, sum(p.numel() for p in parameters)
 
 
-def overhead(build, clips, heals=True):
+def overhead(build, clips, heals=True, measures=False):
     """Take turns; return parameters, bare ms per step, and ms and percent on top.
 
-    Beside the bare loop stands one that heals or, if not, one that only clips.
+    Beside the bare loop stands one that heals or, if not, one that only measures the gradients by
+    one call of one operator, or one that only clips.
 
     A turn of quick steps is a block of them, so that each loop finds its own code and data in the
     caches, as it does when it runs alone; its first steps are not counted. Slow steps take turns
@@ -110,7 +113,8 @@ def overhead(build, clips, heals=True):
     smallest, or a busy moment would matter), and each kind counts by how often it comes.
     """
     bare, _, count = loop(build, clips, heals=False)
-    healed, kind, _ = loop(build, clips if heals else True, heals)
+    others = clips if heals or measures else True
+    healed, kind, _ = loop(build, others, heals, measures)
     seconds = {bare: [], healed: []}
     kinds = []
     block, settling = 1, 0
@@ -228,13 +232,25 @@ def measure(rounds):
     return rows
 
 
+def floors():
+    """Print what the least costs that can be done: to measure gradients, and to heed nothing."""
+    for name, (build, goal) in WORK.items():
+        count, bare, added, percent = overhead(build, clips=False, heals=False, measures=True)
+        told = f"one read of the gradients, {name.strip()}, {count:,} parameters"
+        more = f"{bare:.2f} ms a step, and {added:.3f} on top"
+        said([], told, f"{percent:+.1f} %", f"<= {goal:g} %", percent <= goal, more)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", type=Path, help="write heal.md into this folder")
+    parser.add_argument("--floor", action="store_true", help="only what measuring costs, unsaved")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.floor:
+        return floors()
     before = os.getloadavg()[0]
     rows = measure(arguments.rounds)
     after = os.getloadavg()[0]

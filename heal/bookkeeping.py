@@ -73,7 +73,8 @@ class Bookkeeping:
         try:
             run.ring.before_step()
             if run.step == 0:  # what has changed since an epoch began must be in the first one
-                self._wants_snapshot = run.has_changed_shape()
+                if run.has_changed_shape():
+                    self._wants_snapshot = True
                 self.first_snapshot()
         except CannotHeal:
             raise

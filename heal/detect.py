@@ -69,8 +69,10 @@ class Watch:
 
     def observe(self, record: Record) -> list[Finding]:
         """Return what the detectors find in the record of a step; records come in order."""
-        findings = [detector.observe(record) for detector in self.detectors.values()]
-        return [finding for finding in findings if finding is not None]
+        (found,) = self.observe_all([record])
+        for error in self.take_errors():
+            raise error
+        return found
 
     def observe_all(self, records: Sequence[Record]) -> list[list[Finding]]:
         """As :meth:`observe`, for each of several: one detector after the other, which is quicker.

@@ -3,14 +3,13 @@
 import math
 
 import pytest
-import torch
-from torch import nn
 
-from heal import Healer, HealingConfig
+from heal import HealingConfig
 from heal.actions import CannotHeal
 from heal.calm import Calm
 from heal.ranks import HostFacts
 from heal.verdict import Flag
+from tests.heal.linear_run import LAG, build, step_of
 from zclip.layout import (
     BLOCKED,
     CLIPPED,
@@ -23,7 +22,6 @@ from zclip.layout import (
     NUM_VERDICT,
 )
 
-LAG = 2
 USUAL = HostFacts(lr=0.1)
 
 
@@ -118,26 +116,9 @@ def test_a_rate_that_nobody_knows_is_calm():
     assert heard([row()] * 31, HostFacts(lr=math.nan))[-2:] == [3, 23]
 
 
-def run_of(healer, model, steps):
-    for _ in range(steps):
-        loss = model(torch.ones(2, 4)).square().mean()
-        loss.backward()
-        healer.step(loss)
-        model.zero_grad()
-
-
-def build(**settings):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    healer = Healer(model, optimizer, config=HealingConfig(**settings))
-    healer.exits.dismiss()
-    return model, healer
-
-
 def test_no_record_is_lost_by_waiting():
-    model, healer = build()
-    run_of(healer, model, 33)
+    model, _, healer = build()
+    step_of(model, healer, 33)
     assert healer._guarded.mailbox.dropped == 0
     healer.hear_the_rest()
     assert healer.latest.step == 32
@@ -146,9 +127,9 @@ def test_no_record_is_lost_by_waiting():
 
 def test_what_is_told_of_a_run_is_as_new_as_ever():
     """Only the detectors wait: whoever asks for numbers hears of the step that is ``lag`` old."""
-    model, healer = build()
+    model, _, healer = build()
     for step in range(25):
-        run_of(healer, model, 1)
+        step_of(model, healer, 1)
         if step >= LAG:
             assert healer.latest.step == step - LAG
             norm = healer._guarded.optimizers[0].clipper.result.verdict[NORM]
@@ -158,46 +139,46 @@ def test_what_is_told_of_a_run_is_as_new_as_ever():
 
 
 def test_a_forecast_hears_every_step_when_it_can():
-    model, healer = build(forecast=True)
+    model, _, healer = build(forecast=True)
     for step in range(30):
-        run_of(healer, model, 1)
+        step_of(model, healer, 1)
         assert healer._listener.watch.forecast.features.steps == max(0, step + 1 - LAG)
 
 
 def test_nothing_else_waits_for_the_records():
     """Snapshots, checks and probes come when they are due, in whatever step that is."""
-    model, healer = build(snapshot_interval=7, check_interval=13, quarantine_steps=0)
+    model, _, healer = build(snapshot_interval=7, check_interval=13, quarantine_steps=0)
     captured, checked, looked = [], [], []
     capture, post = healer._run.capture, healer._listener._health.post
     healer._run.capture = lambda *a: captured.append(healer._run.step) or capture(*a)
     healer._listener._health.post = lambda step: checked.append(step) or post(step)
     healer.add_probe("look", lambda: looked.append(healer.last_step + 1), every=11)
-    run_of(healer, model, 45)
+    step_of(model, healer, 45)
     assert captured == [0, 7, 14, 21, 28, 35, 42]
     assert checked == [13, 26, 39]
     assert looked == [11, 22, 33, 44]
 
 
 def test_a_watchdog_hears_of_every_step():
-    model, healer = build()
+    model, _, healer = build()
     beats = []
 
     class Watchdog:
         beat = staticmethod(beats.append)
 
-    run_of(healer, model, 5)
+    step_of(model, healer, 5)
     healer._listener.cluster.watchdog = Watchdog()
-    run_of(healer, model, 10)
+    step_of(model, healer, 10)
     healer._listener.cluster.watchdog = None
     assert beats == list(range(6, 16))
 
 
 def test_a_stop_that_is_requested_between_two_hearings_is_heard_in_time():
-    model, healer = build()
-    run_of(healer, model, 23)
+    model, _, healer = build()
+    step_of(model, healer, 23)
     healer.request_stop()
     with pytest.raises(CannotHeal):
-        run_of(healer, model, LAG + 1)
+        step_of(model, healer, LAG + 1)
 
 
 def test_a_norm_that_leapt_and_stays_is_heard_of_in_every_step():

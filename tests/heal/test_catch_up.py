@@ -2,33 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
-from heal import Healer, HealingConfig
 from heal.actions import Rollback
 from heal.causes import Cause, Finding, Severity
-
-LAG = 2
-
-
-def build(**settings):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    healer = Healer(model, optimizer, config=HealingConfig(**settings))
-    healer.exits.dismiss()
-    return model, optimizer, healer
-
-
-def step_of(model, healer):
-    loss = model(torch.ones(2, 4)).square().mean()
-    loss.backward()
-    healer.step(loss)
-    model.zero_grad()
-
-
-def heard_of(healer):
-    return healer._listener.watch.detectors["lr_spike"].seen
+from tests.heal.linear_run import LAG, build, heard_of, step_of
 
 
 @pytest.mark.parametrize(
@@ -57,8 +34,7 @@ def test_a_check_that_finds_damage_knows_of_every_clean_step(
 
 def test_an_optimizer_that_fails_half_way_returns_to_the_newest_that_can_be_known_good():
     model, optimizer, healer = build(snapshot_interval=10, quarantine_steps=3)
-    for _ in range(17):
-        step_of(model, healer)
+    step_of(model, healer, 17)
     assert healer._run.ring.good_steps() == [0]  # nobody has asked: the rest of the mail waits
     inner = optimizer.step
 
@@ -76,8 +52,7 @@ def test_an_optimizer_that_fails_half_way_returns_to_the_newest_that_can_be_know
 
 def test_whoever_asks_for_snapshots_hears_of_all_that_are_good():
     model, _, healer = build(snapshot_interval=10, quarantine_steps=3)
-    for _ in range(16):
-        step_of(model, healer)
+    step_of(model, healer, 16)
     assert healer.snapshots() == [10, 0]
     assert healer.newest_snapshot().step == 10
 
@@ -104,8 +79,7 @@ def test_what_is_found_on_the_way_is_treated_in_the_next_step():
             pass
 
     healer._listener.watch.detectors["finds"] = Finds()
-    for _ in range(17):
-        step_of(model, healer)
+    step_of(model, healer, 17)
     assert heard_of(healer) < 13
     healer.snapshots()  # hears, and must not change the run
     assert heard_of(healer) == 17 - LAG
@@ -118,8 +92,7 @@ def test_what_is_found_on_the_way_is_treated_in_the_next_step():
 
 def test_a_snapshot_holds_what_detectors_know_of_every_step_before_it():
     model, _, healer = build(snapshot_interval=7, quarantine_steps=0)
-    for _ in range(14):
-        step_of(model, healer)
+    step_of(model, healer, 14)
     held = healer._run.ring.of_step(14).values["healing"]["lr_spike"]["seen"]
     assert held == 14 - LAG
 
@@ -132,8 +105,7 @@ def test_a_check_that_raises_keeps_no_detector_from_hearing(interval):
         raise RuntimeError("no such measure")
 
     healer._listener._health.post = raises
-    for _ in range(120):
-        step_of(model, healer)
+    step_of(model, healer, 120)
     healer.snapshots()  # hears of the rest
     assert heard_of(healer) == 120 - LAG
     assert healer._guarded.mailbox.dropped == 0
@@ -142,15 +114,12 @@ def test_a_check_that_raises_keeps_no_detector_from_hearing(interval):
 
 def test_detectors_that_raise_lose_no_more_than_what_they_were_told():
     model, _, healer = build()
-    for _ in range(10):
-        step_of(model, healer)
+    step_of(model, healer, 10)
     observe = healer._listener.watch.observe_all
     healer._listener.watch.observe_all = lambda records: 1 / 0
-    for _ in range(30):
-        step_of(model, healer)
+    step_of(model, healer, 30)
     healer._listener.watch.observe_all = observe
-    for _ in range(30):
-        step_of(model, healer)
+    step_of(model, healer, 30)
     healer.snapshots()  # hears of the rest
     assert healer._guarded.mailbox.dropped == 0
     assert 30 <= heard_of(healer) < 70 - LAG
@@ -158,17 +127,11 @@ def test_detectors_that_raise_lose_no_more_than_what_they_were_told():
 
 
 def test_checkpoints_are_saved_when_due_and_do_not_hurry_the_records(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    config = HealingConfig(checkpoint_interval=8, checkpoint_async=False)
-    healer = Healer(model, optimizer, config=config, checkpoint_dir=tmp_path / "saved")
-    healer.exits.dismiss()
-    for _ in range(7):
-        step_of(model, healer)
+    saves = {"checkpoint_interval": 8, "checkpoint_async": False}
+    model, _, healer = build(tmp_path / "saved", **saves)
+    step_of(model, healer, 7)
     assert heard_of(healer) < 7 - LAG  # the last ones wait
-    for _ in range(10):
-        step_of(model, healer)
+    step_of(model, healer, 10)
     assert healer._books.durable.store.steps() == [16, 8]
     assert heard_of(healer) == 16 - LAG
 
@@ -181,8 +144,7 @@ def test_what_was_found_in_steps_that_were_undone_is_forgotten():
     )
     observe = watch.observe_all
     watch.observe_all = lambda records: [[found] if record.step == 13 else [] for record in records]
-    for _ in range(17):
-        step_of(model, healer)
+    step_of(model, healer, 17)
     inner = optimizer.step
 
     def fails():
@@ -205,21 +167,18 @@ def test_trouble_soon_after_a_rollback_is_heard_as_soon_as_ever():
             optimizer.state[model.weight]["exp_avg"][0, 0] = float("nan")
         step_of(model, healer)
     assert healer.last_step == 9  # rolled back
-    for _ in range(3):
-        step_of(model, healer)
+    step_of(model, healer, 3)
     (model(torch.ones(2, 4)).square().mean() * float("nan")).backward()
     healer.step(torch.tensor(float("nan")))  # step 13
     model.zero_grad()
-    for _ in range(LAG):
-        step_of(model, healer)
+    step_of(model, healer, LAG)
     assert healer.history[-1][1].cause is Cause.NONFINITE_LOSS
     assert healer.history[-1][0] == 13 + LAG + 1
 
 
 def test_parameters_that_freeze_have_a_snapshot_taken_in_that_step():
     model, _, healer = build()
-    for _ in range(13):
-        step_of(model, healer)
+    step_of(model, healer, 13)
     model.bias.requires_grad_(False)
     step_of(model, healer)
     assert healer._run.ring.newest_step() == 14
@@ -229,19 +188,13 @@ def test_the_hardware_is_looked_at_when_that_is_due():
     model, _, healer = build(gpu_health_check_interval=7)
     looked = []
     healer._listener.cluster._look_at_gpu = looked.append
-    for _ in range(23):
-        step_of(model, healer)
+    step_of(model, healer, 23)
     assert looked == [7, 14, 21]
 
 
 def test_a_checkpoint_that_is_asked_for_holds_what_detectors_can_know(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    healer = Healer(model, optimizer, checkpoint_dir=tmp_path / "saved")
-    healer.exits.dismiss()
-    for _ in range(17):
-        step_of(model, healer)
+    model, _, healer = build(tmp_path / "saved")
+    step_of(model, healer, 17)
     healer.save_checkpoint()
     assert heard_of(healer) == 17 - LAG
 
@@ -253,8 +206,7 @@ def test_a_model_that_cannot_be_looked_at_keeps_no_detector_from_hearing():
         raise RuntimeError("no such shape")
 
     healer._run.has_changed_shape = raises
-    for _ in range(45):
-        step_of(model, healer)
+    step_of(model, healer, 45)
     assert healer.last_step == 44
     healer.snapshots()  # hears of the rest
     assert heard_of(healer) == 45 - LAG
@@ -271,8 +223,7 @@ def test_what_was_found_on_the_way_is_noted_when_the_run_ends():
     healer._listener.watch.observe_all = lambda records: [
         [lasting(Cause.PLATEAU, 13)] if record.step == 13 else [] for record in records
     ]
-    for _ in range(17):
-        step_of(model, healer)
+    step_of(model, healer, 17)
     healer._listener.catch_up()
     healer._listener.watch.observe_all = observe
     healer.hear_the_rest()
@@ -307,8 +258,7 @@ def test_a_detector_that_raises_keeps_no_other_from_hearing():
 
     detectors = healer._listener.watch.detectors
     healer._listener.watch.detectors = {"first": Raises(), **detectors}
-    for _ in range(45):
-        step_of(model, healer)
+    step_of(model, healer, 45)
     healer.snapshots()  # hears of the rest
     assert heard_of(healer) == 45 - LAG
     assert healer.notes == ["healing failed and was left out: RuntimeError('no idea')"]
@@ -327,30 +277,23 @@ def test_a_thaw_between_the_first_batch_and_the_first_step_is_in_the_first_snaps
 
 
 def test_trouble_after_a_resume_in_the_midst_of_a_run_is_heard_in_time(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    healer = Healer(model, optimizer, checkpoint_dir=tmp_path / "saved")
-    healer.exits.dismiss()
+    model, _, healer = build(tmp_path / "saved")
     for step in range(70):
         step_of(model, healer)
         if step == 29:
             healer.save_checkpoint()
     assert healer.resume() == 30
-    for _ in range(3):
-        step_of(model, healer)
+    step_of(model, healer, 3)
     (model(torch.ones(2, 4)).square().mean() * float("nan")).backward()
     healer.step(torch.tensor(float("nan")))  # step 33
     model.zero_grad()
-    for _ in range(LAG):
-        step_of(model, healer)
+    step_of(model, healer, LAG)
     assert healer.history[-1][1].cause is Cause.NONFINITE_LOSS
     assert healer._guarded.mailbox.dropped == 0
 
 
 def test_an_evaluation_is_compared_with_all_losses_that_can_be_known():
     model, _, healer = build()
-    for _ in range(18):
-        step_of(model, healer)
+    step_of(model, healer, 18)
     healer.observe_eval(1.0)
     assert heard_of(healer) == 18 - LAG

@@ -8,83 +8,7 @@ import zclip
 from heal.rng import RngState
 from heal.snapshots import SnapshotCorrupt, SnapshotRing
 from heal.training_state import StateMismatch, TrainingState, copied
-
-
-class Net(nn.Module):
-    """Tied weights, BatchNorm, dropout, a mask of -inf and a buffer that is a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(6, 6, bias=False)
-        self.norm = nn.BatchNorm1d(6)
-        self.drop = nn.Dropout(0.2)
-        self.head = nn.Linear(6, 6)
-        self.head.weight = self.embed.weight
-        self.register_buffer("mask", torch.full((3, 3), -torch.inf), persistent=False)
-        self.register_buffer("row", self.mask[0])
-        self.register_buffer("wide", torch.ones(1).expand(4))
-
-    def forward(self, x):
-        return self.head(self.drop(self.norm(self.embed(x)).relu()))
-
-
-torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
-
-OPTIMIZERS = {
-    "AdamW-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "AdamW-amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
-    "Adam-tensor-lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2), fused=True),
-    "SGD-momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=2),
-}
-
-
-def build(optimizer="AdamW-fused", **settings):
-    torch.manual_seed(0)
-    model = Net()
-    inner = OPTIMIZERS[optimizer](model.parameters())
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=50)
-    wrapped = zclip.wrap(inner, "zclip", warmup_steps=3)
-    state = TrainingState(model, [wrapped], [scheduler])
-    ring = SnapshotRing(
-        **{"interval": 5, "count": 4, "memory_fraction": 2.0, "quarantine_steps": 2, **settings}
-    )
-    return state, ring
-
-
-def train(state, steps):
-    optimizer = state.optimizers[0]
-    for _ in range(steps):
-
-        def closure():
-            optimizer.zero_grad()
-            loss = state.model(torch.randn(8, 6)).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        state.schedulers[0].step()
-
-
-def take(state, ring, step, **options):
-    values = state.values() | {"rng": RngState.now()}
-    return ring.capture(step, state.tensors(), values, **options)
-
-
-def bytes_of(state):
-    values = state.values()
-    tensors = {key: t.clone() for key, t in state.tensors().items()}
-    clips = values.pop("clip")
-    return tensors, values, clips
-
-
-def assert_same(first, second):
-    assert first[0].keys() == second[0].keys()
-    for key, tensor in first[0].items():
-        assert torch.equal(tensor.nan_to_num(7), second[0][key].nan_to_num(7)), key
-    assert str(first[1:]) == str(second[1:])
+from tests.heal.snapshot_states import OPTIMIZERS, assert_same, build, bytes_of, take, train
 
 
 @pytest.mark.filterwarnings("ignore:.*is not fused")
@@ -118,45 +42,6 @@ def test_optimizer_state_that_was_lost_is_made_again():
     snapshot = ring.take(3)
     state.restore(snapshot.tensors, snapshot.values)
     assert_same(bytes_of(state), expected)
-
-
-def test_memory_is_at_most_twice_the_trainable_state_and_is_reused():
-    state, ring = build(interval=1, quarantine_steps=0)
-    train(state, 2)
-    sizes = set()
-    for step in range(2, 12):
-        take(state, ring, step)
-        ring.note_clean(step)
-        sizes.add(ring.held_bytes())
-        train(state, 1)
-    trainable = sum(t.nbytes for t in state.tensors().values())
-    assert max(sizes) == 2 * trainable
-    assert len(ring.good_steps()) == 2
-
-
-def test_frozen_weights_take_no_memory_until_they_change():
-    state, _ = build()
-    everything = sum(t.nbytes for t in state.tensors().values())
-    state.model.embed.weight.requires_grad_(False)
-    state.notice_changes()
-    without = sum(t.nbytes for t in state.tensors().values())
-    assert everything - without == state.model.embed.weight.nbytes
-    frozen = [key for key, _ in state.constants() if key[0] == "parameter"]
-    assert frozen == [("parameter", 0)]
-    with torch.no_grad():
-        state.model.embed.weight.mul_(0.9)  # as a moving average would
-    state.notice_changes()
-    assert sum(t.nbytes for t in state.tensors().values()) == everything
-    assert not [key for key, _ in state.constants() if key[0] == "parameter"]
-
-
-def test_tied_weights_and_views_are_copied_once():
-    state, _ = build()
-    keys = state.tensors()
-    weights = [key for key, t in keys.items() if t.shape == (6, 6)]
-    assert len(weights) == 1
-    storage = {t.untyped_storage()._cdata for t in keys.values()}
-    assert len(storage) == len(keys)
 
 
 def test_a_snapshot_is_good_only_after_its_quarantine():
@@ -284,53 +169,12 @@ def oldest_ages(checked):
     return ages
 
 
-def test_too_little_memory_degrades_and_says_so(monkeypatch):
-    state, ring = build()
-    num_bytes = sum(t.nbytes for t in state.tensors().values())
-    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: num_bytes)
-    assert not take(state, ring, 0)
-    assert "free host memory" in ring.degraded
-    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: 2.5 * num_bytes)
-    assert take(state, ring, 5)
-    ring.note_clean(5), ring.note_clean(6)
-    assert take(state, ring, 10)
-    assert ring.held_bytes() <= 2 * num_bytes
-
-
-def test_the_system_is_asked_for_memory_until_all_are_there_that_are_wanted(monkeypatch):
-    state, ring = build()[0], SnapshotRing(10, 2, 2.0, 0)
-    asked = []
-    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: asked.append(1) or 1 << 40)
-    for step in range(0, 50, 10):
-        assert take(state, ring, step)
-        ring.note_clean(step)
-    assert len(asked) == 2  # the memory of the first two is used again and again
-    ring.drop_all()
-    assert ring.held_bytes() > 0
-
-
-def test_memory_that_is_short_for_the_second_leaves_one(monkeypatch):
-    state, ring = build()[0], SnapshotRing(10, 2, 2.0, 0)
-    assert take(state, ring, 0)
-    ring.note_clean(0)
-    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: 0)
-    assert take(state, ring, 10)
-    assert len(ring._kept) == 1
-    assert "1 snapshots" in ring.degraded
-
-
 def test_values_that_steps_may_change_are_copied():
     inside = [0.9, 0.95]
     held = copied((1, inside))
     inside[0] = 0.0
     assert held == (1, [0.9, 0.95])
     assert copied((0.9, 0.999)) == (0.9, 0.999)
-
-
-def test_a_fraction_below_one_means_no_snapshots_and_says_so():
-    state, ring = build(memory_fraction=0.5)
-    assert not take(state, ring, 0)
-    assert "snapshot_memory_fraction" in ring.degraded
 
 
 def test_a_run_that_has_other_parameters_is_left_untouched():

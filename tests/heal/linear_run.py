@@ -1,0 +1,31 @@
+"""The smallest run that can be healed, for tests of when the host hears of what."""
+
+import torch
+from torch import nn
+
+from heal import Healer, HealingConfig
+
+LAG = 2
+
+
+def build(checkpoint_dir=None, **settings):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    config = HealingConfig(**settings)
+    healer = Healer(model, optimizer, config=config, checkpoint_dir=checkpoint_dir)
+    healer.exits.dismiss()
+    return model, optimizer, healer
+
+
+def step_of(model, healer, times=1):
+    for _ in range(times):
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        healer.step(loss)
+        model.zero_grad()
+
+
+def heard_of(healer):
+    """Return how many records the detectors have heard of."""
+    return healer._listener.watch.detectors["lr_spike"].seen
