@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from heal.actions import CannotHeal
 from heal.epoch_start import EpochStart, advance_sampler, start_of
@@ -32,14 +32,6 @@ class DataPosition:
         default=None, repr=False, compare=False, metadata={"is_saved": False}
     )
     """The pass itself, in the process that made it: a loader has no form on disk."""
-
-
-class Place(NamedTuple):
-    """Which batch of which epoch was given out."""
-
-    epoch: int
-    number: int
-    origin: LoaderPass
 
 
 class BatchStream:
@@ -92,7 +84,7 @@ class BatchStream:
         self._passes: weakref.WeakValueDictionary[int, LoaderPass] = weakref.WeakValueDictionary()
         self._rewind_to: DataPosition | None = None
         self._step_of: dict[int, int] = {}  # ordinal of a batch -> step that it was for
-        self._places: deque[Place] = deque(maxlen=NUM_PLACES)
+        self._places: deque[tuple[int, int, LoaderPass]] = deque(maxlen=NUM_PLACES)
         self._unwanted: set[int] = set()  # ordinals
         self._abandoned_from: int | None = None
 
@@ -122,15 +114,14 @@ class BatchStream:
         self._on_begin()
         while True:
             try:
-                batch = self._draw(loader)
+                # Not by way of a name: it would keep the batch while the next one is read.
+                yield self._draw(loader)
             except StopIteration:
                 if self._reader is not None:
                     self._reader.end()
                 if self.newest[0] >= own:
                     return
                 self._begin_next(loader)
-                continue
-            yield batch
 
     def position(self) -> DataPosition:
         """Return where the stream is, to return to later."""
@@ -227,11 +218,12 @@ class BatchStream:
         while True:
             if self._rewind_to is not None:
                 self._carry_out_rewind(self._rewind_to, loader)
-            self._prune_log()
+            if self._abandoned_from is not None or len(self._step_of) > LOG_LENGTH:
+                self._prune_log()
             reader, ordinal = self._reader, self.ordinal
-            if reader is None or not reader.is_open:
+            if reader is None or reader.index == reader.origin.ended_at:
                 raise StopIteration
-            place = Place(reader.epoch, reader.index, reader.origin)
+            place = reader.epoch, reader.index, reader.origin
             try:
                 batch = reader.read()
                 reader.index += 1
@@ -240,7 +232,7 @@ class BatchStream:
                 raise
             except Exception as error:
                 error.__traceback__ = None  # it would keep the loader's frames alive
-                told = self._on_error(error, place.epoch, place.number)
+                told = self._on_error(error, *place[:2])
                 if told is AfterError.TRY_AGAIN:
                     reader.try_again()
                     continue

@@ -51,11 +51,6 @@ class PassReader:
         self._failed_at: int | None = None
         self._tries_again = False
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there may be batches to come."""
-        return self._iterator is not None and self.index != self.origin.ended_at
-
     def begin(self) -> None:
         """Open the pass as a ``for`` loop does."""
         loader, start = self.origin.loader, self.origin.start

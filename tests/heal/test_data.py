@@ -1,5 +1,7 @@
 """The stream of batches: as a for loop sees them, rewound, skipped, and with bad ones in it."""
 
+import weakref
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
@@ -175,3 +177,19 @@ def test_whoever_hears_of_errors_can_end_the_stream():
     stream, _, _ = make_stream(refuse)
     with pytest.raises(RuntimeError, match="enough"):
         drawn(stream.epoch(DataLoader(Spoilt(), batch_size=2)))
+
+
+def test_a_batch_is_let_go_before_the_next_one_is_read():
+    """Whoever deletes it has room for the next one: a stream that keeps it needs memory for two."""
+    given, alive = [], []
+
+    def batch():
+        alive.append(sum(ref() is not None for ref in given))
+        tensor = torch.zeros(3)
+        given.append(weakref.ref(tensor))
+        return tensor
+
+    stream, _, _ = make_stream()
+    for tensor in stream.epoch(batch() for _ in range(3)):
+        del tensor
+    assert alive == [0, 0, 0]
