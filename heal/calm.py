@@ -4,16 +4,21 @@ import math
 from collections.abc import Sequence
 
 from heal.config import HealingConfig
+from heal.detect import Usual
 from heal.ranks import HostFacts
 from heal.verdict import NO_FLAG
-from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS, LOSS_RATIO, NORM
+from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS, LOSS_RATIO, NORM, SPIKE
 
-TOGETHER = 20
+TOGETHER = 25
 """Calm records that are heard at once, if nothing comes up before. After a forward and a backward
 pass the detectors have left the caches, and what it takes to bring them back is several times what
 they do for a record."""
 
 FOLLOWED = 1.05  # times per hearing: a leap by a thousand takes 140 steps to become the usual
+
+ORDINARY = (0.0, CLIPPED, SPIKE, CLIPPED | SPIKE)
+"""Flags that no detector acts upon: a clip rule that finds a norm out of the ordinary has dealt with
+it, and noise as real data has it brings one such step in twenty."""
 
 
 class Calm:
@@ -38,6 +43,7 @@ class Calm:
         self._norm = self._lr = 0.0  # posted last
         self._known_norm = self._known_lr = 0.0  # when somebody heard last
         self._usual_loss = self._loss_scale = math.nan
+        self._highest_norm = 0.0  # that is calm
         self._heard_at = 0
         self._heard_of = self._troubled = -1
 
@@ -51,8 +57,8 @@ class Calm:
         is_calm = (
             facts.flags is NO_FLAG
             and row[BLOCKED] == 0.0
-            and row[FLAGS] in (0.0, CLIPPED)
-            and norm <= self._norm_leap * self._known_norm
+            and row[FLAGS] in ORDINARY
+            and norm <= self._highest_norm
             and self.LOSS_FALL <= row[LOSS_RATIO] <= self._loss_leap
             and not row[LOSS] - self._usual_loss > (self._loss_leap - 1.0) * self._loss_scale
             and (lr <= self._lr_leap * self._known_lr or lr != lr)
@@ -64,7 +70,7 @@ class Calm:
         """Return whether to hear now, after ``step`` steps, what has arrived."""
         return self._troubled > self._heard_of or step - self._heard_at >= TOGETHER
 
-    def heard(self, step: int, newest: int, usual_loss: float, loss_scale: float) -> None:
+    def heard(self, step: int, newest: int, usual: Usual) -> None:
         """Note that all was heard that there was after ``step`` steps, up to that of ``newest``.
 
         What leapt and stays is followed slowly, so that it is heard of for as long as it may take a
@@ -73,13 +79,13 @@ class Calm:
         Args:
             step: steps done.
             newest: whose record was the last.
-            usual_loss: NaN if it is not known yet.
-            loss_scale: by how much it may leap, over that at which a detector finds fault.
+            usual: what to measure the next ones against.
         """
         self._heard_at, self._heard_of = step, max(newest, self._heard_of)
         self._known_norm = _followed(self._known_norm, self._norm, self._norm_leap)
         self._known_lr = _followed(self._known_lr, self._lr, self._lr_leap)
-        self._usual_loss, self._loss_scale = usual_loss, loss_scale
+        self._usual_loss, self._loss_scale = usual.loss, usual.loss_scale
+        self._highest_norm = self._norm_leap * (usual.norm or self._known_norm)
 
     def forget(self, step: int) -> None:
         """Go on from ``step`` after a rollback: what was under way is of no step."""

@@ -6,7 +6,7 @@ returns with it, so that after a rollback nothing is remembered of steps that di
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from heal.causes import Finding, Severity
 from heal.config import HealingConfig
@@ -20,7 +20,19 @@ from heal.detectors.progress import OverfittingGap, Plateau
 from heal.forecast.watch import ForecastWatch
 from heal.verdict import HealthRow, Record
 
-__all__ = ["Detector", "Finding", "Watch"]
+__all__ = ["Detector", "Finding", "Usual", "Watch"]
+
+
+class Usual(NamedTuple):
+    """What the detectors take for usual; as it stands, nothing.
+
+    ``loss_scale`` is by how much a loss must rise to be twice as high. ``norm`` is the upper range of
+    gradient norms: they scatter, and the last one says little about the next.
+    """
+
+    loss: float = math.nan
+    loss_scale: float = math.nan
+    norm: float = 0.0
 
 
 class Detector(Protocol):
@@ -48,13 +60,14 @@ class Watch:
 
     def __init__(self, config: HealingConfig) -> None:
         self._spike = LossSpike(config)
+        self._explosion = GradientExplosion(config)
         self._gap = OverfittingGap(config)
         self._errors: list[Exception] = []
         self._health = StateHealth(config)
         self.detectors: dict[str, Detector] = {
             "host_news": HostNews(config),
             "refused_steps": RefusedSteps(config),
-            "gradient_explosion": GradientExplosion(config),
+            "gradient_explosion": self._explosion,
             "loss_spike": self._spike,
             "divergence": Divergence(config),
             "lr_spike": LrSpike(config),
@@ -95,12 +108,12 @@ class Watch:
         errors, self._errors = self._errors, []
         return errors
 
-    def usual_loss(self) -> tuple[float, float]:
-        """Return the usual loss, and by how much it must rise to be twice as high; NaN if unknown.
+    def usual(self) -> Usual:
+        """Return what the next steps are measured against, as far as it is known.
 
-        Where it is near zero, noise is what a rise is measured by.
+        Where the loss is near zero, noise is what its rise is measured by.
         """
-        return self._spike.level()
+        return Usual(*self._spike.level(), self._explosion.level())
 
     def observe_health(self, row: HealthRow) -> list[Finding]:
         """Return what is wrong with weights or optimizer state."""

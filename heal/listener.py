@@ -213,7 +213,7 @@ class Listener:
             self._judge_snapshots(record, findings)
             yield record.step, findings
         newest = records[-1].step if records else -1
-        self._calm.heard(self._run.step, newest, *self.watch.usual_loss())
+        self._calm.heard(self._run.step, newest, self.watch.usual())
 
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""
@@ -243,7 +243,7 @@ class Listener:
         self._latest = record = self._decoded(step, row)
         self._host.pop(step, None)
         self.series.note(record)
-        if record.has(Flag.SNAPSHOT_WANTED):
+        if record.flags is not NO_FLAG and record.has(Flag.SNAPSHOT_WANTED):
             self.wants_snapshot = True
         return record
 
@@ -269,7 +269,7 @@ class Listener:
                 own_seconds=facts.seconds,
                 **ranks.facts(row[NUM_VERDICT + 1 :]),
             )
-            return self._named(record)
+            return self._named(record) if _is_notable(record) else record
         record = Record.decode(
             step,
             row,
@@ -283,20 +283,18 @@ class Listener:
             lr_scale=lr_scale,
             own_seconds=facts.seconds,
         )
-        return self._named(record)
+        return self._named(record) if _is_notable(record) else record
 
     def _named(self, record: Record) -> Record:
-        """Tell the name of the tensor to blame, if there is anything to blame it for."""
-        if record.blocked or record.has(Flag.SPIKE):
-            return record._replace(worst_name=self._guarded.name_of(record.worst))
-        return record
+        """Tell the name of the tensor to blame, where there is anything to blame it for."""
+        return record._replace(worst_name=self._guarded.name_of(record.worst))
 
     def _judge_snapshots(self, record: Record, findings: list[Finding]) -> None:
         """Let a clean step speak for the snapshots before it.
 
         A refused one says nothing about them, for it changed nothing.
         """
-        if is_suspect(findings):
+        if findings and is_suspect(findings):
             self._run.ring.note_suspect()
         elif not record.blocked:
             self._run.clip_limits.note_norm(record.norm)
@@ -321,3 +319,8 @@ class Listener:
         self.watch.load_state(saved)
         if self.cluster is not None:
             self.cluster.clear()
+
+
+def _is_notable(record: Record) -> bool:
+    """Whether somebody may be told of the step."""
+    return record.blocked or (record.flags is not NO_FLAG and record.has(Flag.SPIKE))

@@ -93,7 +93,9 @@ class GradientExplosion:
 
     def observe(self, record: Record) -> Finding | None:
         norm = record.norm
-        if not -math.inf < norm < math.inf or record.has(NONFINITE_GRADIENT):
+        if not -math.inf < norm < math.inf:
+            return None
+        if record.flags is not NO_FLAG and record.has(NONFINITE_GRADIENT):
             return None
         usual = self.norms.quantile(self.UPPER)
         is_armed = usual > 0.0 and len(self.norms) >= self.FEWEST
@@ -101,7 +103,8 @@ class GradientExplosion:
             self.streak = 0
             note = None
             if is_armed:
-                note = self._note(record, usual)
+                if self.was_notable or norm > self.NOTABLE * usual:
+                    note = self._note(record, usual)
                 if usual > self.highest:
                     self.highest = usual
             self.norms.push(norm)
@@ -126,6 +129,10 @@ class GradientExplosion:
             evidence=_blame(record) | {"usual_norm": usual, "ratio": norm / usual},
             streak=self.streak,
         )
+
+    def level(self) -> float:
+        """Return the upper range of norms; 0 while it is not known."""
+        return self.norms.quantile(self.UPPER) if len(self.norms) >= self.FEWEST else 0.0
 
     def _note(self, record: Record, usual: float) -> Finding | None:
         """Tell of the first of several norms that are unusual and no explosion."""

@@ -3,12 +3,14 @@
 import math
 
 import pytest
+import torch
 
 from heal import HealingConfig
 from heal.actions import CannotHeal
-from heal.calm import Calm
+from heal.calm import TOGETHER, Calm
+from heal.detect import Usual
 from heal.ranks import HostFacts
-from heal.verdict import Flag
+from heal.verdict import Flag, Record
 from tests.heal.linear_run import LAG, build, step_of
 from zclip.layout import (
     BLOCKED,
@@ -20,6 +22,7 @@ from zclip.layout import (
     LOSS_SPIKE,
     NORM,
     NUM_VERDICT,
+    SPIKE,
 )
 
 USUAL = HostFacts(lr=0.1)
@@ -39,16 +42,18 @@ def heard(rows, facts=USUAL):
         calm.note(step, values, facts[step] if isinstance(facts, list) else facts)
         if calm.is_time(step + 1):
             steps.append(step + 1)
-            calm.heard(step + 1, step - LAG, math.nan, math.nan)
+            calm.heard(step + 1, step - LAG, Usual())
     return steps
 
 
 def test_calm_steps_are_heard_together():
-    assert heard([row()] * 31) == [1, 2, 3, 23]  # nothing is known before the first
+    assert heard([row()] * 31) == [1, 2, 3, 3 + TOGETHER]  # nothing is known before the first
 
 
-def test_clipping_is_calm():
-    assert heard([row(flags=CLIPPED)] * 31)[-2:] == [3, 23]
+@pytest.mark.parametrize("flags", [CLIPPED, SPIKE, CLIPPED | SPIKE])
+def test_clipping_is_calm(flags):
+    """Noise as real data has it brings a norm out of the ordinary every few steps."""
+    assert heard([row(flags=flags)] * 31)[-2:] == [3, 3 + TOGETHER]
 
 
 @pytest.mark.parametrize(
@@ -94,26 +99,27 @@ def test_after_a_rollback_it_waits_as_before():
     calm = Calm(HealingConfig())
     for step in range(13):
         calm.note(step, row(), USUAL)
-    calm.heard(13, 10, math.nan, math.nan)
+    calm.heard(13, 10, Usual())
     calm.note(13, None, USUAL)
     assert calm.is_time(14)
     calm.forget(5)
-    assert [step for step in range(5, 27) if calm.is_time(step)] == [25, 26]
+    last = 5 + TOGETHER
+    assert [step for step in range(5, last + 2) if calm.is_time(step)] == [last, last + 1]
 
 
 def test_trouble_is_heard_of_also_if_steps_without_mail_come_after_it():
     calm = Calm(HealingConfig())
-    calm.heard(10, 9, math.nan, math.nan)
+    calm.heard(10, 9, Usual())
     calm.note(10, row(), USUAL)
-    calm.heard(11, 10, math.nan, math.nan)
+    calm.heard(11, 10, Usual())
     calm.note(11, row(blocked=1.0), USUAL)
     assert all(calm.is_time(step) for step in range(12, 40))
-    calm.heard(40, 11, math.nan, math.nan)
+    calm.heard(40, 11, Usual())
     assert not calm.is_time(41)
 
 
 def test_a_rate_that_nobody_knows_is_calm():
-    assert heard([row()] * 31, HostFacts(lr=math.nan))[-2:] == [3, 23]
+    assert heard([row()] * 31, HostFacts(lr=math.nan))[-2:] == [3, 3 + TOGETHER]
 
 
 def test_no_record_is_lost_by_waiting():
@@ -195,8 +201,40 @@ def test_a_norm_that_leapt_and_stays_is_heard_of_in_every_step():
 def test_a_loss_above_what_is_usual_is_heard_of_though_the_device_finds_it_common(loss, is_trouble):
     calm = Calm(HealingConfig())
     calm.note(0, row(), USUAL)
-    calm.heard(1, 0, usual_loss=0.1, loss_scale=0.1)
+    calm.heard(1, 0, Usual(loss=0.1, loss_scale=0.1))
     values = row()
     values[LOSS] = loss
     calm.note(1, values, USUAL)
     assert calm.is_time(2) == is_trouble
+
+
+@pytest.mark.parametrize(("norm", "is_trouble"), [(7.9, False), (8.1, True), (0.0, False)])
+def test_a_norm_is_measured_against_the_usual_ones_and_not_the_last(norm, is_trouble):
+    calm = Calm(HealingConfig())
+    calm.note(0, row(norm=0.1), USUAL)
+    calm.heard(1, 0, Usual(norm=2.0))
+    calm.note(1, row(norm=norm), USUAL)
+    assert calm.is_time(2) == is_trouble
+
+
+def test_norms_that_scatter_are_heard_of_together():
+    """Those of real data do so by a factor of ten, from one step to the next."""
+    model, _, healer = build(zclip_enabled=False)
+    generator = torch.Generator().manual_seed(0)
+    hearings = []
+    hear = healer._guarded.mailbox.poll
+    healer._guarded.mailbox.poll = lambda: hearings.append(healer._run.step) or hear()
+    for _ in range(400):
+        size = float(torch.randn((), generator=generator).exp())
+        (size * model(torch.ones(2, 4)).mean()).backward()
+        healer.step(torch.tensor(1.0))
+        model.zero_grad()
+    assert len([step for step in hearings if step > 100]) < 30
+
+
+def test_the_usual_norm_is_known_when_there_are_enough():
+    _, _, healer = build()
+    watch = healer._listener.watch
+    for step in range(40):
+        assert watch.usual().norm == (0.0 if step < 32 else pytest.approx(0.9 * step, abs=1.0))
+        watch.observe(Record(step, norm=float(step), loss=1.0, lr=0.1, seconds=1.0))
