@@ -95,8 +95,8 @@ class History:
         """Hear that a step was taken and found clean: incidents end, attempts are won back."""
         self.furthest_step = max(self.furthest_step, step)
         self.consecutive_data_errors = 0
-        over = [i for i in self.incidents if step >= i.last_step + config.incident_steps]
-        if over:
+        if self.incidents:
+            over = [i for i in self.incidents if step >= i.last_step + config.incident_steps]
             self.closed_incidents += len(over)
             self.incidents = [i for i in self.incidents if i not in over]
         reset = config.attempts_reset_steps

@@ -164,10 +164,13 @@ class SnapshotRing:
 
     def note_clean(self, step: int) -> None:
         """Count a clean step for every snapshot before it, and promote those that have enough."""
+        in_quarantine = False
         for snapshot in self._kept:
             if snapshot.step <= step:
                 snapshot.clean_steps += 1
-        self._promote(trust=False)
+                in_quarantine |= not snapshot.is_good
+        if in_quarantine:
+            self._promote(trust=False)
 
     def note_checked(self, step: int) -> None:
         """Hear that weights and moments were found sound as they were before ``step``.

@@ -55,12 +55,14 @@ class Flag(IntFlag):
     SNAPSHOT_WANTED = 1 << 22
 
 
+_INF = math.inf
 NO_FLAG = Flag(0)
 HOST_FLAGS = tuple(flag for flag in Flag if flag >= Flag.PREEMPTED)
 FAILED = Flag.DATA_ERROR | Flag.OUT_OF_MEMORY | Flag.NETWORK_ERROR | Flag.UNKNOWN_ERROR
 """A rank could not compute its part of this step, which all ranks therefore refuse."""
 
-_USUAL_FLAGS = {int(flag): flag for flag in (NO_FLAG, Flag.CLIPPED)}  # to make one takes longer
+_CLIPPED = (Flag.CLIPPED, Flag.SPIKE, Flag.CLIPPED | Flag.SPIKE)
+_USUAL_FLAGS = {int(flag): flag for flag in (NO_FLAG, *_CLIPPED)}  # to make one takes longer
 
 NONFINITE_GRADIENT = Flag.HAS_NAN | Flag.HAS_INF | Flag.OVERFLOW
 
@@ -128,7 +130,12 @@ class Record(NamedTuple):
             raise ValueError(f"a verdict has {len(COLUMNS)} numbers, the row has {len(row)}")
         # Spelled out: this runs in every step, and a dictionary costs more than all the rest.
         blocked, flagged, norm, clipped, z, threshold, mean, std, told, ratio = row[:10]
-        found = _whole(flagged, otherwise=0) | int(flags)
+        try:
+            worst, clips, skips, found = int(row[10]), int(row[11]), int(row[12]), int(flagged)
+        except (ValueError, OverflowError):  # a broken row must not break the reader
+            worst, clips = _whole(row[10], otherwise=-1), _whole(row[11], otherwise=0)
+            skips, found = _whole(row[12], otherwise=0), _whole(flagged, otherwise=0)
+        found |= int(flags)
         usual = _USUAL_FLAGS.get(found)
         return cls._make(
             (
@@ -143,12 +150,12 @@ class Record(NamedTuple):
                 std,
                 told if loss is None else loss,
                 ratio,
-                _whole(row[10], otherwise=-1),
+                worst,
                 worst_name,
                 lr,
                 scheduled_lr,
-                _whole(row[11], otherwise=0),
-                _whole(row[12], otherwise=0),
+                clips,
+                skips,
                 seconds,
                 micro_batches,
                 loss_scale,
@@ -163,7 +170,8 @@ class Record(NamedTuple):
 
     @property
     def has_finite_loss(self) -> bool:
-        return -math.inf < self.loss < math.inf and not int.__and__(self.flags, Flag.LOSS_NAN)
+        is_told = self.flags is NO_FLAG or not int.__and__(self.flags, Flag.LOSS_NAN)
+        return is_told and -_INF < self.loss < _INF
 
     def has(self, flags: Flag) -> bool:
         """Tell whether any of these flags is set.
@@ -197,5 +205,5 @@ class HealthRow:
 
 
 def _whole(value: float, *, otherwise: int) -> int:
-    """Return a count that came as a float; a broken row must not break the reader."""
+    """Return a count that came as a float, if it is one."""
     return int(value) if -math.inf < value < math.inf else otherwise

@@ -61,7 +61,8 @@ class LossSpike:
         is_spike = self.ratio > self.factor or self.ratio < -self.DOWNWARD * self.factor
         if not is_spike:
             self.streak = 0
-            self.leap.clear()
+            if self.leap:
+                self.leap.clear()
             self._absorb(loss)
             return None
         known = max(self.ceiling - usual, self.SPREADS * spread)

@@ -73,10 +73,12 @@ class ThroughputCollapse:
         self.streak = 0
 
     def observe(self, record: Record) -> Finding | None:
-        if not math.isfinite(record.seconds):
+        seconds = record.seconds
+        if not -math.inf < seconds < math.inf:
             return None
-        seconds = record.seconds / max(record.micro_batches, 1)
-        usual = self.seconds.median
+        if record.micro_batches > 1:
+            seconds /= record.micro_batches
+        usual = self.seconds.quantile(0.5)
         is_slow = len(self.seconds) >= self.FEWEST and seconds > self.factor * usual
         if not is_slow:
             self.streak = 0

@@ -69,6 +69,11 @@ def test_without_a_schedule_a_leap_is_only_told():
     rates = LearningRates(healer.optimizers, [], healer.notes.append)
     assert rates.now()[0] == 3e-3
     assert rates.now()[1] != rates.now()[1]
+    params = setup.optimizer.param_groups[0]["params"]
+    setup.optimizer.param_groups.append({"params": [params.pop()], "lr": 0.5})
+    assert rates.now()[0] == 3e-3
+    setup.optimizer.param_groups[0]["lr"] = float("nan")
+    assert rates.now()[0] == 0.5
     healer.exits.dismiss()
 
 
