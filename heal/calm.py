@@ -17,8 +17,8 @@ they do for a record."""
 FOLLOWED = 1.05  # times per hearing: a leap by a thousand takes 140 steps to become the usual
 
 ORDINARY = (0.0, CLIPPED, SPIKE, CLIPPED | SPIKE)
-"""Flags that no detector acts upon: a clip rule that finds a norm out of the ordinary has dealt with
-it, and noise as real data has it brings one such step in twenty."""
+"""Flags that no detector acts upon: a clip rule that finds a norm out of the ordinary has dealt
+with it, and noise as real data has it brings one such step in twenty."""
 
 
 class Calm:

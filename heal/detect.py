@@ -26,8 +26,8 @@ __all__ = ["Detector", "Finding", "Usual", "Watch"]
 class Usual(NamedTuple):
     """What the detectors take for usual; as it stands, nothing.
 
-    ``loss_scale`` is by how much a loss must rise to be twice as high. ``norm`` is the upper range of
-    gradient norms: they scatter, and the last one says little about the next.
+    ``loss_scale`` is by how much a loss must rise to be twice as high. ``norm`` is the upper range
+    of gradient norms: they scatter, and the last one says little about the next.
     """
 
     loss: float = math.nan
