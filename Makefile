@@ -46,6 +46,7 @@ bench: $(VENV)/built
 	$(BIN)/python -m benchmarks.update_readme $(RESULTS)
 	$(BIN)/python benchmarks/bench_step.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/spikes_gpt.py $(BENCH) --save $(RESULTS)
+	$(BIN)/python benchmarks/bench_loop.py --save $(RESULTS)
 	$(BIN)/python benchmarks/bench_heal.py --save $(RESULTS)
 	$(BIN)/python benchmarks/bench_checkpoint.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python -m pytest -q benchmarks $(BENCH) --benchmark-quiet

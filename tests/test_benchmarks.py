@@ -41,6 +41,26 @@ def test_they_run_check_and_print_one_table():
         assert case in done.stdout
 
 
+def test_whole_loops_are_compared_and_written_down(tmp_path):
+    words = ["--work", "small MLP", "--rounds", "3", "--save", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/bench_loop.py", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    lines = (tmp_path / "loop.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| small MLP, 49,338 parameters")]
+    assert [line.split("|")[2].strip() for line in rows if "ARC" not in line] == 2 * [
+        "healed",
+        "healed, not clipped",
+    ]
+    assert all(" 0 recoveries" in line for line in rows if "ARC" not in line)
+    assert [("<= 5 %" in line) for line in rows if "ARC" not in line] == [True, True, False, False]
+
+
 def test_the_table_of_the_readme_has_the_rows_it_should():
     made = document(result(case=update_readme.ROWS[0]), result(case="another"))
     page = update_readme.updated((ROOT / "README.md").read_text(), made)
