@@ -24,7 +24,7 @@ with it, and noise as real data has it brings one such step in twenty."""
 class Calm:
     """Tells when to hear of steps, by the numbers as they are posted, before they are judged.
 
-    Whatever could be trouble is heard as soon as it may be read: a refused step, any flag but that
+    Whatever could be trouble is heard as soon as it may be read: a refused step, any flag but those
     of clipping, a norm, a loss or a learning rate that leaps, news of the host. So a detector that
     needs none of these, such as that of a slow climb, hears of a step ``TOGETHER - 1`` steps later
     at most; and whoever makes a plan or takes a snapshot has all heard that there is.
@@ -33,19 +33,26 @@ class Calm:
         config: a leap is no more than what a detector may find fault with.
     """
 
-    NORM_LEAP, LR_LEAP = 4.0, 2.0  # times those that were heard of last
+    NORM_LEAP = 4.0  # times the usual ones
+    LR_LEAP = 2.0  # times that which was heard of last
     LOSS_LEAP, LOSS_FALL = 1.5, -1.0  # between these its ratio to its mean may be, see watch_loss_
+
+    _norm: float  # posted last
+    _lr: float
+    _known_norm: float  # when somebody heard last
+    _known_lr: float
+    _highest_norm: float  # that is calm
+    _usual_loss: float
+    _loss_scale: float
+    _heard_at: int
+    _heard_of: int
+    _troubled: int
 
     def __init__(self, config: HealingConfig) -> None:
         self._norm_leap = min(self.NORM_LEAP, config.grad_norm_limit)
         self._lr_leap = min(self.LR_LEAP, config.lr_spike_factor)
         self._loss_leap = min(self.LOSS_LEAP, config.loss_spike_factor)
-        self._norm = self._lr = 0.0  # posted last
-        self._known_norm = self._known_lr = 0.0  # when somebody heard last
-        self._usual_loss = self._loss_scale = math.nan
-        self._highest_norm = 0.0  # that is calm
-        self._heard_at = 0
-        self._heard_of = self._troubled = -1
+        self.forget(0)
 
     def note(self, step: int, row: Sequence[float] | None, facts: HostFacts) -> None:
         """Hear of what was posted; of a row that is not in host memory nothing is known."""
@@ -88,8 +95,14 @@ class Calm:
         self._highest_norm = self._norm_leap * (usual.norm or self._known_norm)
 
     def forget(self, step: int) -> None:
-        """Go on from ``step`` after a rollback: what was under way is of no step."""
+        """Go on from ``step`` as if nothing was known, be it the first or that of a rollback.
+
+        What was under way is of no step, and what was usual may have been the trouble: until the
+        first record is heard, no step is calm.
+        """
         self._heard_at, self._heard_of, self._troubled = step, step - 1, step - 1
+        self._norm = self._lr = self._known_norm = self._known_lr = self._highest_norm = 0.0
+        self._usual_loss = self._loss_scale = math.nan
 
 
 def _followed(known: float, now: float, leap: float) -> float:

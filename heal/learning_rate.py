@@ -38,8 +38,9 @@ class LearningRates:
         NaN stands for a rate that is not known; without a schedule it is the first group's.
         """
         if self._is_bare:
-            lr = self._optimizers[0].inner.param_groups[0].get("lr")
-            if type(lr) is float and lr == lr:
+            groups = self._optimizers[0].inner.param_groups
+            lr = groups[0].get("lr") if len(groups) == 1 else None
+            if type(lr) is float:
                 return lr, UNKNOWN  # as below, sooner
         found = UNKNOWN, UNKNOWN
         highest = 0.0

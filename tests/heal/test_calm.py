@@ -8,6 +8,7 @@ import torch
 from heal import HealingConfig
 from heal.actions import CannotHeal
 from heal.calm import TOGETHER, Calm
+from heal.causes import Cause
 from heal.detect import Usual
 from heal.ranks import HostFacts
 from heal.verdict import Flag, Record
@@ -238,3 +239,36 @@ def test_the_usual_norm_is_known_when_there_are_enough():
     for step in range(40):
         assert watch.usual().norm == (0.0 if step < 32 else pytest.approx(0.9 * step, abs=1.0))
         watch.observe(Record(step, norm=float(step), loss=1.0, lr=0.1, seconds=1.0))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [(row(norm=50.0), USUAL), (row(), HostFacts(lr=0.3))],
+    ids=["norm", "rate"],
+)
+def test_what_was_usual_in_the_trouble_is_not_so_after_the_rollback(odd):
+    """Else what comes again would be taken for calm."""
+    calm = Calm(HealingConfig())
+    calm.note(0, row(norm=60.0), HostFacts(lr=0.2))
+    calm.heard(1, 0, Usual(norm=60.0))
+    calm.forget(5)
+    calm.note(5, *odd)
+    assert calm.is_time(6)
+
+
+def test_an_explosion_right_after_a_rollback_is_heard_as_soon_as_ever():
+    model, _, healer = build()
+    for step in range(120):
+        explode(model, healer, 1.0 if step < 100 else 60.0)
+    healer._run.restore(100)
+    log = len(healer._treatment.log)
+    for step in range(5 + LAG + 1):
+        explode(model, healer, 1.0 if step < 5 else 200.0)
+    told = [diagnosis for _, diagnosis, _ in list(healer._treatment.log)[log:]]
+    assert [(d.cause, d.step) for d in told] == [(Cause.GRADIENT_EXPLOSION, 105)]
+
+
+def explode(model, healer, norm):
+    (norm * model(torch.ones(2, 4)).mean()).backward()
+    healer.step(torch.tensor(1.0))
+    model.zero_grad()
