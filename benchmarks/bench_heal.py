@@ -13,6 +13,7 @@ import argparse
 import math
 import os
 import statistics
+import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -20,6 +21,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.tables import write_table
 from heal import Healer, HealingConfig
 from heal.snapshots import SnapshotRing
 from heal.training_state import copy_by_kind
@@ -263,9 +267,8 @@ def main():
         load += ". The machine was busy: ratios are rough, and times mean nothing"
     print(load)
     if arguments.save is not None:
-        lines = ["| | measured | goal | | |", "|---|---:|---:|---|---|"]
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-        (arguments.save / "heal.md").write_text("\n".join([*lines, "", load + ".", ""]))
+        head = "| | measured | goal | | |", "|---|---:|---:|---|---|"
+        write_table(arguments.save / "heal.md", head, rows, load)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.photographs import SIDE, loader
+from benchmarks.tables import write_table
 from heal import Healer, HealingConfig
 from zclip.bench.load import LoadMeter
 
@@ -175,9 +176,8 @@ def main():
     told = f"1 thread; {load.problem or f'load {load.average:.1f}'}; median and quartiles of rounds"
     print(told)
     if arguments.save is not None:
-        lines = ["| | loop | over the bare one | | goal | | |", "|---|---|---:|---:|---:|---|---|"]
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-        (arguments.save / "loop.md").write_text("\n".join([*lines, "", told + ".", ""]))
+        head = "| | loop | over the bare one | | goal | | |", "|---|---|---:|---:|---:|---|---|"
+        write_table(arguments.save / "loop.md", head, rows, told)
 
 
 if __name__ == "__main__":

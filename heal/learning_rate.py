@@ -30,18 +30,12 @@ class LearningRates:
         # Of several that change one optimizer the last has the last word.
         self._schedulers = {id(inner_of(s)): s for s in schedulers if hasattr(s, "optimizer")}
         self._note = note
-        self._is_bare = len(optimizers) == 1 and not self._schedulers
 
     def now(self) -> tuple[float, float]:
         """Return the rate and the scheduled rate of the group that is furthest above its schedule.
 
         NaN stands for a rate that is not known; without a schedule it is the first group's.
         """
-        if self._is_bare:
-            groups = self._optimizers[0].inner.param_groups
-            lr = groups[0].get("lr") if len(groups) == 1 else None
-            if type(lr) is float:
-                return lr, UNKNOWN  # as below, sooner
         found = UNKNOWN, UNKNOWN
         highest = 0.0
         for optimizer in self._optimizers:

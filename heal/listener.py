@@ -269,7 +269,7 @@ class Listener:
                 own_seconds=facts.seconds,
                 **ranks.facts(row[NUM_VERDICT + 1 :]),
             )
-            return self._named(record) if _is_notable(record) else record
+            return self._named(record)
         record = Record.decode(
             step,
             row,
@@ -283,11 +283,13 @@ class Listener:
             lr_scale=lr_scale,
             own_seconds=facts.seconds,
         )
-        return self._named(record) if _is_notable(record) else record
+        return self._named(record)
 
     def _named(self, record: Record) -> Record:
-        """Tell the name of the tensor to blame, where there is anything to blame it for."""
-        return record._replace(worst_name=self._guarded.name_of(record.worst))
+        """Tell the name of the tensor to blame, if there is anything to blame it for."""
+        if record.blocked or (record.flags is not NO_FLAG and record.has(Flag.SPIKE)):
+            return record._replace(worst_name=self._guarded.name_of(record.worst))
+        return record
 
     def _judge_snapshots(self, record: Record, findings: list[Finding]) -> None:
         """Let a clean step speak for the snapshots before it.
@@ -319,8 +321,3 @@ class Listener:
         self.watch.load_state(saved)
         if self.cluster is not None:
             self.cluster.clear()
-
-
-def _is_notable(record: Record) -> bool:
-    """Whether somebody may be told of the step."""
-    return record.blocked or (record.flags is not NO_FLAG and record.has(Flag.SPIKE))

@@ -55,7 +55,6 @@ class Flag(IntFlag):
     SNAPSHOT_WANTED = 1 << 22
 
 
-_INF = math.inf
 NO_FLAG = Flag(0)
 HOST_FLAGS = tuple(flag for flag in Flag if flag >= Flag.PREEMPTED)
 FAILED = Flag.DATA_ERROR | Flag.OUT_OF_MEMORY | Flag.NETWORK_ERROR | Flag.UNKNOWN_ERROR
@@ -171,7 +170,7 @@ class Record(NamedTuple):
     @property
     def has_finite_loss(self) -> bool:
         is_told = self.flags is NO_FLAG or not int.__and__(self.flags, Flag.LOSS_NAN)
-        return is_told and -_INF < self.loss < _INF
+        return is_told and -math.inf < self.loss < math.inf
 
     def has(self, flags: Flag) -> bool:
         """Tell whether any of these flags is set.

@@ -26,6 +26,13 @@ def step_of(model, healer, times=1):
         model.zero_grad()
 
 
+def nan_step(model, healer):
+    """Take a step whose loss and gradients are NaN."""
+    (model(torch.ones(2, 4)).square().mean() * float("nan")).backward()
+    healer.step(torch.tensor(float("nan")))
+    model.zero_grad()
+
+
 def heard_of(healer):
     """Return how many records the detectors have heard of."""
     return healer._listener.watch.detectors["lr_spike"].seen

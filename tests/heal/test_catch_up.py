@@ -5,7 +5,7 @@ import torch
 
 from heal.actions import Rollback
 from heal.causes import Cause, Finding, Severity
-from tests.heal.linear_run import LAG, build, heard_of, step_of
+from tests.heal.linear_run import LAG, build, heard_of, nan_step, step_of
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,7 @@ def test_trouble_soon_after_a_rollback_is_heard_as_soon_as_ever():
         step_of(model, healer)
     assert healer.last_step == 9  # rolled back
     step_of(model, healer, 3)
-    (model(torch.ones(2, 4)).square().mean() * float("nan")).backward()
-    healer.step(torch.tensor(float("nan")))  # step 13
-    model.zero_grad()
+    nan_step(model, healer)  # step 13
     step_of(model, healer, LAG)
     assert healer.history[-1][1].cause is Cause.NONFINITE_LOSS
     assert healer.history[-1][0] == 13 + LAG + 1
@@ -284,9 +282,7 @@ def test_trouble_after_a_resume_in_the_midst_of_a_run_is_heard_in_time(tmp_path)
             healer.save_checkpoint()
     assert healer.resume() == 30
     step_of(model, healer, 3)
-    (model(torch.ones(2, 4)).square().mean() * float("nan")).backward()
-    healer.step(torch.tensor(float("nan")))  # step 33
-    model.zero_grad()
+    nan_step(model, healer)  # step 33
     step_of(model, healer, LAG)
     assert healer.history[-1][1].cause is Cause.NONFINITE_LOSS
     assert healer._guarded.mailbox.dropped == 0
