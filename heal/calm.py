@@ -29,30 +29,28 @@ class Calm:
     needs none of these, such as that of a slow climb, hears of a step ``TOGETHER - 1`` steps later
     at most; and whoever makes a plan or takes a snapshot has all heard that there is.
 
+    After a rollback a new one is made, for what was usual may have been the trouble: until the
+    first record is heard, no step is calm.
+
     Args:
         config: a leap is no more than what a detector may find fault with.
+        step: with which it begins.
     """
 
     NORM_LEAP = 4.0  # times the usual ones
     LR_LEAP = 2.0  # times that which was heard of last
     LOSS_LEAP, LOSS_FALL = 1.5, -1.0  # between these its ratio to its mean may be, see watch_loss_
 
-    _norm: float  # posted last
-    _lr: float
-    _known_norm: float  # when somebody heard last
-    _known_lr: float
-    _highest_norm: float  # that is calm
-    _usual_loss: float
-    _loss_scale: float
-    _heard_at: int
-    _heard_of: int
-    _troubled: int
-
-    def __init__(self, config: HealingConfig) -> None:
+    def __init__(self, config: HealingConfig, step: int = 0) -> None:
         self._norm_leap = min(self.NORM_LEAP, config.grad_norm_limit)
         self._lr_leap = min(self.LR_LEAP, config.lr_spike_factor)
         self._loss_leap = min(self.LOSS_LEAP, config.loss_spike_factor)
-        self.forget(0)
+        self._norm = self._lr = 0.0  # posted last
+        self._known_norm = self._known_lr = 0.0  # when somebody heard last
+        self._highest_norm = 0.0  # that is calm
+        self._usual_loss = self._loss_scale = math.nan
+        self._heard_at = step
+        self._heard_of = self._troubled = step - 1
 
     def note(self, step: int, row: Sequence[float] | None, facts: HostFacts) -> None:
         """Hear of what was posted; of a row that is not in host memory nothing is known."""
@@ -93,16 +91,6 @@ class Calm:
         self._known_lr = _followed(self._known_lr, self._lr, self._lr_leap)
         self._usual_loss, self._loss_scale = usual.loss, usual.loss_scale
         self._highest_norm = self._norm_leap * (usual.norm or self._known_norm)
-
-    def forget(self, step: int) -> None:
-        """Go on from ``step`` as if nothing was known, be it the first or that of a rollback.
-
-        What was under way is of no step, and what was usual may have been the trouble: until the
-        first record is heard, no step is calm.
-        """
-        self._heard_at, self._heard_of, self._troubled = step, step - 1, step - 1
-        self._norm = self._lr = self._known_norm = self._known_lr = self._highest_norm = 0.0
-        self._usual_loss = self._loss_scale = math.nan
 
 
 def _followed(known: float, now: float, leap: float) -> float:

@@ -309,7 +309,7 @@ class Listener:
         self._host.clear()
         self._late.clear()
         self._health.clear()
-        self._calm.forget(self._run.step)
+        self._calm = Calm(self._config, self._run.step)
 
     def _returned(self, saved: dict[str, Any]) -> None:
         """After a rollback: forget the mail and the memories of the time that was undone."""

@@ -97,15 +97,10 @@ def test_what_grows_by_little_in_every_step_is_seen_to_leap():
 
 
 def test_after_a_rollback_it_waits_as_before():
-    calm = Calm(HealingConfig())
-    for step in range(13):
-        calm.note(step, row(), USUAL)
-    calm.heard(13, 10, Usual())
-    calm.note(13, None, USUAL)
-    assert calm.is_time(14)
-    calm.forget(5)
-    last = 5 + TOGETHER
+    calm, last = Calm(HealingConfig(), 5), 5 + TOGETHER
     assert [step for step in range(5, last + 2) if calm.is_time(step)] == [last, last + 1]
+    calm.note(5, row(), USUAL)
+    assert calm.is_time(6)  # nothing is known
 
 
 def test_trouble_is_heard_of_also_if_steps_without_mail_come_after_it():
@@ -239,21 +234,6 @@ def test_the_usual_norm_is_known_when_there_are_enough():
     for step in range(40):
         assert watch.usual().norm == (0.0 if step < 32 else pytest.approx(0.9 * step, abs=1.0))
         watch.observe(Record(step, norm=float(step), loss=1.0, lr=0.1, seconds=1.0))
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [(row(norm=50.0), USUAL), (row(), HostFacts(lr=0.3))],
-    ids=["norm", "rate"],
-)
-def test_what_was_usual_in_the_trouble_is_not_so_after_the_rollback(odd):
-    """Else what comes again would be taken for calm."""
-    calm = Calm(HealingConfig())
-    calm.note(0, row(norm=60.0), HostFacts(lr=0.2))
-    calm.heard(1, 0, Usual(norm=60.0))
-    calm.forget(5)
-    calm.note(5, *odd)
-    assert calm.is_time(6)
 
 
 def test_an_explosion_right_after_a_rollback_is_heard_as_soon_as_ever():
