@@ -86,9 +86,14 @@ class NoWait(TorchDispatchMode):
 
 @functools.cache
 def _install_guard():
-    """Build and load the device guard, unless torch has a real one. It stays for good."""
+    """Build and load the device guard, unless torch has a real one. It stays for good.
+
+    Autograd looks for devices once, at the first backward pass of a process, and starts a thread
+    for each; after that no forked child can train. So it looks before there is one to be found.
+    """
     if torch.version.cuda:
         return
+    torch.ones((), requires_grad=True).backward()
     built = ROOT / "build" / "cuda_guard.so"
     source = Path(__file__).with_name("cuda_guard.cpp")
     if not built.exists() or built.stat().st_mtime < source.stat().st_mtime:

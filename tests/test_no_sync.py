@@ -6,6 +6,8 @@ itself tested with leaks; and a search of the sources for the names of things th
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -286,3 +288,26 @@ def _clip_with_check(tensor):
     param = torch.nn.Parameter(torch.empty_like(tensor))
     param.grad = tensor
     torch.nn.utils.clip_grad_norm_([param], 1.0, error_if_nonfinite=True)
+
+
+FORKING = """
+import torch
+from tests.fake_cuda import fake_cuda
+from tests.forked import run_forked
+
+def train():
+    torch.ones((), requires_grad=True).backward()
+
+with fake_cuda():
+    pass
+train()
+assert run_forked(train) == 0
+"""
+
+
+def test_a_forked_child_can_train_beside_the_fake_device():
+    """In a process of its own: it depends on what was the first backward pass."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

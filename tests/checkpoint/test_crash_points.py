@@ -11,6 +11,7 @@ from heal import checkpoint
 from heal.checkpoint.folders import list_folders
 from tests.checkpoint.disk import File, Folder, RecordingDisk
 from tests.checkpoint.scenes import assert_same, run, saved_at
+from tests.forked import run_forked
 
 OPERATIONS = ("writev", "fsync", "replace", "mkdir", "unlink", "rmdir", "open")
 
@@ -25,35 +26,27 @@ def save_once_more(directory):
 
 
 def child_killed_at(directory, number, half):
-    """Fork, save, and be killed at an operation; return how many there were if it was not."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        count = itertools.count()
+    """Fork, save, and be killed at an operation; return whether the save was over before."""
+    count = itertools.count()
 
-        def counted(name, real):
-            def call(*args, **kwargs):
-                if next(count) == number:
-                    if half and name == "writev":
-                        real(args[0], [memoryview(b"".join(args[1]))[: len(args[1][0]) // 2]])
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*args, **kwargs)
+    def counted(name, real):
+        def call(*args, **kwargs):
+            if next(count) == number:
+                if half and name == "writev":
+                    real(args[0], [memoryview(b"".join(args[1]))[: len(args[1][0]) // 2]])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
 
-            return call
+        return call
 
-        try:
-            for name in OPERATIONS:
-                setattr(os, name, counted(name, getattr(os, name)))
-            save_once_more(directory)
-            os.write(writer, str(next(count)).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    _, status = os.waitpid(child, 0)
-    said = os.read(reader, 100)
-    os.close(reader)
-    assert said or os.WTERMSIG(status) == signal.SIGKILL
-    return int(said) if said else None
+    def save():
+        for name in OPERATIONS:
+            setattr(os, name, counted(name, getattr(os, name)))
+        save_once_more(directory)
+
+    code = run_forked(save)
+    assert code in (0, -signal.SIGKILL)
+    return code == 0
 
 
 @pytest.mark.parametrize(
@@ -80,7 +73,7 @@ def test_sigkill_at_every_operation_leaves_a_whole_checkpoint(tmp_path, half):
         again.train(1).save(there, 4, keep=1)
         assert [f.step for f in list_folders(there)] == [4]
         shutil.rmtree(there)
-        if finished is not None:
+        if finished:
             break
     assert number > 25
     assert left == sorted(left), "once the new one is there it stays"

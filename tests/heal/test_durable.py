@@ -1,5 +1,6 @@
 """A killed run goes on bit by bit; a save that fails kills nothing; the last rung holds."""
 
+import functools
 import json
 import os
 import resource
@@ -12,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from heal.actions import CannotHeal, Rollback
 from heal.exit_codes import ExitCode
 from heal.training_state import StateMismatch
+from tests.forked import run_forked
 from tests.heal.runs import assert_same, fingerprint, language, regression
 
 STEPS = 40
@@ -92,20 +94,17 @@ def test_sigkill_in_the_midst_of_training_costs_nothing_but_time(tmp_path, async
     undisturbed = regression(checkpoint_interval=2, checkpoint_async=asynchronous)
     train(undisturbed, tmp_path / "other")
     expected = fingerprint(undisturbed)
+
+    def train_until(killed):
+        def die(step):
+            if step == killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        setup = regression(checkpoint_interval=2, checkpoint_async=asynchronous)
+        train(setup, tmp_path / "own", on_step=die)
+
     for killed in (9, 23, 30):
-        child = os.fork()
-        if child == 0:
-            try:
-                setup = regression(checkpoint_interval=2, checkpoint_async=asynchronous)
-
-                def die(step, killed=killed):
-                    if step == killed:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-                train(setup, tmp_path / "own", on_step=die)
-            finally:
-                os._exit(1)
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        assert run_forked(functools.partial(train_until, killed)) == -signal.SIGKILL
     again = regression(checkpoint_interval=2, checkpoint_async=asynchronous)
     first, _ = train(again, tmp_path / "own")
     assert 0 < first <= 30
