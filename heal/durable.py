@@ -20,15 +20,13 @@ from heal.checkpoint.seeds import restore_rng
 from heal.checkpoint.store import CheckpointStore
 from heal.config import HealingConfig
 from heal.data import BatchStream
-from heal.detect import Watch
-from heal.history import History
+from heal.healing_memory import HealingMemory
 from heal.journal import Journal
 from heal.notes import Notes
 from heal.rng import RngState
 from heal.run import TorchRun
 from heal.snapshots import Snapshot
 from heal.training_state import StateMismatch, TrainingState
-from heal.treatment import Treatment
 
 
 class Durable:
@@ -40,8 +38,7 @@ class Durable:
         state: what training changes.
         run: the step that comes next, and what healing changed.
         stream: the position in the data.
-        watch: what the detectors remember.
-        treatment: what was tried.
+        memory: what healing knows of the run.
         journal: told of every save.
         notes: told of what failed.
         group: the ranks that save together; all if None.
@@ -57,8 +54,7 @@ class Durable:
         state: TrainingState,
         run: TorchRun,
         stream: BatchStream,
-        watch: Watch,
-        treatment: Treatment,
+        memory: HealingMemory,
         journal: Journal,
         notes: Notes,
         group: Any = None,
@@ -75,8 +71,7 @@ class Durable:
         self._state = state
         self._run = run
         self._stream = stream
-        self._watch = watch
-        self._treatment = treatment
+        self._memory = memory
         self._journal = journal
         self._notes = notes
         self._saved_step = -1
@@ -130,9 +125,7 @@ class Durable:
         position = values["data"]
         if restored.world_size != self.store.ranks.size:
             position = self._moved(position, restored)
-        self._treatment.history = History.from_state(values["history"])
-        self._watch.load_state(values["healing"])
-        self._run.resume(restored.step, values["run"])
+        self._memory.resume(restored.step, values)
         self._stream.resume(position, values["unwanted"])
         restore_rng(restored, self.store.ranks)
         self._saved_step = restored.step
@@ -180,14 +173,11 @@ class Durable:
             self._journal.event("checkpoint", step, path=str(path))
 
     def _values(self) -> dict[str, Any]:
-        self._treatment.catch_up()  # the detectors are saved with all that they can know
         return {
             "rng": RngState.now(),
             "data": self._stream.position(),
             "unwanted": self._stream.unwanted(),
-            "healing": self._watch.state(),
-            "history": self._treatment.history.state(),
-            "run": self._run.state(),
+            **self._memory.values(),
         }
 
     def _contained(self, save: Callable[[], None]) -> None:

@@ -27,6 +27,7 @@ from heal.environment import describe_machine, describe_training
 from heal.exit_codes import ExitCode
 from heal.exits import Exits
 from heal.guarded_step import GuardedStep
+from heal.healing_memory import HealingMemory
 from heal.integrations.trackers import attach
 from heal.journal import Journal
 from heal.learning_rate import LearningRates
@@ -160,6 +161,7 @@ class Healer(Resuming, Lifetime, Probing):
         self._guarded, self._state, self._micro, self._stream = guarded, state, micro, stream
         self._run, self._treatment, self._listener = run, treatment, listener
         self._schedules = run.schedules = schedules
+        self._memory = HealingMemory(run, guarded, listener.watch, treatment)
         self._attempts = Attempts(run, guarded, micro, treatment, stream, self.journal, self)
         self._books = Bookkeeping(run, listener, config, self.journal, self._notes, self)
         self._probes = AttachedProbes(model, guarded.ranks, treatment, self.journal, self._notes)

@@ -11,15 +11,14 @@ from heal.config import HealingConfig
 from heal.data import BatchStream
 from heal.durable import Durable
 from heal.guarded_step import GuardedStep
+from heal.healing_memory import HealingMemory
 from heal.journal import Journal
-from heal.listener import Listener
 from heal.micro_batch import MicroBatcher, TrainStep
 from heal.notes import Notes
 from heal.recompute import Recomputation, recompute
 from heal.run import TorchRun
 from heal.schedules import Schedules
 from heal.training_state import TrainingState
-from heal.treatment import Treatment
 
 
 class Resuming:
@@ -29,14 +28,13 @@ class Resuming:
     journal: Journal
     _books: Bookkeeping
     _guarded: GuardedStep
-    _listener: Listener
+    _memory: HealingMemory
     _micro: MicroBatcher
     _notes: Notes
     _run: TorchRun
     _schedules: Schedules
     _state: TrainingState
     _stream: BatchStream
-    _treatment: Treatment
 
     def resume(self) -> int:
         """Go on from the newest checkpoint that is whole on every rank; return the next step.
@@ -110,8 +108,7 @@ class Resuming:
                 self._state,
                 self._run,
                 self._stream,
-                self._listener.watch,
-                self._treatment,
+                self._memory,
                 self.journal,
                 self._notes,
                 group,

@@ -420,6 +420,19 @@ def test_a_checkpoint_carries_clipping_and_healing(tmp_path):
     assert float(clip["steps"]) == float(before["steps"]) + 4
 
 
+def test_a_checkpoint_whose_healing_cannot_be_read_goes_on_and_says_so(tmp_path):
+    callback = healing()
+    trainer = fit(Module(), callback, steps=6)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)
+    saved["callbacks"][callback.state_key]["version"] = 1
+    torch.save(saved, tmp_path / "run.ckpt")
+    again = healing()
+    trainer = fit(Module(), again, steps=9, checkpoint=tmp_path / "run.ckpt")
+    assert trainer.global_step == 9
+    assert "version 1; wanted 2" in again.healer.notes[0]
+
+
 def test_a_checkpoint_can_go_on_without_the_callback_and_the_reverse(tmp_path):
     for first, second in (([healing()], []), ([], [healing()])):
         trainer = fit(Module(), *first, steps=6)

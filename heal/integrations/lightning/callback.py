@@ -9,7 +9,6 @@ from heal.config import HealingConfig
 from heal.exit_codes import ExitCode
 from heal.integrations.lightning.checks import check_start
 from heal.integrations.lightning.loggers import LoggersTracker
-from heal.integrations.lightning.resume import healing_state, resume
 from heal.integrations.lightning.schedules import LightningSchedule
 from heal.integrations.lightning.steps import HealedSteps
 from heal.integrations.trackers import make_trackers
@@ -86,7 +85,7 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
             trackers=[*self.trackers, *loggers],
         )
         if self._saved is not None:
-            resume(self.healer, self._saved)
+            self._resume(self.healer, self._saved)
             self._saved = None
         self._first_step = trainer.global_step - (self.healer.last_step + 1)
         self._steps = HealedSteps(trainer, pl_module, self.healer)
@@ -164,8 +163,16 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
         """Return the state of clipping and healing, for Lightning's checkpoint."""
         if self.healer is None:
             return self._saved or {}
-        return healing_state(self.healer)
+        return self.healer._memory.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state of a checkpoint until training starts."""
         self._saved = state_dict or None
+
+    @staticmethod
+    def _resume(healer: Healer, saved: dict[str, Any]) -> None:
+        """Go on with what is known; of what cannot be read healing learns anew, and says so."""
+        try:
+            healer._memory.load_state_dict(saved)
+        except Exception as error:
+            healer._note(f"the checkpoint's state of healing cannot be used: {error!r}")

@@ -84,10 +84,9 @@ class SelfHealingCallback(TrainerCallback):
             self._plateau_lr_factor,
             self.trackers,
         )
-        healer = self.session.healer
-        trouble = load_healing(healer, self.resumed_from) if self.resumed_from else ""
+        trouble = load_healing(self.session, self.resumed_from) if self.resumed_from else ""
         if trouble:
-            healer._note(trouble)
+            self.session.healer._note(trouble)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.session is not None:
@@ -111,8 +110,8 @@ class SelfHealingCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self.session is not None and args.should_save and folder.is_dir():
-            healer = self.session.healer
-            healer._notes.contain(lambda: save_healing(healer, folder))
+            session = self.session
+            session.healer._notes.contain(lambda: save_healing(session, folder))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.detach()

@@ -5,9 +5,12 @@ import signal
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
+from heal import HealingConfig
 from heal.actions import CannotHeal
 from heal.exit_codes import ExitCode
+from heal.log_watch import LogWatch
 from tests.heal.trainers import failures, tiny
 from tests.heal.trainers.runs import Healed, assert_same, fingerprint, log, losses
 
@@ -63,6 +66,49 @@ def test_healing_state_that_cannot_be_read_is_told_and_training_goes_on(tmp_path
     resumed = Healed(tiny.plain(tmp_path, **SAVING), resume=str(tmp_path / "checkpoint-4"))
     assert resumed.output.global_step == 10
     assert "cannot be read" in resumed.healer.notes[0]
+
+
+def test_healing_state_of_another_version_is_told_and_training_goes_on(tmp_path):
+    Healed(tiny.plain(tmp_path, **SAVING))
+    path = tmp_path / "checkpoint-4" / "healing.pt"
+    torch.save({**torch.load(path), "version": 1}, path)
+    resumed = Healed(tiny.plain(tmp_path, **SAVING), resume=str(tmp_path / "checkpoint-4"))
+    assert resumed.output.global_step == 10
+    assert "version 1; wanted 2" in resumed.healer.notes[0]
+
+
+def test_a_checkpoint_knows_of_every_step_that_could_be_heard_of(tmp_path):
+    """Calm records wait to be heard together: a save must not lose those that wait."""
+    Healed(tiny.plain(tmp_path, **SAVING))
+    saved = torch.load(tmp_path / "checkpoint-8" / "healing.pt")
+    assert saved["step"] == 8
+    assert len(saved["healing"]["gradient_explosion"]["norms"]) == 8 - HealingConfig().lag
+
+
+def test_what_was_tried_survives_the_resume(tmp_path):
+    """Else a run that is resumed again and again would heal for ever."""
+    trainer = tiny.plain(tmp_path, **SAVING)
+    failures.nan_loss(trainer, at=3, times=2)
+    healed = Healed(trainer, nan_patience=2)
+    again = Healed(
+        tiny.plain(tmp_path, **SAVING), resume=str(tmp_path / "checkpoint-8"), nan_patience=2
+    )
+    for name in ("healing/recovery_attempts", "healing/nan_count"):
+        assert again.healer.metrics()[name] == healed.healer.metrics()[name] >= 1
+
+
+def test_what_the_log_told_survives_the_resume(tmp_path):
+
+    class TellsKl(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            logs["kl"] = 0.01 * state.global_step
+
+    Healed(tiny.plain(tmp_path, callbacks=[TellsKl()], **SAVING))
+    told = torch.load(tmp_path / "checkpoint-8" / "healing.pt")["log"]
+    assert told != LogWatch(HealingConfig()).state()
+    rest = {**SAVING, "max_steps": 9, "logging_steps": 5}  # a single line, that has no KL
+    again = Healed(tiny.plain(tmp_path, **rest), resume=str(tmp_path / "checkpoint-8"))
+    assert again.wrapper._callback.session.log_watch.state() == told
 
 
 def test_a_lowered_learning_rate_survives_the_resume(tmp_path):
