@@ -86,7 +86,7 @@ class Attempts:
                 self._micro.undo()
                 if self._ranks.has_others:
                     self._stand_in(failure, train_step)
-                elif self._heal(*failure):
+                elif self.heal(*failure):
                     continue
                 else:
                     return False
@@ -94,7 +94,7 @@ class Attempts:
             if failure is None:
                 self._micro.note_clean()
                 return True
-            self._heal(*failure)  # never tried again: some weights may be updated already
+            self.heal(*failure)  # never tried again: some weights may be updated already
             return False
 
     @contextmanager
@@ -107,7 +107,7 @@ class Attempts:
         except CannotHeal:
             raise
         except Exception as error:
-            failure = self._judged(error, "step" if self.is_stepping else "forward")
+            failure = self.judge(error, "step" if self.is_stepping else "forward")
         if failure is None:
             self._micro.note_clean()
             return
@@ -118,7 +118,7 @@ class Attempts:
             if self._ranks.has_others:
                 self._leave(*failure)
         self.is_stepping = False
-        self._heal(*failure)
+        self.heal(*failure)
 
     def loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:
         """Heal what the loader raised, and say what becomes of the batch.
@@ -129,7 +129,7 @@ class Attempts:
             index: of the batch; None if the epoch could not be opened. That has no cure but to
                 wait: there is no batch to give up, nor one that could be told of to other ranks.
         """
-        diagnosis, error = self._judged(error, "data" if index is not None else "open")
+        diagnosis, error = self.judge(error, "data" if index is not None else "open")
         diagnosis.evidence["epoch"] = epoch
         if index is None:
             if diagnosis.family is not Family.WAIT or self._ranks.has_others:
@@ -139,7 +139,7 @@ class Attempts:
             if self._ranks.has_others:
                 self._tell(diagnosis, error)
                 return AfterError.STAND_IN
-        return AfterError.TRY_AGAIN if self._heal(diagnosis, error) else AfterError.PASS_OVER
+        return AfterError.TRY_AGAIN if self.heal(diagnosis, error) else AfterError.PASS_OVER
 
     def _samples_of(self, index: int) -> list[Any] | None:
         return self._stream.samples_of(index)
@@ -150,7 +150,7 @@ class Attempts:
         Raises:
             CannotHeal: nobody can be told.
         """
-        diagnosis, error = self._judged(error, "step")
+        diagnosis, error = self.judge(error, "step")
         self._tell(diagnosis, error)
         self._healer.report(Flag.STEP_FAILED)
 
@@ -165,7 +165,7 @@ class Attempts:
         try:
             return self._micro.backward(batches, train_step, self._scale()), None
         except Exception as error:
-            diagnosis, raised = self._judged(error, self._micro.phase)
+            diagnosis, raised = self.judge(error, self._micro.phase)
         if diagnosis.family is Family.DATA:
             back = len(batches) - 1 - self._micro.batch_at
             diagnosis.evidence.update(self._stream.identity(back))
@@ -185,24 +185,24 @@ class Attempts:
         except Exception as error:
             if error is self._fatal:
                 raise
-            return self._judged(error, "step")
+            return self.judge(error, "step")
         return None
 
     def _stand_in(self, failure: Failure, train_step: TrainStep) -> None:
         """Tell all ranks of a failure, and send what they wait for. Halt if that is too late."""
         if failure[0].cause in NOT_FOR_ALL:
-            self._heal(*failure)  # the group is broken already: halt
+            self.heal(*failure)  # the group is broken already: halt
         if not self._micro.messages.can_be_matched():
             self._leave(*failure)
         self._tell(*failure)
         try:
             self._micro.stand_in(train_step, self._scale())
         except Exception as error:
-            self._leave(*self._judged(error, self._micro.phase))
+            self._leave(*self.judge(error, self._micro.phase))
 
     def _tell(self, diagnosis: Diagnosis, error: Exception) -> None:
         if diagnosis.cause in NOT_FOR_ALL:
-            self._heal(diagnosis, error)
+            self.heal(diagnosis, error)
         flag = TOLD_AS.get(diagnosis.cause, Flag.UNKNOWN_ERROR)
         if flag is Flag.UNKNOWN_ERROR:
             self._fatal = error
@@ -226,7 +226,8 @@ class Attempts:
         self._healer.close(halt)
         raise halt
 
-    def _judged(self, error: Exception, phase: str) -> Failure:
+    def judge(self, error: Exception, phase: str) -> Failure:
+        """Say what an exception of this step means, and let go of the memory that it holds."""
         diagnosis = diagnose_exception(error, step=self._run.step, phase=phase)
         if diagnosis.family is Family.MEMORY:
             # The traceback holds the frames, and these the tensors that fill the memory.
@@ -234,7 +235,7 @@ class Attempts:
             error.__context__ = error.__cause__ = None
         return diagnosis, error
 
-    def _heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
+    def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
         """Carry out the plan; True if the same batches should be tried again."""
         try:
             plan = self._treatment.carry_out(diagnosis)

@@ -1,6 +1,10 @@
 """What happens before and after each step: snapshots, checks, mail and metrics, when due."""
 
+from collections.abc import Callable
+from typing import Any
+
 from heal.actions import CannotHeal
+from heal.attached_probes import AttachedProbes
 from heal.config import HealingConfig
 from heal.durable import Durable
 from heal.forecast.watch import SILENT
@@ -8,7 +12,6 @@ from heal.journal import Journal
 from heal.listener import Listener
 from heal.notes import LEFT_OUT, Notes
 from heal.ranks import HostFacts
-from heal.readout import Readout
 from heal.run import TorchRun
 
 METRICS_INTERVAL = 10  # steps between lines of metrics.jsonl
@@ -23,7 +26,8 @@ class Bookkeeping:
         config: intervals.
         journal: gets the metrics.
         notes: told of what could not be done.
-        readout: has the metrics, and the probes.
+        probes: run when they are due.
+        numbers: returns what goes into a line of metrics.
 
     Attributes:
         durable: saves to disk when it is time; None if nothing is saved.
@@ -36,7 +40,8 @@ class Bookkeeping:
         config: HealingConfig,
         journal: Journal,
         notes: Notes,
-        readout: Readout,
+        probes: AttachedProbes,
+        numbers: Callable[[], dict[str, Any]],
     ) -> None:
         self._run = run
         self._listener = listener
@@ -45,7 +50,8 @@ class Bookkeeping:
         self._num_waited = 0
         self._journal = journal
         self._notes = notes
-        self._readout = readout
+        self._probes = probes
+        self._numbers = numbers
         self._wants_snapshot = False
         self.durable: Durable | None = None
 
@@ -114,7 +120,7 @@ class Bookkeeping:
         if forecast is not None and forecast.is_silent:
             self._notes.add(SILENT)
         if self._journal.is_heard:
-            self._journal.metrics(self._readout.last_step, self._readout.numbers())
+            self._journal.metrics(self._run.step - 1, self._numbers())
 
     def _is_uneventful(self, step: int) -> bool:
         """Whether the books need not be opened: after most steps there is nothing to do.
@@ -127,16 +133,15 @@ class Bookkeeping:
             and step % self._interval != 0
             and (step % METRICS_INTERVAL != 0 or not self._journal.is_heard)
             and not (self.durable is not None and self.durable.is_due(step))
-            and not self._readout._probes.are_due(step)
+            and not self._probes.are_due(step)
             and self._listener.is_idle()
         )
 
     def _probe(self, step: int) -> None:
         """Run the probes that are due; their time counts for no step, or it would seem slow."""
-        probes = self._readout._probes
-        if probes.are_due(step):
+        if self._probes.are_due(step):
             with self._listener.clock_stopped():
-                probes.look(step)
+                self._probes.look(step)
 
     def _capture_if_due(self) -> None:
         """Take a snapshot; if a check is under way, once it is read: it may save an older one.

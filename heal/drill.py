@@ -132,7 +132,7 @@ class Drill:
             CannotHeal: healing came to its end.
         """
         began = time.monotonic()
-        self._healer._run.watch_closely(steps)
+        self._healer.parts.run.watch_closely(steps)
 
         def noted(batch: Any) -> Any:
             loss = train_step(batch)

@@ -119,7 +119,7 @@ class GuardedStep:
                 scaled.update()
         finally:  # also if the optimizer fails: ranks that count their mail differently are lost
             if judged is not None:
-                self._post(step, judged, row)
+                self.post(step, judged, row)
             else:
                 self.buffers.settle(False)
             if scaled is not None:
@@ -199,7 +199,7 @@ class GuardedStep:
         merged[BLOCKED] = torch.stack(refused).amax()
         return merged
 
-    def _post(self, step: int, judged: Judged, row: list[float] | None = None) -> None:
+    def post(self, step: int, judged: Judged, row: list[float] | None = None) -> None:
         """Mail what was judged; ``row`` is the verdict, if it is in host memory and was read."""
         verdict, told = judged
         scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)

@@ -2,11 +2,8 @@
 
 from typing import Any, TypeVar
 
-from heal.bookkeeping import Bookkeeping
 from heal.exits import Exits
 from heal.journal import Journal
-from heal.listener import Listener
-from heal.notes import Notes
 from heal.readout import Readout
 
 Entered = TypeVar("Entered", bound="Lifetime")
@@ -17,20 +14,17 @@ class Lifetime(Readout):
 
     exits: Exits
     journal: Journal
-    _books: Bookkeeping
-    _listener: Listener
-    _notes: Notes
 
     def close(self, error: BaseException | None = None) -> None:
         """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you."""
-        if self._listener.cluster is not None:
-            self._listener.cluster.stop()
+        if self.parts.listener.cluster is not None:
+            self.parts.listener.cluster.stop()
         self.exits.close(error)
 
     def __enter__(self: Entered) -> Entered:
         self.exits.catch_signals()
-        if self._listener.cluster is not None:
-            self._listener.cluster.start()
+        if self.parts.listener.cluster is not None:
+            self.parts.listener.cluster.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -48,10 +42,10 @@ class Lifetime(Readout):
             hurries: the run ends by an error, perhaps because a rank died: do not wait for others
                 to finish a save.
         """
-        if self._books.durable is not None:
+        if self.parts.books.durable is not None:
             if hurries:
-                self._books.durable.store.hurry()
-            self._notes.contain(self._books.durable.finish)
-        self._notes.contain(self._listener.hear_the_rest)
-        if len(self._listener.series):
-            self.journal.metrics(self.last_step, self._listener.series.take())
+                self.parts.books.durable.store.hurry()
+            self.parts.notes.contain(self.parts.books.durable.finish)
+        self.parts.notes.contain(self.parts.listener.hear_the_rest)
+        if len(self.parts.listener.series):
+            self.journal.metrics(self.last_step, self.parts.listener.series.take())

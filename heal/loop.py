@@ -15,34 +15,23 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from heal.actions import CannotHeal
-from heal.attached_probes import AttachedProbes, Probing
-from heal.attempts import Attempts
-from heal.bookkeeping import Bookkeeping
-from heal.buffer_copies import BufferCopies
-from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
-from heal.data import BatchStream
 from heal.dry_run import DryRunReport, dry_run
 from heal.environment import describe_machine, describe_training
 from heal.exit_codes import ExitCode
 from heal.exits import Exits
-from heal.guarded_step import GuardedStep
-from heal.healing_memory import HealingMemory
 from heal.integrations.trackers import attach
 from heal.journal import Journal
-from heal.learning_rate import LearningRates
 from heal.lifetime import Lifetime
-from heal.listener import Listener
-from heal.micro_batch import MicroBatcher, TrainStep
+from heal.micro_batch import TrainStep
 from heal.notes import LEFT_OUT, Notes
+from heal.parts import Given, Parts
+from heal.probing import Probing
 from heal.progress import Progress
 from heal.ranks import HostFacts
 from heal.resuming import Resuming
-from heal.run import TorchRun
 from heal.scheduler_state import note_stateless
-from heal.schedules import Schedules
-from heal.training_state import TrainingState
-from heal.treatment import Hook, Treatment
+from heal.treatment import Hook
 from heal.verdict import Flag
 from heal.whole_loop import WholeLoop
 
@@ -75,6 +64,7 @@ class Healer(Resuming, Lifetime, Probing):
 
     Attributes:
         notes: what healing itself could not do; also in the journal.
+        parts: what it is made of, for integrations that take the place of its loop.
 
     Raises:
         TypeError: an argument is not what it should be.
@@ -111,66 +101,26 @@ class Healer(Resuming, Lifetime, Probing):
         self.config = config if config is not None else HealingConfig()
         self.model = model
         self.journal = Journal(run_dir, rank)
-        self._notes = Notes(self.journal, lambda: self._run.step)
-        self.notes = self._notes.texts
-        attach(self.journal, trackers, self.config.to_dict(), self._note)
-        self._build(
-            model, optimizer, (scheduler, own_schedulers), scaler, process_group, sleep, clock
+        notes = Notes(self.journal)
+        self.notes = notes.texts
+        attach(self.journal, trackers, self.config.to_dict(), notes.add)
+        schedulers = scheduler, own_schedulers
+        given = Given(
+            model, optimizer, schedulers, self.config, scaler, process_group, sleep, clock
         )
-        note_stateless(self._schedules.given, self._note)
+        self.parts = Parts(given, self.journal, notes, self)
+        note_stateless(self.parts.schedules.given, notes.add)
         if checkpoint_dir is not None:
             self._save_to(checkpoint_dir, process_group)
         self.exits = Exits(self, self.journal, clock)
-        trained = describe_training(model, self._guarded.optimizers, self.config)
-        self.journal.event("started", self._run.step, **describe_machine(), **trained)
-
-    def _build(
-        self,
-        model: Module,
-        optimizer: Optimizer | Sequence[Optimizer],
-        schedulers: tuple[Any, Any],
-        scaler: Any,
-        process_group: Any,
-        sleep: Callable[[float], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """Put the parts together; each knows those before it."""
-        config, note = self.config, self._note
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        named, buffers = model.named_parameters(), BufferCopies(model, note)
-        guarded = GuardedStep(optimizers, config, named, scaler, process_group, note, buffers)
-        wrapped, extra = guarded.optimizers, {"loss": guarded.watch.state}
-        schedules = Schedules(*schedulers, wrapped, config.data == "replay", note)
-        state = TrainingState(model, wrapped, schedules.all, guarded.scaler, extra, buffers)
-        smallest, grow_steps = config.micro_batch_min, config.micro_batch_grow_steps
-        micro = MicroBatcher(model, state.parameters, smallest, grow_steps, None, buffers)
-        stream = BatchStream(
-            lambda error, epoch, index: self._attempts.loader_failed(error, epoch, index),
-            lambda: self._run.step,
-            lambda: self._books.begin_epoch(),
-            keeps_last=guarded.ranks.has_others,
-            note=note,
-        )
-        run = TorchRun(state, guarded, config, stream, micro, note, sleep)
-        treatment = Treatment(run, config, self.journal)
-        rates = LearningRates(wrapped, schedules.all, note)
-        listener = Listener(run, guarded, treatment, config, rates, clock, note)
-        listener.cluster = ClusterWatch(
-            model, config, self.journal, listener.report, note, process_group
-        )
-        self._guarded, self._state, self._micro, self._stream = guarded, state, micro, stream
-        self._run, self._treatment, self._listener = run, treatment, listener
-        self._schedules = run.schedules = schedules
-        self._memory = HealingMemory(run, guarded, listener.watch, treatment)
-        self._attempts = Attempts(run, guarded, micro, treatment, stream, self.journal, self)
-        self._books = Bookkeeping(run, listener, config, self.journal, self._notes, self)
-        self._probes = AttachedProbes(model, guarded.ranks, treatment, self.journal, self._notes)
+        trained = describe_training(model, self.parts.guarded.optimizers, self.config)
+        self.journal.event("started", self.parts.run.step, **describe_machine(), **trained)
 
     # What a hand-written loop calls.
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of one epoch; skips bad ones, moves on or rewinds after a rollback."""
-        return self._stream.epoch(loader)
+        return self.parts.stream.epoch(loader)
 
     def attempt(self) -> AbstractContextManager[None]:
         """Heal what the body raises, from forward to ``step``, as :meth:`run` does.
@@ -187,7 +137,7 @@ class Healer(Resuming, Lifetime, Probing):
             ...         healer.step(loss)
             ...     optimizer.zero_grad()
         """
-        return self._attempts.attempt()
+        return self.parts.attempts.attempt()
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Clip, step the optimizer unless the device refuses, step the scheduler, and listen.
@@ -204,38 +154,40 @@ class Healer(Resuming, Lifetime, Probing):
         """
         if loss is not None and not isinstance(loss, Tensor):
             loss = torch.tensor(float(loss))
-        facts = HostFacts()
+        parts, facts = self.parts, HostFacts()
+        books, attempts = parts.books, parts.attempts
         try:
             if not self.exits.is_watching:
                 self.exits.watch()
-            self._schedules.before_step(self._run.step)
-            self._books.before_step()
-            facts = self._listener.facts()
+            parts.schedules.before_step(parts.run.step)
+            books.before_step()
+            facts = parts.listener.facts()
         except Exception as error:
-            self._note(f"{LEFT_OUT}: {error!r}")
-        self._attempts.is_stepping = True
+            parts.notes.add(f"{LEFT_OUT}: {error!r}")
+        attempts.is_stepping = True
         posted = self._take(loss, facts)
-        self._schedules.step()
-        self._attempts.is_stepping = False
+        parts.schedules.step()
+        attempts.is_stepping = False
         try:
-            self._books.after_step(facts, posted, loss is not None)
+            books.after_step(facts, posted, loss is not None)
         except CannotHeal as halt:
             with self.exits.halting():
-                self._attempts.raise_own_error(halt)
-                if halt.exit_code == ExitCode.PREEMPTED and self._books.durable is not None:
-                    self._books.durable.save_last()
+                attempts.raise_own_error(halt)
+                if halt.exit_code == ExitCode.PREEMPTED and books.durable is not None:
+                    books.durable.save_last()
                 raise
         except Exception as error:
-            self._note(f"{LEFT_OUT}: {error!r}")
+            parts.notes.add(f"{LEFT_OUT}: {error!r}")
 
     def _take(self, loss: Tensor | None, facts: HostFacts) -> bool:
+        parts = self.parts
         try:
-            return self._guarded.step(self._run.step, loss, facts)
+            return parts.guarded.step(parts.run.step, loss, facts)
         except Exception as error:
-            if not self._guarded.ranks.has_others:
-                self._listener.not_sent(facts)
+            if not parts.guarded.ranks.has_others:
+                parts.listener.not_sent(facts)
                 raise
-            self._attempts.step_failed(error)
+            parts.attempts.step_failed(error)
             return True
 
     def on_instability(self, hook: Hook) -> Hook:
@@ -243,15 +195,16 @@ class Healer(Resuming, Lifetime, Probing):
 
         With several ranks it must answer alike on each.
         """
-        self._treatment.hook = hook
+        self.parts.treatment.hook = hook
         return hook
 
     def observe_eval(self, eval_loss: float, train_loss: float | None = None) -> None:
         """Tell of an evaluation, to be warned of overfitting."""
-        self._listener.catch_up()
-        findings = self._listener.watch.observe_eval(self._run.step, eval_loss, train_loss)
+        self.parts.listener.catch_up()
+        watch, step = self.parts.listener.watch, self.parts.run.step
+        findings = watch.observe_eval(step, eval_loss, train_loss)
         with self.exits.halting():
-            self._treatment.treat(findings)
+            self.parts.treatment.treat(findings)
 
     def report(self, flag: Flag) -> None:
         """Send news of this host with the record of the next step, so that all ranks act on it.
@@ -259,11 +212,11 @@ class Healer(Resuming, Lifetime, Probing):
         Safe in a signal handler and from other threads. What each flag leads to is in
         :class:`heal.detectors.pace.HostNews`.
         """
-        self._listener.report(flag)
+        self.parts.listener.report(flag)
 
     def add_source(self, source: Callable[[], Flag]) -> None:
         """Ask ``source`` before every step for flags to send; it must be quick and not wait."""
-        self._listener.sources.append(source)
+        self.parts.listener.sources.append(source)
 
     def request_stop(self) -> None:
         """Stop all ranks at the end of a coming step, the same one, as after SIGTERM."""
@@ -301,14 +254,15 @@ class Healer(Resuming, Lifetime, Probing):
         Raises:
             CannotHeal: healing is at its end; ``exit_code`` says why.
         """
-        self._micro.weigh, self._schedules.caller_repeats = weigh, True
-        self.journal.event("goal", self._run.step, steps=steps, accumulate=accumulate)
+        parts = self.parts
+        parts.micro.weigh, parts.schedules.caller_repeats = weigh, True
+        self.journal.event("goal", parts.run.step, steps=steps, accumulate=accumulate)
         with self, Progress(self, steps, progress) as bar:
-            self._treatment.tell = bar.tell
+            parts.treatment.tell = bar.tell
             loop = WholeLoop(
-                self._run,
-                self._stream,
-                self._attempts,
+                parts.run,
+                parts.stream,
+                parts.attempts,
                 train_step,
                 loader,
                 steps,
@@ -317,9 +271,9 @@ class Healer(Resuming, Lifetime, Probing):
                 on_step,
             )
             if not loop.train():
-                self._note("the loader has no batches; stopped before all steps were done")
-            elif self._books.durable is not None:
-                self._books.durable.save_last()
+                parts.notes.add("the loader has no batches; not all steps were done")
+            elif parts.books.durable is not None:
+                parts.books.durable.save_last()
 
     def dry_run(
         self, train_step: TrainStep, loader: Any, steps: int = 2, *, accumulate: int = 1
@@ -328,7 +282,4 @@ class Healer(Resuming, Lifetime, Probing):
 
         What ``train_step`` changes elsewhere, as a teacher that is no part of the model, stays so.
         """
-        return dry_run(self._state, self._guarded, train_step, loader, steps, accumulate)
-
-    def _note(self, text: str) -> None:
-        self._notes.add(text)
+        return dry_run(self.parts.state, self.parts.guarded, train_step, loader, steps, accumulate)

@@ -39,6 +39,7 @@ class MicroBatcher:
         phase: "forward" or "backward", for whoever catches an exception.
         batch_at: which batch of the step is being computed, from 0; for the same.
         attempts: how often a step was tried.
+        largest_batch: samples in the largest batch of the step; 0 if it is not known.
         cannot_cut: why the batch of a step that failed cannot be cut; empty if it can.
         messages: what ranks of a data-parallel model tell each other while a step is computed.
     """
@@ -62,7 +63,7 @@ class MicroBatcher:
         self._smallest = smallest
         self._grow_steps = grow_steps
         self._clean_steps = 0
-        self._largest_batch = 0
+        self.largest_batch = 0
         self._rng: RngState | None = None
         self._buffers = BufferCopies(model) if buffers is None else buffers
         self.messages = GradientMessages(model)
@@ -82,7 +83,7 @@ class MicroBatcher:
         """
         self.attempts += 1
         self.begin()
-        if not self._largest_batch:
+        if not self.largest_batch:
             self._measure(batches)
         try:
             return self._backward(batches, train_step, scale)
@@ -143,7 +144,7 @@ class MicroBatcher:
         self._clean_steps = 0
         if self.cannot_cut:
             return False
-        if self._largest_batch and self._largest_batch // self.pieces <= self._smallest:
+        if self.largest_batch and self.largest_batch // self.pieces <= self._smallest:
             return False
         self.pieces *= 2
         return True
@@ -163,14 +164,14 @@ class MicroBatcher:
 
     def _measure(self, batches: Sequence[Any]) -> None:
         """Find out how finely the batches of a step that failed could be cut."""
-        self.cannot_cut, self._largest_batch = "", 1
+        self.cannot_cut, self.largest_batch = "", 1
         for batch in batches:
             try:
                 split(batch, self.pieces * 2)
-                self._largest_batch = max(self._largest_batch, count_samples(batch))
+                self.largest_batch = max(self.largest_batch, count_samples(batch))
             except CannotSplit as error:
                 self.cannot_cut = str(error)
-        if self._largest_batch > 1:
+        if self.largest_batch > 1:
             self.cannot_cut = ""  # some other batch of the step can be
 
     def _weighted(self, batch: Any) -> list[tuple[Any, float]]:

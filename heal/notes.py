@@ -14,19 +14,22 @@ class Notes:
 
     Args:
         journal: where they are written too.
-        step: returns the number of the present step.
+
+    Attributes:
+        texts: what was told.
+        step: returns the number of the present step; 0 while there is no run yet.
     """
 
-    def __init__(self, journal: Journal, step: Callable[[], int]) -> None:
+    def __init__(self, journal: Journal) -> None:
         self.texts: list[str] = []
+        self.step: Callable[[], int] = lambda: 0
         self._journal = journal
-        self._step = step
 
     def add(self, text: str) -> None:
         """Tell something, once."""
         if text not in self.texts and len(self.texts) < MAX_NOTES:
             self.texts.append(text)
-            self._journal.event("note", self._step(), text=text)
+            self._journal.event("note", self.step(), text=text)
 
     def contain(self, action: Callable[[], None]) -> None:
         """Run our own code. If it fails, training goes on without what it was for, and hears so."""

@@ -4,16 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from heal.actions import Plan
-from heal.attached_probes import AttachedProbes
-from heal.data import BatchStream
 from heal.diagnose import Diagnosis
-from heal.guarded_step import GuardedStep
 from heal.journal import Journal
-from heal.listener import Listener
-from heal.micro_batch import MicroBatcher
-from heal.run import TorchRun
+from heal.parts import Parts
 from heal.snapshots import Snapshot
-from heal.treatment import Treatment
 from heal.verdict import Record
 from zclip import ClippedOptimizer
 
@@ -22,22 +16,16 @@ class Readout:
     """The half of a Healer that only answers."""
 
     journal: Journal
-    _run: TorchRun
-    _guarded: GuardedStep
-    _listener: Listener
-    _treatment: Treatment
-    _micro: MicroBatcher
-    _probes: AttachedProbes
-    _stream: BatchStream
+    parts: Parts
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log; those of the device are ``lag`` steps old."""
-        history, latest = self._treatment.history, self._listener.latest
+        history, latest = self.parts.treatment.history, self.parts.listener.latest
         metrics = {
             "healing/recovery_attempts": float(history.total_attempts),
             "healing/nan_count": float(history.nan_count),
-            **self._listener.watch.metrics(),
-            **self._probes.metrics(),
+            **self.parts.listener.watch.metrics(),
+            **self.parts.probes.metrics(),
         }
         if latest is not None:
             metrics |= {
@@ -54,53 +42,53 @@ class Readout:
         """Return what a plot needs: the newest record, and the series since the last call."""
         latest = self.latest
         seen = {} if latest is None else {"seen_at": latest.step, "loss": latest.loss}
-        series = self._listener.series.take()
-        return {**seen, "lr_scale": self._run.lr_scale, **self.metrics(), **series}
+        series = self.parts.listener.series.take()
+        return {**seen, "lr_scale": self.parts.run.lr_scale, **self.metrics(), **series}
 
     @property
     def last_step(self) -> int:
         """The number of the last step taken, from 0; -1 before the first."""
-        return self._run.step - 1
+        return self.parts.run.step - 1
 
     @property
     def is_in_loop(self) -> bool:
         """Whether a loop over :meth:`batches` is under way."""
-        return self._stream.is_open
+        return self.parts.stream.is_open
 
     @property
     def left_loop_early(self) -> bool:
         """Whether the newest loop over :meth:`batches` was left before its end, or is not over."""
-        return self._stream.was_left
+        return self.parts.stream.was_left
 
     @property
     def has_others(self) -> bool:
         """Whether there are other ranks to agree with."""
-        return self._guarded.ranks.has_others
+        return self.parts.guarded.ranks.has_others
 
     @property
     def latest(self) -> Record | None:
         """The newest record that may be read, a calm one also before the detectors hear of it."""
-        return self._listener.latest
+        return self.parts.listener.latest
 
     @property
     def lr_scale(self) -> float:
         """The factor on the learning rate, 1 unless healing lowered it."""
-        return self._run.lr_scale
+        return self.parts.run.lr_scale
 
     @property
     def attempts(self) -> int:
         """How often ``run`` tried to take a step, those that were repeated included."""
-        return self._micro.attempts
+        return self.parts.micro.attempts
 
     @property
     def micro_batches(self) -> int:
         """Into how many pieces batches should be cut; ``run`` does it, a loop of yours may."""
-        return self._micro.pieces
+        return self.parts.micro.pieces
 
     @property
     def history(self) -> Sequence[tuple[int, Diagnosis, Plan]]:
         """Every diagnosis: the step that came next, what it was, and what was done."""
-        return self._treatment.log
+        return self.parts.treatment.log
 
     @property
     def recoveries(self) -> list[dict[str, Any]]:
@@ -110,14 +98,14 @@ class Readout:
     @property
     def optimizers(self) -> Sequence[ClippedOptimizer]:
         """The optimizers as they are stepped: those that were given, wrapped."""
-        return self._guarded.optimizers
+        return self.parts.guarded.optimizers
 
     def snapshots(self) -> list[int]:
         """Return the steps that this rank could return to, newest first."""
-        self._listener.catch_up()
-        return self._run.ring.good_steps()
+        self.parts.listener.catch_up()
+        return self.parts.run.ring.good_steps()
 
     def newest_snapshot(self) -> Snapshot | None:
         """Return the newest good snapshot itself, for drills; None if there is none."""
-        self._listener.catch_up()
-        return self._run.ring.newest_good()
+        self.parts.listener.catch_up()
+        return self.parts.run.ring.newest_good()

@@ -6,19 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from heal.bookkeeping import Bookkeeping
 from heal.config import HealingConfig
-from heal.data import BatchStream
 from heal.durable import Durable
-from heal.guarded_step import GuardedStep
-from heal.healing_memory import HealingMemory
 from heal.journal import Journal
-from heal.micro_batch import MicroBatcher, TrainStep
-from heal.notes import Notes
+from heal.micro_batch import TrainStep
+from heal.parts import Parts
 from heal.recompute import Recomputation, recompute
-from heal.run import TorchRun
-from heal.schedules import Schedules
-from heal.training_state import TrainingState
 
 
 class Resuming:
@@ -26,15 +19,7 @@ class Resuming:
 
     config: HealingConfig
     journal: Journal
-    _books: Bookkeeping
-    _guarded: GuardedStep
-    _memory: HealingMemory
-    _micro: MicroBatcher
-    _notes: Notes
-    _run: TorchRun
-    _schedules: Schedules
-    _state: TrainingState
-    _stream: BatchStream
+    parts: Parts
 
     def resume(self) -> int:
         """Go on from the newest checkpoint that is whole on every rank; return the next step.
@@ -50,7 +35,7 @@ class Resuming:
         """
         step = self._checkpoints().resume()
         if step:
-            self._books.first_snapshot()
+            self.parts.books.first_snapshot()
         return step
 
     def save_checkpoint(self) -> None:
@@ -63,9 +48,9 @@ class Resuming:
         self._checkpoints().save()
 
     def _checkpoints(self) -> Durable:
-        if self._books.durable is None:
+        if self.parts.books.durable is None:
             raise ValueError("there is no checkpoint_dir; give one to the Healer")
-        return self._books.durable
+        return self.parts.books.durable
 
     def recompute(
         self,
@@ -91,8 +76,9 @@ class Resuming:
             CannotRecompute: there is no such snapshot, or healing changed the learning rate.
         """
         steps = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
-        parts = self._state, self._guarded, self._micro, self._run, self._schedules.stepped
-        return recompute(*parts, self.journal, train_step, steps, losses)
+        parts = self.parts
+        computed = parts.state, parts.guarded, parts.micro, parts.run, parts.schedules.stepped
+        return recompute(*computed, self.journal, train_step, steps, losses)
 
     def _save_to(self, directory: str | Path, group: Any) -> None:
         """Save to a folder from now on.
@@ -105,12 +91,12 @@ class Resuming:
             durable = Durable(
                 directory,
                 self.config,
-                self._state,
-                self._run,
-                self._stream,
-                self._memory,
+                self.parts.state,
+                self.parts.run,
+                self.parts.stream,
+                self.parts.memory,
                 self.journal,
-                self._notes,
+                self.parts.notes,
                 group,
             )
         except OSError as error:
@@ -119,4 +105,4 @@ class Resuming:
                 f"checkpoint_dir {str(directory)!r} cannot be made: {error.strerror or error}; "
                 "give a folder that this process may write to, or none, to save no checkpoints",
             ) from error
-        self._books.durable = self._run.durable = durable
+        self.parts.books.durable = self.parts.run.durable = durable

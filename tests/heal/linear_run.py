@@ -35,4 +35,4 @@ def nan_step(model, healer):
 
 def heard_of(healer):
     """Return how many records the detectors have heard of."""
-    return healer._listener.watch.detectors["lr_spike"].seen
+    return healer.parts.listener.watch.detectors["lr_spike"].seen

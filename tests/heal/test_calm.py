@@ -121,10 +121,10 @@ def test_a_rate_that_nobody_knows_is_calm():
 def test_no_record_is_lost_by_waiting():
     model, _, healer = build()
     step_of(model, healer, 33)
-    assert healer._guarded.mailbox.dropped == 0
+    assert healer.parts.guarded.mailbox.dropped == 0
     healer.hear_the_rest()
     assert healer.latest.step == 32
-    assert healer._listener.watch.detectors["lr_spike"].seen == 33
+    assert healer.parts.listener.watch.detectors["lr_spike"].seen == 33
 
 
 def test_what_is_told_of_a_run_is_as_new_as_ever():
@@ -134,26 +134,26 @@ def test_what_is_told_of_a_run_is_as_new_as_ever():
         step_of(model, healer, 1)
         if step >= LAG:
             assert healer.latest.step == step - LAG
-            norm = healer._guarded.optimizers[0].clipper.result.verdict[NORM]
+            norm = healer.parts.guarded.optimizers[0].clipper.result.verdict[NORM]
             assert step == LAG or healer.metrics()["zclip/raw_grad_norm"] != float(norm)
     assert healer.latest.lr == 1e-3
-    assert healer._listener.watch.detectors["lr_spike"].seen < 25 - LAG
+    assert healer.parts.listener.watch.detectors["lr_spike"].seen < 25 - LAG
 
 
 def test_a_forecast_hears_every_step_when_it_can():
     model, _, healer = build(forecast=True)
     for step in range(30):
         step_of(model, healer, 1)
-        assert healer._listener.watch.forecast.features.steps == max(0, step + 1 - LAG)
+        assert healer.parts.listener.watch.forecast.features.steps == max(0, step + 1 - LAG)
 
 
 def test_nothing_else_waits_for_the_records():
     """Snapshots, checks and probes come when they are due, in whatever step that is."""
     model, _, healer = build(snapshot_interval=7, check_interval=13, quarantine_steps=0)
     captured, checked, looked = [], [], []
-    capture, post = healer._run.capture, healer._listener._health.post
-    healer._run.capture = lambda *a: captured.append(healer._run.step) or capture(*a)
-    healer._listener._health.post = lambda step: checked.append(step) or post(step)
+    capture, post = healer.parts.run.capture, healer.parts.listener._health.post
+    healer.parts.run.capture = lambda *a: captured.append(healer.parts.run.step) or capture(*a)
+    healer.parts.listener._health.post = lambda step: checked.append(step) or post(step)
     healer.add_probe("look", lambda: looked.append(healer.last_step + 1), every=11)
     step_of(model, healer, 45)
     assert captured == [0, 7, 14, 21, 28, 35, 42]
@@ -169,9 +169,9 @@ def test_a_watchdog_hears_of_every_step():
         beat = staticmethod(beats.append)
 
     step_of(model, healer, 5)
-    healer._listener.cluster.watchdog = Watchdog()
+    healer.parts.listener.cluster.watchdog = Watchdog()
     step_of(model, healer, 10)
-    healer._listener.cluster.watchdog = None
+    healer.parts.listener.cluster.watchdog = None
     assert beats == list(range(6, 16))
 
 
@@ -218,8 +218,8 @@ def test_norms_that_scatter_are_heard_of_together():
     model, _, healer = build(zclip_enabled=False)
     generator = torch.Generator().manual_seed(0)
     hearings = []
-    hear = healer._guarded.mailbox.poll
-    healer._guarded.mailbox.poll = lambda: hearings.append(healer._run.step) or hear()
+    hear = healer.parts.guarded.mailbox.poll
+    healer.parts.guarded.mailbox.poll = lambda: hearings.append(healer.parts.run.step) or hear()
     for _ in range(400):
         size = float(torch.randn((), generator=generator).exp())
         (size * model(torch.ones(2, 4)).mean()).backward()
@@ -230,7 +230,7 @@ def test_norms_that_scatter_are_heard_of_together():
 
 def test_the_usual_norm_is_known_when_there_are_enough():
     _, _, healer = build()
-    watch = healer._listener.watch
+    watch = healer.parts.listener.watch
     for step in range(40):
         assert watch.usual().norm == (0.0 if step < 32 else pytest.approx(0.9 * step, abs=1.0))
         watch.observe(Record(step, norm=float(step), loss=1.0, lr=0.1, seconds=1.0))
@@ -240,11 +240,11 @@ def test_an_explosion_right_after_a_rollback_is_heard_as_soon_as_ever():
     model, _, healer = build()
     for step in range(120):
         explode(model, healer, 1.0 if step < 100 else 60.0)
-    healer._run.restore(100)
-    log = len(healer._treatment.log)
+    healer.parts.run.restore(100)
+    log = len(healer.parts.treatment.log)
     for step in range(5 + LAG + 1):
         explode(model, healer, 1.0 if step < 5 else 200.0)
-    told = [diagnosis for _, diagnosis, _ in list(healer._treatment.log)[log:]]
+    told = [diagnosis for _, diagnosis, _ in list(healer.parts.treatment.log)[log:]]
     assert [(d.cause, d.step) for d in told] == [(Cause.GRADIENT_EXPLOSION, 105)]
 
 

@@ -26,11 +26,11 @@ def plain(state):
 
 def test_a_new_healer_knows_all_that_the_old_one_did():
     old = healed_run()
-    saved = old._memory.state_dict()
+    saved = old.parts.memory.state_dict()
     _, _, new = build(nan_patience=2, snapshot_interval=5, quarantine_steps=2)
-    assert plain(new._memory.state_dict()) != plain(saved)
-    new._memory.load_state_dict(saved)
-    assert plain(new._memory.state_dict()) == plain(saved)
+    assert plain(new.parts.memory.state_dict()) != plain(saved)
+    new.parts.memory.load_state_dict(saved)
+    assert plain(new.parts.memory.state_dict()) == plain(saved)
     assert new.last_step == old.last_step
     assert new.lr_scale == old.lr_scale
     assert new.optimizers[0].lr_scale == old.lr_scale
@@ -40,14 +40,14 @@ def test_all_that_may_be_read_was_heard_before_it_is_saved():
     model, _, healer = build()
     step_of(model, healer, 20)
     assert heard_of(healer) < 20 - LAG  # nobody has asked: the rest of the mail waits
-    healer._memory.values()
+    healer.parts.memory.values()
     assert heard_of(healer) == 20 - LAG
 
 
 def test_what_was_saved_does_not_change_when_the_run_goes_on():
     model, _, healer = build()
     step_of(model, healer, 5)
-    saved = healer._memory.state_dict()
+    saved = healer.parts.memory.state_dict()
     before = plain(saved)
     step_of(model, healer, 5)
     assert plain(saved) == before
@@ -55,7 +55,7 @@ def test_what_was_saved_does_not_change_when_the_run_goes_on():
 
 def test_another_version_is_refused_before_anything_is_changed():
     old, (_, _, new) = healed_run(), build()
-    before = plain(new._memory.state_dict())
+    before = plain(new.parts.memory.state_dict())
     with pytest.raises(ValueError, match="version 1; wanted 2"):
-        new._memory.load_state_dict({**old._memory.state_dict(), "version": 1})
-    assert plain(new._memory.state_dict()) == before
+        new.parts.memory.load_state_dict({**old.parts.memory.state_dict(), "version": 1})
+    assert plain(new.parts.memory.state_dict()) == before

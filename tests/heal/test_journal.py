@@ -13,6 +13,7 @@ from heal.causes import Cause, Severity
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
 from heal.journal import ExitReason, Journal, exit_reason, read_all, read_events, write_postmortem
+from heal.notes import Notes
 
 ROOT = Path(__file__).parents[2]
 SEED_FIELDS = {
@@ -35,6 +36,15 @@ def strict(text):
 
 def diagnosis(cause=Cause.DIVERGENCE, **evidence):
     return Diagnosis(cause, evidence, 0.9, "a paper", Severity.ERROR, 80, 90)
+
+
+def test_a_note_that_comes_before_the_run_is_of_step_0(tmp_path):
+    notes = Notes(Journal(tmp_path))
+    notes.add("the set-up is odd")
+    notes.step = lambda: 7
+    notes.add("so is the run")
+    told = [(event["step"], event["text"]) for event in read_events(tmp_path / "events.jsonl")]
+    assert told == [(0, "the set-up is odd"), (7, "so is the run")]
 
 
 def test_events_are_lines_of_strict_json(tmp_path):

@@ -318,7 +318,7 @@ def test_out_of_memory_is_healed_in_smaller_pieces():
     trainer = fit(module, callback)
     assert {d.cause.value for _, d, _ in callback.healer.history} == {"oom"}
     assert trainer.global_step == STEPS
-    assert callback.healer._micro.pieces == 1  # grown back
+    assert callback.healer.parts.micro.pieces == 1  # grown back
     assert last_losses(module) < 1.2 * bare_loss()
 
 
@@ -553,7 +553,7 @@ class CountReads(TorchDispatchMode):
 
 def reads_of(callbacks, **options):
     with CountReads() as counted, pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((GuardedStep, "_post"), (WatchedOptimizer, "step_if_allowed")):
+        for owner, name in ((GuardedStep, "post"), (WatchedOptimizer, "step_if_allowed")):
             patch.setattr(owner, name, counted.quiet(getattr(owner, name)))
         fit(Module(), *callbacks, **options)
     return counted.count

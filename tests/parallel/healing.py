@@ -80,7 +80,7 @@ class Setup:
         ]
 
     def assert_alike(self):
-        told = self.healer._guarded.ranks.gather((self.done, self.healer.last_step))
+        told = self.healer.parts.guarded.ranks.gather((self.done, self.healer.last_step))
         assert all(one == told[0] for one in told), told
         assert self.healer.notes == []
         weights = [getattr(p, "_local_tensor", p).detach() for p in self.model.parameters()]
@@ -126,7 +126,7 @@ def every_rank_hears_of_the_mean_loss_and_of_seconds_alike():
         setup.healer.step(torch.tensor(2.0 + 2.0 * dist.get_rank()))
     assert setup.healer.latest.loss == 3.0
     shared = setup.healer.latest._replace(own_seconds=0.0)  # all but what it says it is
-    told = setup.healer._guarded.ranks.gather(repr(shared))
+    told = setup.healer.parts.guarded.ranks.gather(repr(shared))
     assert told[0] == told[1]
 
 
@@ -233,7 +233,7 @@ def a_snapshot_that_one_rank_asks_for_is_taken_by_all_at_the_same_step():
     setup = Setup(snapshot_interval=100)
     setup.fault(0, 3, lambda batch: setup.healer.request_snapshot())
     setup.run(12)
-    told = setup.healer._guarded.ranks.gather(setup.healer.snapshots())
+    told = setup.healer.parts.guarded.ranks.gather(setup.healer.snapshots())
     assert told[0] == told[1] == [3 + setup.healer.config.lag + 2, 0]
 
 
@@ -263,7 +263,7 @@ def memory_that_runs_out_on_one_rank_shrinks_the_pieces_of_all():
         assert setup.causes() == ["oom"]
         assert setup.done[0][3] == ["ClearCache", "ShrinkBatch"]
         assert setup.pieces[-1] == 4
-        told = setup.healer._guarded.ranks.gather(setup.healer.micro_batches)
+        told = setup.healer.parts.guarded.ranks.gather(setup.healer.micro_batches)
         assert told == [2, 2]
 
 
@@ -286,7 +286,7 @@ def memory_that_runs_out_within_forward_does_not_send_buffers_twice():
 @check(2)
 def memory_that_runs_out_while_accumulating_is_no_loss_either():
     setup = Setup()
-    setup.healer._micro.pieces = 4
+    setup.healer.parts.micro.pieces = 4
 
     def fail(batch):
         setup.faults[6] = None  # armed again: the next piece of the same attempt
@@ -345,7 +345,7 @@ def a_loader_that_fails_on_one_rank_costs_all_one_step():
     setup.run(20, Torn(setup.loader))
     setup.assert_alike()
     assert setup.causes() == ["data_error"]
-    assert setup.healer._stream.ordinal == 20
+    assert setup.healer.parts.stream.ordinal == 20
 
 
 @check(2)
@@ -386,7 +386,7 @@ def memory_that_runs_out_in_the_step_of_one_rank_returns_all_to_a_snapshot():
 def a_snapshot_that_is_corrupt_on_one_rank_is_used_by_none():
     setup = Setup(snapshot_memory_fraction=4.0).run(19)
     if dist.get_rank() == 0:  # all but the oldest; which of them is chosen is the policy's affair
-        for snapshot in setup.healer._run.ring._kept[1:]:
+        for snapshot in setup.healer.parts.run.ring._kept[1:]:
             next(iter(snapshot.tensors.values())).view(-1)[0] += 1.0
 
     def damage(batch):
@@ -398,7 +398,7 @@ def a_snapshot_that_is_corrupt_on_one_rank_is_used_by_none():
     resumed = []
     setup.healer.on_instability(lambda d, plan: resumed.append((setup.healer.last_step, plan)))
     setup.run(40)
-    told = setup.healer._guarded.ranks.gather((setup.done, resumed, setup.healer.last_step))
+    told = setup.healer.parts.guarded.ranks.gather((setup.done, resumed, setup.healer.last_step))
     assert told[0] == told[1]
     assert "Rollback" in setup.actions()
     assert same_on_all_ranks(*[p.detach() for p in setup.model.parameters()])
@@ -480,9 +480,9 @@ def a_forecast_hears_the_mean_loss_and_warns_alike():
     setup.assert_alike()
     assert setup.causes() == ["instability_ahead"]
     assert setup.actions() == {"TakeSnapshot", "TightenClip", "WatchClosely"}
-    forecast = setup.healer._listener.watch.forecast
+    forecast = setup.healer.parts.listener.watch.forecast
     heard = (forecast.evidence, forecast.features.last_loss, forecast.features.second_fast)
-    ranks = setup.healer._guarded.ranks
+    ranks = setup.healer.parts.guarded.ranks
     assert len(set(ranks.gather(heard))) == 1
     losses = ranks.gather(own)
     assert losses[0][-1] != losses[1][-1]

@@ -42,7 +42,7 @@ class HealedSteps:
         self._heals_errors = (
             self._is_automatic and self._accumulate == 1 and trainer.world_size == 1
         )
-        self._buffers = healer._guarded.buffers
+        self._buffers = healer.parts.guarded.buffers
         self._sum: Tensor | None = None  # of the losses of batches that were only accumulated
         self._num_summed = 0
         self._clips_before = self._watched._steps
@@ -92,7 +92,7 @@ class HealedSteps:
         """Return whether there are gradients, and the loss; False if the batch was given up."""
         if not self._heals_errors or not hasattr(closure, "_step_fn"):
             return True, closure()
-        attempts, micro = self._healer._attempts, self._healer._micro
+        attempts, micro = self._healer.parts.attempts, self._healer.parts.micro
         while True:
             rng = RngState.now()
             self._buffers.begin()
@@ -102,19 +102,19 @@ class HealedSteps:
                     return True, closure()
                 return True, self._in_pieces(closure)
             except Exception as error:
-                failure = attempts._judged(error, self.phase)
+                failure = attempts.judge(error, self.phase)
             # The except block is left: nothing holds the frames whose tensors must be freed.
             self._watched.zero_grad()
             self._buffers.put_back()
             rng.put_back()
-            if not attempts._heal(*failure):
+            if not attempts.heal(*failure):
                 loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
                 closure._result = loop.output_result_cls(None)
                 return False, None
 
     def _in_pieces(self, closure: Any) -> Tensor:
         """Forward and backward of a batch that does not fit whole, with Lightning's hooks."""
-        micro, step_fn = self._healer._micro, closure._step_fn
+        micro, step_fn = self._healer.parts.micro, closure._step_fn
         arguments = step_fn.args[0]
         batch = arguments["batch"]
         outputs = []
@@ -143,10 +143,10 @@ class HealedSteps:
         except Exception as error:
             if not self._heals_errors:
                 raise
-            attempts = self._healer._attempts
-            attempts._heal(*attempts._judged(error, "step"))
+            attempts = self._healer.parts.attempts
+            attempts.heal(*attempts.judge(error, "step"))
         else:
-            self._healer._micro.note_clean()
+            self._healer.parts.micro.note_clean()
 
     def _mean(self, loss: Tensor | None) -> Tensor | None:
         """Return the mean loss of all batches of the step, computed on the device."""

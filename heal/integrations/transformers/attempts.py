@@ -42,11 +42,11 @@ class TrainerAttempts(Attempts):
         training_step: TrainingStep,
     ) -> None:
         super().__init__(
-            healer._run,
-            healer._guarded,
-            healer._micro,
-            healer._treatment,
-            healer._stream,
+            healer.parts.run,
+            healer.parts.guarded,
+            healer.parts.micro,
+            healer.parts.treatment,
+            healer.parts.stream,
             healer.journal,
             healer,
         )
@@ -54,7 +54,7 @@ class TrainerAttempts(Attempts):
         self._guard = guard
         self._batches = batches
         self._training_step = training_step
-        self._buffers = healer._guarded.buffers
+        self._buffers = healer.parts.guarded.buffers
         self._is_paired = is_paired(trainer)
         self._inputs: list[Any] = []  # of the micro-batches of this step, so far
         self._calls = 0
@@ -83,7 +83,7 @@ class TrainerAttempts(Attempts):
                 return loss
             # The except block is left: nothing holds the frames whose tensors must be freed.
             self._undo()
-            if not self._heal(*failure):
+            if not self.heal(*failure):
                 self._replace_last(num_items_in_batch)
                 if not self._inputs:
                     return torch.zeros((), device=self._trainer.args.device)
@@ -91,7 +91,7 @@ class TrainerAttempts(Attempts):
 
     def treat(self, error: Exception, phase: str) -> None:
         """Heal what was raised outside of forward and backward."""
-        self._heal(*self._judged(error, phase))
+        self.heal(*self.judge(error, phase))
 
     def _samples_of(self, index: int) -> list[Any] | None:
         return self._batches.samples_of(index)
@@ -140,7 +140,7 @@ class TrainerAttempts(Attempts):
                 loss = self._run_one(model, one, num_items_in_batch)
                 self._guard.add_loss(loss)
         except Exception as error:
-            diagnosis, raised = self._judged(error, "forward")
+            diagnosis, raised = self.judge(error, "forward")
         else:
             return loss, None
         if diagnosis.family is Family.DATA:
@@ -153,9 +153,9 @@ class TrainerAttempts(Attempts):
     def _run_one(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         self._micro.attempts += 1
         if isinstance(inputs, list):  # prompts: the samples are made from them
-            self._micro._largest_batch = self._trainer.args.per_device_train_batch_size
+            self._micro.largest_batch = self._trainer.args.per_device_train_batch_size
         else:
-            self._micro._largest_batch = count_samples(inputs, self._is_paired)
+            self._micro.largest_batch = count_samples(inputs, self._is_paired)
         if self._micro.pieces == 1:
             return self._training_step(model, inputs, num_items_in_batch)
         return self._run_in_pieces(model, inputs, num_items_in_batch)

@@ -86,7 +86,7 @@ class SelfHealingCallback(TrainerCallback):
         )
         trouble = load_healing(self.session, self.resumed_from) if self.resumed_from else ""
         if trouble:
-            self.session.healer._note(trouble)
+            self.session.healer.parts.notes.add(trouble)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.session is not None:
@@ -111,7 +111,7 @@ class SelfHealingCallback(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self.session is not None and args.should_save and folder.is_dir():
             session = self.session
-            session.healer._notes.contain(lambda: save_healing(session, folder))
+            session.healer.parts.notes.contain(lambda: save_healing(session, folder))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.detach()

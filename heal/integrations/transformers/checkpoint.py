@@ -13,7 +13,7 @@ FILE = "healing.pt"
 
 def save_healing(session: Session, folder: str | Path) -> None:
     """Write what was tried, what is remembered and what was changed into a checkpoint."""
-    state = {**session.healer._memory.state_dict(), "log": session.log_watch.state()}
+    state = {**session.healer.parts.memory.state_dict(), "log": session.log_watch.state()}
     beside = Path(folder) / f"{FILE}.partial"
     torch.save(state, beside)
     os.replace(beside, Path(folder) / FILE)
@@ -30,7 +30,7 @@ def load_healing(session: Session, folder: str | Path) -> str:
         return ""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        session.healer._memory.load_state_dict(state)
+        session.healer.parts.memory.load_state_dict(state)
         session.log_watch.load_state(state["log"])
     except Exception as error:  # a torn file raises almost anything
         return f"{path} cannot be read: {error!r}"

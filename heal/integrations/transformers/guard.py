@@ -93,7 +93,7 @@ class TrainerGuard:
                     optimizer.step_if_allowed(result)
         finally:  # also if the optimizer fails: ranks must count their mail alike
             if judged is not None:
-                guarded._post(step, judged)
+                guarded.post(step, judged)
             else:
                 guarded.buffers.settle(False)
         return judged is not None

@@ -9,6 +9,7 @@ from heal.actions import CannotHeal
 from heal.causes import Family, Finding
 from heal.config import HealingConfig
 from heal.detectors.preference import ACCURACY, MARGIN
+from heal.detectors.progress import Plateau
 from heal.detectors.rewards import REWARD
 from heal.diagnose import diagnose_exception
 from heal.integrations.transformers.attempts import TrainerAttempts
@@ -75,7 +76,7 @@ class Session:
         self._patches = patches
         accelerator = trainer.accelerator
         self._guard = TrainerGuard(
-            self.healer._guarded,
+            self.healer.parts.guarded,
             config.zclip_enabled,
             accelerator.clip_grad_norm_,
             self._facts,
@@ -99,7 +100,7 @@ class Session:
         """Before the first micro-batch of a step."""
         self._is_in_step = self._has_hooks = True
         self.finish_snapshot()
-        self.healer._notes.contain(self.healer._books.before_step)
+        self.healer.parts.notes.contain(self.healer.parts.books.before_step)
 
     def finish_snapshot(self) -> None:
         """Bring a snapshot of this very step up to date.
@@ -138,35 +139,37 @@ class Session:
         healer, guard = self.healer, self._guard
         try:
             with healer.exits.halting():
-                healer._notes.contain(
-                    lambda: healer._books.after_step(guard.facts, self._posted, guard.has_loss)
+                healer.parts.notes.contain(
+                    lambda: healer.parts.books.after_step(guard.facts, self._posted, guard.has_loss)
                 )
         except CannotHeal as halt:
             if not self._retries or control is None or not is_preemption(halt):
                 raise
             self._stop(halt, control)
-        kept = healer._run.ring._kept
-        if kept and kept[-1].step == healer._run.step:
-            self._fresh_snapshot = kept[-1]
+        fresh = healer.parts.run.ring.of_step(healer.parts.run.step)
+        if fresh is not None:
+            self._fresh_snapshot = fresh
 
     def observe_log(self, logs: Mapping[str, Any]) -> None:
         """Hear of a line of the trainer's log: what it tells of preferences and rewards."""
         healer = self.healer
-        detectors = healer._listener.watch.detectors
+        detectors = healer.parts.listener.watch.detectors
         if ACCURACY in logs or MARGIN in logs:
             # The loss alone would name a plateau at chance; here there is better evidence.
-            vars(detectors["plateau"])["chance"] = 0.0
+            plateau = detectors.get("plateau")
+            if isinstance(plateau, Plateau):
+                plateau.chance = 0.0
         if REWARD in logs:
             # A policy loss is zero on average, exactly zero without advantages, and leaps with
             # every group that has some. Rewards, divergence and gradients tell more.
             detectors.pop("loss_spike", None)
         with healer.exits.halting():
-            healer._notes.contain(
-                lambda: self._treat(self.log_watch.observe(healer._run.step, logs))
+            healer.parts.notes.contain(
+                lambda: self._treat(self.log_watch.observe(healer.parts.run.step, logs))
             )
 
     def _treat(self, findings: Sequence[Finding]) -> None:
-        self.healer._treatment.treat(findings)
+        self.healer.parts.treatment.treat(findings)
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the postmortem."""
@@ -191,22 +194,23 @@ class Session:
             trackers=trackers,
             sleep=sleep,
         )
-        healer._run.step = trainer.state.global_step
-        healer._schedules.caller_repeats = True  # a rollback returns the trainer's count as well
+        parts = healer.parts
+        parts.run.step = trainer.state.global_step
+        parts.schedules.caller_repeats = True  # a rollback returns the trainer's count as well
         # The scheduler knows the optimizer as accelerate wrapped it, the healer as it is within.
-        healer._listener._rates._schedulers[id(optimizer)] = trainer.lr_scheduler
+        parts.listener.rates.follow(optimizer, trainer.lr_scheduler)
         return healer
 
     def _facts(self) -> HostFacts:
         try:
-            return self.healer._listener.facts()
+            return self.healer.parts.listener.facts()
         except Exception as error:
-            self.healer._note(f"{LEFT_OUT}: {error!r}")
+            self.healer.parts.notes.add(f"{LEFT_OUT}: {error!r}")
             return HostFacts()
 
     def _keep_position(self) -> None:
         """Have snapshots hold the trainer's own counters beside the healer's."""
-        run = self.healer._run
+        run = self.healer.parts.run
         healing_state, on_restore = run.healing_state, run.on_restore
 
         def save() -> dict[str, Any]:
@@ -225,7 +229,7 @@ class Session:
         trainer = self.trainer
         batches = TrainerBatches(
             trainer,
-            self.healer._stream,
+            self.healer.parts.stream,
             self._waits,
             self.finish_snapshot,
             batches_passed_over(trainer),
@@ -233,7 +237,7 @@ class Session:
         self._attempts = TrainerAttempts(
             trainer, self.healer, self._guard, batches, trainer.training_step
         )
-        self.healer._attempts = self._attempts
+        self.healer.parts.attempts = self._attempts
         self._patches.set(trainer, "get_batch_samples", batches.get_batch_samples)
         self._patches.set(trainer, "training_step", self._attempts.training_step)
 
@@ -259,7 +263,7 @@ class Session:
             self._step_alone()
             return
         try:
-            self._posted = self._guard.step(self.healer._run.step)
+            self._posted = self._guard.step(self.healer.parts.run.step)
         except Exception as error:
             if self._attempts is None:
                 raise
@@ -270,8 +274,8 @@ class Session:
 
         The trainer's counters are left alone then, and what it raises goes on.
         """
-        self.healer._notes.contain(self.healer._books.before_step)
-        self._posted = self._guard.step(self.healer._run.step)
+        self.healer.parts.notes.contain(self.healer.parts.books.before_step)
+        self._posted = self._guard.step(self.healer.parts.run.step)
         self._hear(None)
         self._fresh_snapshot = None
 
@@ -285,11 +289,11 @@ class Session:
         self._guard.forget()
         self._attempts.treat(error, "step")
         if not self.position.was_set_back:
-            self.healer._run.advance()
+            self.healer.parts.run.advance()
 
     def _waits(self, error: Exception) -> bool:
         """Wait if that may cure an error of the loader; True if it was waited."""
-        diagnosis = diagnose_exception(error, step=self.healer._run.step, phase="data")
+        diagnosis = diagnose_exception(error, step=self.healer.parts.run.step, phase="data")
         if diagnosis.family is not Family.WAIT:
             return False
         assert self._attempts is not None

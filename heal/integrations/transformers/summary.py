@@ -27,5 +27,5 @@ def summary(healer: Healer) -> dict[str, float]:
         **counts,
         "healing/alerts": float(alerts),
         "healing/lr_scale": healer.lr_scale,
-        "healing/micro_batches": float(healer._run.micro_batches),
+        "healing/micro_batches": float(healer.parts.run.micro_batches),
     }

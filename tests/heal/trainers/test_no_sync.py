@@ -24,7 +24,7 @@ class Reads(TorchDispatchMode):
     not, which ``tests/heal/test_no_sync.py`` proves.
     """
 
-    QUIET = ((Mailbox, "poll"), (GuardedStep, "_post"), (WatchedOptimizer, "step_if_allowed"))
+    QUIET = ((Mailbox, "poll"), (GuardedStep, "post"), (WatchedOptimizer, "step_if_allowed"))
 
     def __init__(self, monkeypatch):
         super().__init__()
