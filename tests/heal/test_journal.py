@@ -43,7 +43,7 @@ def test_a_note_that_comes_before_the_run_is_of_step_0(tmp_path):
     notes.add("the set-up is odd")
     notes.step = lambda: 7
     notes.add("so is the run")
-    told = [(event["step"], event["text"]) for event in read_events(tmp_path / "events.jsonl")]
+    told = [(event["step"], event["text"]) for event in read_events(tmp_path / "events.jsonl")[0]]
     assert told == [(0, "the set-up is odd"), (7, "so is the run")]
 
 
