@@ -20,6 +20,7 @@ class Readout:
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log; those of the device are ``lag`` steps old."""
+        self.parts.listener.catch_up()
         history, latest = self.parts.treatment.history, self.parts.listener.latest
         metrics = {
             "healing/recovery_attempts": float(history.total_attempts),
