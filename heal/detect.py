@@ -142,9 +142,15 @@ class Watch:
         if self.forecast is not None:
             self.forecast.note_failure(step)
 
-    def metrics(self) -> dict[str, float]:
-        """Return what is worth a plot."""
-        metrics = {"healing/loss_spike_ratio": self._spike.ratio}
+    def metrics(self, unheard: Record | None = None) -> dict[str, float]:
+        """Return what is worth a plot.
+
+        Args:
+            unheard: the newest record, if it was not observed yet.
+        """
+        spike = self._spike
+        ratio = spike.ratio if unheard is None else spike.ratio_of(unheard.loss)
+        metrics = {"healing/loss_spike_ratio": ratio}
         if math.isfinite(self._gap.gap):
             metrics["healing/eval_gap"] = self._gap.gap
         if self.forecast is not None and math.isfinite(self.forecast.probability):

@@ -249,10 +249,16 @@ class Listener:
         return record
 
     @property
+    def unheard(self) -> Record | None:
+        """The newest record that may be read, while the detectors have not heard of it."""
+        waiting = self._guarded.mailbox.peek()
+        return None if waiting is None else self._decoded(*waiting)
+
+    @property
     def latest(self) -> Record | None:
         """The newest record that may be read, if calm before the detectors hear of it."""
-        waiting = self._guarded.mailbox.peek()
-        return self._latest if waiting is None else self._decoded(*waiting)
+        unheard = self.unheard
+        return self._latest if unheard is None else unheard
 
     def _decoded(self, step: int, row: list[float]) -> Record:
         """Read a row together with what the host knew when the step was posted."""

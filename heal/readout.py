@@ -20,12 +20,13 @@ class Readout:
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log; those of the device are ``lag`` steps old."""
-        self.parts.listener.catch_up()
-        history, latest = self.parts.treatment.history, self.parts.listener.latest
+        history, listener = self.parts.treatment.history, self.parts.listener
+        unheard = listener.unheard
+        latest = listener.latest if unheard is None else unheard
         metrics = {
             "healing/recovery_attempts": float(history.total_attempts),
             "healing/nan_count": float(history.nan_count),
-            **self.parts.listener.watch.metrics(),
+            **listener.watch.metrics(unheard),
             **self.parts.probes.metrics(),
         }
         if latest is not None:

@@ -94,6 +94,12 @@ class LossSpike:
             streak=max(self.streak, 1),
         )
 
+    def ratio_of(self, loss: float) -> float:
+        """Return a loss over its usual level; that of the last one where it cannot be told."""
+        usual, scale = self.level()
+        ratio = 1.0 + (loss - usual) / scale
+        return ratio if math.isfinite(ratio) else self.ratio
+
     def level(self) -> tuple[float, float]:
         """Return the usual loss, and what counts as once more of it; NaN while it is not known."""
         usual, spread = self.losses.median_and_spread()

@@ -9,7 +9,7 @@ from heal import HealingConfig
 from heal.actions import CannotHeal
 from heal.calm import TOGETHER, Calm
 from heal.causes import Cause
-from heal.detect import Usual
+from heal.detect import Usual, Watch
 from heal.ranks import HostFacts
 from heal.verdict import Flag, Record
 from tests.heal.linear_run import LAG, build, step_of
@@ -134,10 +134,34 @@ def test_what_is_told_of_a_run_is_as_new_as_ever():
         step_of(model, healer, 1)
         if step >= LAG:
             assert healer.latest.step == step - LAG
-            norm = healer.parts.guarded.optimizers[0].clipper.result.verdict[NORM]
-            assert step == LAG or healer.metrics()["zclip/raw_grad_norm"] != float(norm)
+            assert healer.metrics()["zclip/raw_grad_norm"] == healer.latest.norm
     assert healer.latest.lr == 1e-3
     assert healer.parts.listener.watch.detectors["lr_spike"].seen < 25 - LAG
+
+
+@pytest.mark.parametrize(("loss", "ratio"), [(2.0, 2.0), (math.nan, 1.0), (math.inf, 1.0)])
+def test_the_ratio_of_the_loss_is_that_of_the_newest_record(loss, ratio):
+    """Of one that nobody has heard of, by what is usual; what is no number has none."""
+    watch = Watch(HealingConfig())
+    for step in range(100):
+        watch.observe(Record(step, norm=1.0, loss=1.0 + 1e-3 * math.sin(step), lr=0.1))
+    before = watch.metrics()["healing/loss_spike_ratio"]
+    assert before == pytest.approx(1.0, abs=1e-2)
+    unheard = Record(100, loss=loss)
+    assert watch.metrics(unheard)["healing/loss_spike_ratio"] == pytest.approx(ratio, abs=1e-2)
+    assert watch.metrics()["healing/loss_spike_ratio"] == before
+
+
+def test_numbers_are_those_of_a_record_that_nobody_has_heard_of():
+    model, _, healer = build()
+    step_of(model, healer, 60)
+    healer.snapshots()  # hears of all
+    heard = healer.metrics()["healing/loss_spike_ratio"]
+    assert heard == healer.parts.listener.watch.detectors["loss_spike"].ratio
+    step_of(model, healer, 3)
+    assert healer.parts.listener.unheard.step == 62 - LAG
+    assert healer.metrics()["healing/loss_spike_ratio"] < heard  # the loss falls
+    assert healer.parts.listener.watch.detectors["loss_spike"].ratio == heard
 
 
 def test_a_forecast_hears_every_step_when_it_can():

@@ -57,15 +57,6 @@ def test_whoever_asks_for_snapshots_hears_of_all_that_are_good():
     assert healer.newest_snapshot().step == 10
 
 
-def test_whoever_asks_for_numbers_is_told_those_of_the_newest_record():
-    model, _, healer = build()
-    step_of(model, healer, 12)
-    spike = healer.parts.listener.watch.detectors["loss_spike"]
-    assert len(spike.state()["losses"]) < 12 - LAG  # nobody has asked: the rest of the mail waits
-    assert healer.metrics()["healing/loss_spike_ratio"] == spike.ratio
-    assert len(spike.state()["losses"]) == 12 - LAG
-
-
 def test_what_is_found_on_the_way_is_treated_in_the_next_step():
     model, _, healer = build(snapshot_interval=50)
 
