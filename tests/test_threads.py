@@ -40,7 +40,7 @@ def test_flushing_denormals_on_one_thread_changes_no_bit(threads):
     torch.set_flush_denormal(True)
     try:
         flushed = torch.ops.zclip.grad_stats(grads)
-        assert torch.tensor(1e-30).square() == 0, "the mode must survive our call"
+        assert torch.tensor(1e-20).square() == 0, "the mode must survive our call"
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(plain, flushed)

@@ -6,7 +6,8 @@ which the median of its last losses has doubled; features for training are taken
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,18 +84,31 @@ def make(wanted: Sequence[Group], processes: int = 1) -> Streams:
 
 
 def _make_group(group: Group) -> Streams:
+    with _quick_arithmetic():
+        lr = critical_lr(group.architecture, group.optimizer, group.batch_size)
+        return simulate(
+            group.architecture,
+            group.optimizer,
+            list(group.kinds),
+            steps=group.steps,
+            batch_size=group.batch_size,
+            critical_lr=lr,
+            seed=group.seed,
+        )
+
+
+@contextmanager
+def _quick_arithmetic() -> Iterator[None]:
+    """Compute by one thread and without subnormal numbers; put both back as they were."""
+    threads = torch.get_num_threads()
+    was_flushing = bool(torch.tensor(1e-20).square() == 0.0)  # subnormal in float32
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    lr = critical_lr(group.architecture, group.optimizer, group.batch_size)
-    return simulate(
-        group.architecture,
-        group.optimizer,
-        list(group.kinds),
-        steps=group.steps,
-        batch_size=group.batch_size,
-        critical_lr=lr,
-        seed=group.seed,
-    )
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(was_flushing)
 
 
 def joined(parts: Sequence[Streams]) -> Streams:

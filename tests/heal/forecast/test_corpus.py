@@ -26,6 +26,21 @@ def some(architecture="mlp", optimizer="adam", kinds=KINDS, seed=3, steps=260):
     )
 
 
+@pytest.mark.parametrize("flushes", [False, True])
+def test_making_a_corpus_leaves_arithmetic_as_it_was(flushes):
+    """Whoever computes on in this process must not lose small numbers by it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    torch.set_flush_denormal(flushes)
+    try:
+        corpus.make([corpus.Group("mlp", "adam", ("plain",), steps=40, batch_size=4, seed=0)])
+        assert bool(torch.tensor(1e-20).square() == 0.0) == flushes
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_run_of_a_batch_has_the_gradient_it_would_have_alone(name):
     made = ARCHITECTURES[name]
