@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from heal.exit_codes import ExitCode
+from heal.plain_values import plain
 
 
 class Run(Protocol):
@@ -297,8 +298,12 @@ def newest_snapshot(snapshots: Sequence[int], before_step: int) -> int | None:
 
 
 def action_to_json(action: Action) -> dict[str, Any]:
-    """Return an action as the journal writes it: its name, then what it was told."""
-    return {"action": type(action).__name__, **asdict(action)}
+    """Return an action as the journal writes it: its name, then what it was told.
+
+    Plain values: a hook may have computed them with numpy or torch.
+    """
+    told: dict[str, Any] = plain(asdict(action))
+    return {"action": type(action).__name__, **told}
 
 
 SEED_WORDS = {

@@ -1,7 +1,10 @@
 """Every cause of trouble that healing knows: what it means, how grave it is, who described it."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum, IntEnum
+from typing import Any
+
+from heal.plain_values import plain
 
 
 class Severity(IntEnum):
@@ -179,3 +182,15 @@ class Finding:
     severity: Severity
     evidence: dict[str, object]
     streak: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as values that JSON has."""
+        named = {"cause": self.cause.value, "severity": self.severity.name}
+        told: dict[str, Any] = plain(asdict(self))
+        return {**told, **named}
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> "Finding":
+        """Return what :meth:`to_json` told of."""
+        named = {"cause": Cause(told["cause"]), "severity": Severity[told["severity"]]}
+        return cls(**{**told, **named})

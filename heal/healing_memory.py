@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from heal.detect import Watch
 from heal.guarded_step import GuardedStep
 from heal.history import History
+from heal.listener import Listener
+from heal.plain_values import plain
 from heal.run import TorchRun
 from heal.treatment import Treatment
 
@@ -19,32 +20,34 @@ class HealingMemory:
     Args:
         run: the step that comes next, and what healing changed.
         guarded: clips and watches the loss.
-        watch: the detectors.
+        listener: the detectors, and what they found that is not treated yet.
         treatment: what was tried.
     """
 
     def __init__(
-        self, run: TorchRun, guarded: GuardedStep, watch: Watch, treatment: Treatment
+        self, run: TorchRun, guarded: GuardedStep, listener: Listener, treatment: Treatment
     ) -> None:
         self._run = run
         self._guarded = guarded
-        self._watch = watch
+        self._listener = listener
         self._treatment = treatment
 
     def values(self) -> dict[str, Any]:
         """Return it as plain values, for whoever saves the tensors of clipping anyway."""
-        self._treatment.catch_up()  # the detectors are saved with all that they can know
+        self._listener.catch_up()  # the detectors are saved with all that they can know
         return {
-            "healing": self._watch.state(),
+            "healing": self._listener.watch.state(),
+            "untreated": self._listener.untreated(),
             "history": self._treatment.history.state(),
-            "run": self._run.state(),
+            "run": plain(self._run.state()),
         }
 
     def resume(self, step: int, values: dict[str, Any]) -> None:
         """Go on at a step of another process, with what :meth:`values` returned there."""
         self._treatment.history = History.from_state(values["history"])
-        self._watch.load_state(values["healing"])
+        self._listener.watch.load_state(values["healing"])
         self._run.resume(step, values["run"])
+        self._listener.treat_later(values.get("untreated", ()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return it with the state of clipping and of the loss, which are tensors of their own."""
@@ -62,8 +65,9 @@ class HealingMemory:
         Raises:
             ValueError: it is of another version of this library.
         """
-        if state["version"] != VERSION:
-            raise ValueError(f"healing state is of version {state['version']}; wanted {VERSION}")
+        version = state.get("version", 1)  # that of Lightning had none
+        if version != VERSION:
+            raise ValueError(f"healing state is of version {version}; wanted {VERSION}")
         for optimizer, clip in zip(self._guarded.optimizers, state["clip"], strict=True):
             optimizer.clipper.load_state_dict(clip)
         self._guarded.watch.state.copy_(state["loss"])

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -215,6 +215,14 @@ class Listener:
             yield record.step, findings
         newest = records[-1].step if records else -1
         self._calm.heard(self._run.step, newest, self.watch.usual())
+
+    def untreated(self) -> list[tuple[int, list[dict[str, Any]]]]:
+        """Return what was found and not treated yet, by step, as plain values."""
+        return [(step, [f.to_json() for f in findings]) for step, findings in self._late]
+
+    def treat_later(self, told: Sequence[tuple[int, Sequence[dict[str, Any]]]]) -> None:
+        """Have the next :meth:`listen` treat what :meth:`untreated` returned in another process."""
+        self._late = [(step, [Finding.from_json(f) for f in findings]) for step, findings in told]
 
     def hear_the_rest(self) -> None:
         """Read the last records, when no step is to come that a plan could serve."""

@@ -4,7 +4,7 @@ The gradient is that of the whole batch: every piece is weighted by its samples.
 half-way leaves no trace: gradients, buffers and generators are put back before it is tried again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -62,7 +62,7 @@ class MicroBatcher:
         self._parameters = parameters
         self._smallest = smallest
         self._grow_steps = grow_steps
-        self._clean_steps = 0
+        self._clean_steps = self._growths = 0
         self.largest_batch = 0
         self._rng: RngState | None = None
         self._buffers = BufferCopies(model) if buffers is None else buffers
@@ -157,10 +157,20 @@ class MicroBatcher:
         if self.pieces == 1 or not self._grow_steps:
             return
         self._clean_steps += 1
-        if self._clean_steps >= self._grow_steps:
+        if self._clean_steps >= self._grow_steps << self._growths:
             self.pieces //= 2
             self._clean_steps = 0
-            self._grow_steps *= 2
+            self._growths += 1
+
+    def state(self) -> dict[str, int]:
+        """Return how fine batches are cut, and when that is tried less fine."""
+        counts = {"clean_steps": self._clean_steps, "growths": self._growths}
+        return {"pieces": self.pieces, **counts}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Go on with what :meth:`state` returned in another process."""
+        self.pieces = state["pieces"]
+        self._clean_steps, self._growths = state["clean_steps"], state["growths"]
 
     def _measure(self, batches: Sequence[Any]) -> None:
         """Find out how finely the batches of a step that failed could be cut."""

@@ -4,7 +4,6 @@ Its methods work with these parts, and so do integrations that take the place of
 hand-written loop needs none of them.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,10 +53,10 @@ class Given:
     optimizer: Optimizer | Sequence[Optimizer]
     schedulers: tuple[Any, Any]
     config: HealingConfig
-    scaler: Any = None
-    process_group: Any = None
-    sleep: Callable[[float], None] = time.sleep
-    clock: Callable[[], float] = time.monotonic
+    scaler: Any
+    process_group: Any
+    sleep: Callable[[float], None]
+    clock: Callable[[], float]
 
 
 class Parts:
@@ -70,6 +69,7 @@ class Parts:
         owner: the healer.
 
     Attributes:
+        notes: what healing itself could not do.
         guarded: clips and steps, unless the device refuses.
         schedules: the schedulers.
         state: all that training changes.
@@ -117,7 +117,7 @@ class Parts:
         self.listener.cluster = ClusterWatch(
             model, config, journal, self.listener.report, note, group
         )
-        self.memory = HealingMemory(run, guarded, self.listener.watch, self.treatment)
+        self.memory = HealingMemory(run, guarded, self.listener, self.treatment)
         self.attempts = Attempts(
             run, guarded, self.micro, self.treatment, self.stream, journal, owner
         )

@@ -1,4 +1,4 @@
-"""The part of a healer that takes probes."""
+"""Probes of the user's own, run by the healer every so many steps."""
 
 from collections.abc import Callable
 from typing import Any

@@ -151,6 +151,7 @@ class TorchRun:
             "lr_scale": self._lr_scale,
             "ramp": self._ramp,
             "micro_batches": self.micro_batches,
+            "micro": self._micro.state(),
             "anchor_steps": self.anchor.steps_left,
             **self.clip_limits.state(),
         }
@@ -160,6 +161,8 @@ class TorchRun:
         self.step = step
         self.lr_scale, self._ramp = saved["lr_scale"], saved["ramp"]
         self.micro_batches = saved["micro_batches"]
+        if "micro" in saved:  # not in the first checkpoints
+            self._micro.load_state(saved["micro"])
         self.clip_limits.resume(saved)
         if saved.get("anchor_steps"):  # weights and importance would double the checkpoint
             self._note(f"an anchor held for {saved['anchor_steps']} more steps; it was not saved")

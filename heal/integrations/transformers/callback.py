@@ -12,6 +12,7 @@ from heal.integrations.transformers.checkpoint import load_healing, save_healing
 from heal.integrations.transformers.checks import checked_config, checked_factor, checked_trainer
 from heal.integrations.transformers.patches import Patches
 from heal.integrations.transformers.session import Session
+from heal.integrations.transformers.undone_checkpoints import checkpoint_folder
 from heal.loop import Healer
 
 
@@ -108,9 +109,12 @@ class SelfHealingCallback(TrainerCallback):
             self.session.observe_log(logs)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if self.session is not None and args.should_save and folder.is_dir():
-            session = self.session
+        session = self.session
+        if session is None:
+            return
+        session.saved_steps.add(state.global_step)
+        folder = checkpoint_folder(self._trainer, state.global_step)
+        if args.should_save and folder.is_dir():
             session.healer.parts.notes.contain(lambda: save_healing(session, folder))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

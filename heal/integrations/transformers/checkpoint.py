@@ -30,8 +30,9 @@ def load_healing(session: Session, folder: str | Path) -> str:
         return ""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        log = state["log"]
         session.healer.parts.memory.load_state_dict(state)
-        session.log_watch.load_state(state["log"])
+        session.log_watch.load_state(log)
     except Exception as error:  # a torn file raises almost anything
         return f"{path} cannot be read: {error!r}"
     return ""

@@ -9,6 +9,9 @@ from torch import Tensor
 SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 """What the trainer adds up between two lines of its log."""
 
+BEST = ("best_metric", "best_model_checkpoint", "best_global_step")
+"""What the trainer's state holds of its best evaluation, which may be of a step that is undone."""
+
 ONLINE = (
     "_step",
     "_buffered_inputs",
@@ -46,6 +49,7 @@ class TrainerPosition:
             "tokens": state.num_input_tokens_seen,
             "flos": state.total_flos,
             "logged": len(state.log_history),
+            "best": {name: getattr(state, name) for name in BEST if hasattr(state, name)},
             "running_loss": running.detach().clone() if isinstance(running, Tensor) else None,
             "sums": {name: getattr(trainer, name) for name in SUMS if hasattr(trainer, name)},
             "online": {
@@ -62,6 +66,8 @@ class TrainerPosition:
         state.global_step, state.epoch = saved["global_step"], saved["epoch"]
         state.num_input_tokens_seen, state.total_flos = saved["tokens"], saved["flos"]
         del state.log_history[saved["logged"] :]
+        for name, value in saved["best"].items():
+            setattr(state, name, value)
         if saved["running_loss"] is not None:
             trainer._tr_loss.copy_(saved["running_loss"])
         for name, value in saved["sums"].items():

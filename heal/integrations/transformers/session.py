@@ -24,6 +24,7 @@ from heal.integrations.transformers.prepared import (
     known_to_schedulers,
     raise_lr_at_chance,
 )
+from heal.integrations.transformers.undone_checkpoints import put_aside
 from heal.log_watch import LogWatch
 from heal.loop import Healer
 from heal.notes import LEFT_OUT
@@ -49,6 +50,7 @@ class Session:
         healer: does the healing.
         position: where the trainer is.
         stopped: why the run was told to stop, if it was; it was saved first.
+        saved_steps: those that the trainer saved a checkpoint of.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Session:
         self._has_hooks = False  # whether the trainer tells of the beginning of its steps
         self._retries = retries
         self.stopped: CannotHeal | None = None
+        self.saved_steps: set[int] = set()
         self._patches = patches
         accelerator = trainer.accelerator
         self._guard = TrainerGuard(
@@ -221,9 +224,16 @@ class Session:
             on_restore(saved)
             if self._has_hooks:
                 self.position.put_back(saved["trainer"])
+                self.healer.parts.notes.contain(self._put_checkpoints_aside)
             self.log_watch.load_state(saved["log"])
 
         run.healing_state, run.on_restore = save, restore
+
+    def _put_checkpoints_aside(self) -> None:
+        """Also those that were saved before the damage: the run will save these steps anew."""
+        step = self.trainer.state.global_step
+        for path in put_aside(self.trainer, self.saved_steps):
+            self.healer.journal.event("checkpoint_abandoned", step, path=str(path))
 
     def _take_over_batches(self) -> None:
         trainer = self.trainer

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from heal.config import HealingConfig
@@ -140,9 +142,19 @@ class SelfHealingTrainer:
         def values(*args: Any, **kwargs: Any) -> Any:
             epochs, *rest = planned(*args, **kwargs)
             self._callback.planned_epochs = epochs
+            if _steps_done(self._callback.resumed_from) >= rest[-1]:
+                return (epochs, *rest)  # all were taken: one epoch more would be one step more
             return (min(epochs + MORE_EPOCHS, 2**62), *rest)
 
         return values
+
+
+def _steps_done(checkpoint: str | None) -> int:
+    """Return how many steps a trainer had taken when it saved a checkpoint."""
+    path = Path(checkpoint or "") / TRAINER_STATE_NAME
+    if checkpoint is None or not path.is_file():
+        return 0  # the trainer will say what is wrong with it
+    return int(TrainerState.load_from_json(str(path)).global_step)
 
 
 def _checkpoint(trainer: Any, resume: str | bool | None) -> str | None:

@@ -1,6 +1,7 @@
 """A lowered learning rate reaches the optimizer under every scheduler, and no schedule notices."""
 
 import pytest
+from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from tests.heal.trainers import failures, tiny
@@ -76,3 +77,10 @@ def test_so_it_does_under_a_scheduler_that_waits_for_a_metric(kind, tmp_path):
     assert healed.error is None
     assert healed.output.global_step == 16
     assert used[-1] == pytest.approx(0.25 * trainer.optimizer.param_groups[0]["lr"])
+
+
+def test_the_rate_that_the_trainers_scheduler_wants_is_known(tmp_path):
+    """It was told of the optimizer as accelerate wraps it, and the healer of that within."""
+    latest = Healed(tiny.plain(tmp_path, max_steps=6, lr_scheduler_type="linear")).healer.latest
+    assert latest.scheduled_lr == latest.lr
+    assert 0 < latest.lr < tiny.arguments(TrainingArguments, tmp_path).learning_rate

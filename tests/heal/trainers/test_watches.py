@@ -4,6 +4,7 @@ import random
 
 import pytest
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from tests.heal.trainers import tiny
 from tests.heal.trainers.runs import Healed
@@ -70,3 +71,13 @@ def test_a_healthy_run_of_any_trainer_raises_no_alarm(name, tmp_path):
     trainer = tiny.TRAINERS[name](tmp_path, max_steps=150, lr_scheduler_type="cosine")
     healed = Healed(trainer, zclip_enabled=True, plateau_steps=1000)
     assert healed.told == []
+
+
+@pytest.mark.parametrize(("name", "chance"), [("rewards/accuracies", 0.0), ("accuracy", 0.69)])
+def test_a_log_of_preferences_speaks_for_chance_in_place_of_the_loss(name, chance, tmp_path):
+    class Tells(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            logs[name] = 0.5
+
+    healed = Healed(tiny.plain(tmp_path, callbacks=[Tells()], max_steps=3), chance_loss=0.69)
+    assert healed.healer.parts.listener.watch.detectors["plateau"].chance == chance
