@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from heal.schedules import inner_of
 from zclip import ClippedOptimizer
@@ -31,10 +30,6 @@ class LearningRates:
         # Of several that change one optimizer the last has the last word.
         self._schedulers = {id(inner_of(s)): s for s in schedulers if hasattr(s, "optimizer")}
         self._note = note
-
-    def follow(self, optimizer: Optimizer, scheduler: Any) -> None:
-        """Take a scheduler for that of an optimizer, whatever it was told that it changes."""
-        self._schedulers[id(optimizer)] = scheduler
 
     def now(self) -> tuple[float, float]:
         """Return the rate and the scheduled rate of the group that is furthest above its schedule.

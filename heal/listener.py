@@ -47,7 +47,6 @@ class Listener:
     Attributes:
         watch: the detectors.
         series: every record since the last line of metrics.
-        rates: the learning rates.
         sources: asked before every step for flags of the host; quick functions that do not wait.
         wants_snapshot: whether a record asked for one; alike on every rank.
         cluster: looks after other ranks and the hardware; None where nobody is to.
@@ -73,7 +72,7 @@ class Listener:
         self._reported: deque[Flag] = deque()
         self._unheard: dict[int, Flag] = {}  # wishes that were sent with a step, until it is heard
         self._note = note
-        self.rates = rates
+        self._rates = rates
         self._run = run
         self._guarded = guarded
         self._treatment = treatment
@@ -99,7 +98,7 @@ class Listener:
         """Return what the host knows of the step that is about to be taken."""
         now = self._clock()
         seconds, self._step_began = now - self._step_began, now
-        lr, scheduled = self.rates.now()
+        lr, scheduled = self._rates.now()
         flags = NO_FLAG
         while self._reported:
             flags |= self._reported.popleft()

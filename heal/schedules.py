@@ -281,9 +281,9 @@ def schedulers_of(optimizer: Optimizer) -> list[Any]:
 def inner_of(scheduler: Any) -> Any:
     """Return the bare optimizer that a scheduler drives; None if it does not say."""
     optimizer = getattr(scheduler, "optimizer", None)
-    if isinstance(optimizer, ClippedOptimizer):
-        return optimizer.inner
-    return getattr(optimizer, "optimizer", optimizer)  # accelerate's has the bare one inside
+    if not isinstance(optimizer, ClippedOptimizer):
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's has it inside
+    return optimizer.inner if isinstance(optimizer, ClippedOptimizer) else optimizer
 
 
 def _driven(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

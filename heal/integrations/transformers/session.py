@@ -200,8 +200,6 @@ class Session:
         parts = healer.parts
         parts.run.step = trainer.state.global_step
         parts.schedules.caller_repeats = True  # a rollback returns the trainer's count as well
-        # The scheduler knows the optimizer as accelerate wrapped it, the healer as it is within.
-        parts.listener.rates.follow(optimizer, trainer.lr_scheduler)
         return healer
 
     def _facts(self) -> HostFacts:

@@ -4,6 +4,7 @@ import pytest
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
+import zclip
 from tests.heal.trainers import failures, tiny
 from tests.heal.trainers.runs import Healed, bare
 
@@ -79,8 +80,13 @@ def test_so_it_does_under_a_scheduler_that_waits_for_a_metric(kind, tmp_path):
     assert used[-1] == pytest.approx(0.25 * trainer.optimizer.param_groups[0]["lr"])
 
 
-def test_the_rate_that_the_trainers_scheduler_wants_is_known(tmp_path):
+@pytest.mark.parametrize("clips", [False, True])
+def test_the_rate_that_the_trainers_scheduler_wants_is_known(clips, tmp_path):
     """It was told of the optimizer as accelerate wraps it, and the healer of that within."""
-    latest = Healed(tiny.plain(tmp_path, max_steps=6, lr_scheduler_type="linear")).healer.latest
+    trainer = tiny.plain(tmp_path, max_steps=6, lr_scheduler_type="linear")
+    if clips:
+        trainer.create_optimizer()
+        trainer.optimizer = zclip.wrap(trainer.optimizer, "zclip")
+    latest = Healed(trainer).healer.latest
     assert latest.scheduled_lr == latest.lr
     assert 0 < latest.lr < tiny.arguments(TrainingArguments, tmp_path).learning_rate
