@@ -142,6 +142,10 @@ class BatchStream:
     def resume(self, position: DataPosition, unwanted: Iterable[int]) -> None:
         """Begin where another process was, which no batch was drawn from yet."""
         self._rewind_to = position if position.start is not None else None
+        self.leave_out(unwanted)
+
+    def leave_out(self, unwanted: Iterable[int]) -> None:
+        """Never give out batches of these numbers, see :attr:`ordinal`."""
         self._unwanted.update(unwanted)
 
     def unwanted(self) -> list[int]:

@@ -1,7 +1,7 @@
 """The trainer's batches as a stream that can be rewound, skipped, and read past a bad sample."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from accelerate import skip_first_batches
@@ -9,6 +9,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import send_to_device
 
 from heal.data import BatchStream
+from heal.integrations.transformers.prepared import batches_of_steps
 from heal.rng import RngState
 
 
@@ -43,6 +44,38 @@ class TrainerBatches:
         self._replaced = 0
         self._is_to_begin = False
         self._epoch: Iterator[Any] | None = None
+        self._first_step = trainer.state.global_step
+
+    def unwanted(self) -> list[int]:
+        """Return which batches will not be given out, counted from the first of the training."""
+        began = self._begins_at()
+        return [] if began is None else [began + number for number in self._stream.unwanted()]
+
+    def leave_out(self, unwanted: Iterable[int]) -> bool:
+        """Do not give out what :meth:`unwanted` returned in another process.
+
+        A trainer that is resumed begins at the batch that its count of steps tells, and stops if
+        there is nothing in its first epoch.
+
+        Returns:
+            False if no step would be left of that epoch: then all are given out after all.
+        """
+        began = self._begins_at()
+        if began is None:
+            return True
+        numbers = {number - began for number in unwanted if number >= began}
+        length = len(self._trainer.callback_handler.train_dataloader)
+        left = sum(number not in numbers for number in range(length - began % length))
+        if numbers and left < self._trainer.args.gradient_accumulation_steps:
+            return False
+        self._stream.leave_out(numbers)
+        return True
+
+    def _begins_at(self) -> int | None:
+        """Return how many batches come before the first that is drawn here, if that is known."""
+        if self._trainer.args.ignore_data_skip and self._first_step:
+            return None
+        return batches_of_steps(self._trainer, self._first_step)
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: Any

@@ -13,7 +13,9 @@ FILE = "healing.pt"
 
 def save_healing(session: Session, folder: str | Path) -> None:
     """Write what was tried, what is remembered and what was changed into a checkpoint."""
-    state = {**session.healer.parts.memory.state_dict(), "log": session.log_watch.state()}
+    unwanted = [] if session.batches is None else session.batches.unwanted()
+    log, memory = session.log_watch.state(), session.healer.parts.memory
+    state = {**memory.state_dict(), "log": log, "unwanted": unwanted}
     beside = Path(folder) / f"{FILE}.partial"
     torch.save(state, beside)
     os.replace(beside, Path(folder) / FILE)
@@ -23,16 +25,18 @@ def load_healing(session: Session, folder: str | Path) -> str:
     """Return to what was saved; nothing if the checkpoint was made without healing.
 
     Returns:
-        Why it could not be read, empty if it could. Training then goes on and learns anew.
+        Why it could not be read, empty if it could. Training goes on, and learns anew what is lost.
     """
     path = Path(folder) / FILE
     if not path.is_file():
         return ""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        log = state["log"]
+        log, unwanted = state["log"], state["unwanted"]
         session.healer.parts.memory.load_state_dict(state)
         session.log_watch.load_state(log)
+        if session.batches is not None and not session.batches.leave_out(unwanted):
+            return "batches that did harm come again, or nothing would be left of the epoch"
     except Exception as error:  # a torn file raises almost anything
         return f"{path} cannot be read: {error!r}"
     return ""

@@ -26,6 +26,18 @@ def batches_passed_over(trainer: Any) -> int:
     return int(trainer.state.global_step % steps * args.gradient_accumulation_steps)
 
 
+def batches_of_steps(trainer: Any, steps: int) -> int | None:
+    """Return how many batches so many steps take from the first one on; None if nobody can say."""
+    loader: Any = getattr(trainer.callback_handler, "train_dataloader", None)
+    try:
+        length = len(loader)
+    except TypeError:
+        return None
+    per_step = trainer.args.gradient_accumulation_steps
+    epochs, rest = divmod(steps, max(1, -(-length // per_step)))
+    return int(epochs * length + rest * per_step)
+
+
 def raise_lr_at_chance(factor: float, config: HealingConfig) -> Hook:
     """Return a hook that answers a plateau at chance with a higher learning rate."""
 

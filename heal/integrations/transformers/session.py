@@ -50,6 +50,7 @@ class Session:
         healer: does the healing.
         position: where the trainer is.
         stopped: why the run was told to stop, if it was; it was saved first.
+        batches: the trainer's, if they are drawn through the healer.
         saved_steps: those that the trainer saved a checkpoint of.
     """
 
@@ -93,6 +94,7 @@ class Session:
         patches.set(accelerator, "clip_grad_norm_", self._guard.clip_grad_norm_)
         patches.set(trainer.optimizer, "step", known_to_schedulers(self._step))
         self._attempts: TrainerAttempts | None = None
+        self.batches: TrainerBatches | None = None
         if retries:
             self.healer.exits.catch_signals()
             self._take_over_batches()
@@ -235,7 +237,7 @@ class Session:
 
     def _take_over_batches(self) -> None:
         trainer = self.trainer
-        batches = TrainerBatches(
+        self.batches = batches = TrainerBatches(
             trainer,
             self.healer.parts.stream,
             self._waits,

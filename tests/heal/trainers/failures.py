@@ -63,3 +63,19 @@ def scaled_loss(trainer: Any, factor: float, at: int, times: int = 1) -> Injecti
         return loss() * factor if at <= call < at + times else loss()
 
     return Injection(trainer, harm)
+
+
+def corrupts_weights(
+    trainer: Any, at: int, then: Callable[[int], None] = lambda step: None
+) -> Injection:
+    """Weights become NaN; ``then`` is called with the trainer's step when that is over."""
+
+    def harm(call, inputs, loss):
+        if call == at:
+            with torch.no_grad():
+                next(iter(trainer.model.parameters())).fill_(float("nan"))
+        if call > at + 1:
+            then(trainer.state.global_step)
+        return loss()
+
+    return Injection(trainer, harm)

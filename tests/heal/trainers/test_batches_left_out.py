@@ -1,0 +1,105 @@
+"""Batches that did harm do not come again, also after a trainer was resumed."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from heal.data import BatchStream
+from heal.integrations.transformers.batches import TrainerBatches
+from heal.integrations.transformers.prepared import batches_of_steps
+from tests.heal.trainers import failures, tiny
+from tests.heal.trainers.runs import Healed
+
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 24}
+
+
+class Fed:
+    """Notes which batches a trainer is fed at which step; those in ``bad`` have a NaN loss."""
+
+    def __init__(self, trainer, bad=(), fail_at=None):
+        self.trainer, self.bad, self.seen, self.fail_at = trainer, bad, [], fail_at
+        failures.Injection(trainer, self)
+
+    def __call__(self, call, inputs, loss):
+        first = tuple(inputs["input_ids"][:, 0].tolist())
+        self.seen.append(first)
+        if self.trainer.state.global_step == self.fail_at and len(self.fed) == 2:
+            raise AttributeError("a bug")
+        return loss() * float("nan") if first in self.bad else loss()
+
+    @property
+    def fed(self):
+        """The bad ones that came."""
+        return [first for first in self.seen if first in self.bad]
+
+
+def resumed_after_harm(folder, samples, data, accumulate):
+    """Have two batches do harm, roll back, crash, and resume; return what came of it."""
+    settings = {**SAVING, "data": tiny.tokens(samples), "gradient_accumulation_steps": accumulate}
+    config = {"nan_patience": 2, "data": data}
+    undisturbed = Fed(tiny.plain(folder / "undisturbed", **settings))
+    Healed(undisturbed.trainer)
+    bad = {undisturbed.seen[8 * accumulate], undisturbed.seen[9 * accumulate]}
+    crashed = Fed(tiny.plain(folder / "run", **settings), bad, fail_at=7)
+    assert isinstance(Healed(crashed.trainer, **config).error, AttributeError)
+    assert len(crashed.fed) == 2
+    again = Fed(tiny.plain(folder / "run", **settings), bad)
+    resumed = Healed(again.trainer, resume=True, **config)
+    assert resumed.wrapper._callback.resumed_from == str(folder / "run" / "checkpoint-6")
+    assert resumed.error is None
+    assert again.trainer.state.global_step == 24
+    return again, resumed.healer
+
+
+@pytest.mark.parametrize("data", ["replay", "skip"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_batches_that_did_harm_do_not_come_again_after_a_resume(data, accumulate, tmp_path):
+    again, healer = resumed_after_harm(tmp_path, 512, data, accumulate)
+    assert again.fed == []
+    assert healer.metrics()["healing/recovery_attempts"] == 1
+    assert healer.notes == []
+
+
+def trainer_at(step, length=16, accumulate=3, ignores=False):
+    return SimpleNamespace(
+        state=SimpleNamespace(global_step=step),
+        args=SimpleNamespace(gradient_accumulation_steps=accumulate, ignore_data_skip=ignores),
+        callback_handler=SimpleNamespace(train_dataloader=[0] * length),
+    )
+
+
+def batches_at(step, **options):
+    stream = BatchStream(lambda *_: None, lambda: 0, lambda: None)
+    return TrainerBatches(trainer_at(step, **options), stream, lambda _: False, print, 0), stream
+
+
+@pytest.mark.parametrize(
+    ("steps", "batches"), [(0, 0), (1, 3), (5, 15), (6, 16), (7, 19), (12, 32), (13, 35)]
+)
+def test_the_last_step_of_an_epoch_takes_what_is_left(steps, batches):
+    assert batches_of_steps(trainer_at(0), steps) == batches
+
+
+def test_how_many_batches_steps_take_is_not_known_without_a_length():
+    trainer = trainer_at(0)
+    trainer.callback_handler.train_dataloader = iter(())
+    assert batches_of_steps(trainer, 5) is None
+
+
+def test_batches_to_leave_out_are_counted_from_the_first_of_the_training():
+    first, stream = batches_at(7)
+    stream.leave_out([2, 5])
+    assert first.unwanted() == [21, 24]
+    second, stream = batches_at(8)
+    assert second.leave_out([21, 24])
+    assert stream.unwanted() == [2]  # 21 was before
+    third, stream = batches_at(8, ignores=True)  # begins at the beginning of an epoch
+    assert third.leave_out([21, 24])
+    assert third.unwanted() == stream.unwanted() == []
+
+
+def test_a_resumed_run_is_not_ended_because_all_of_its_epoch_did_harm(tmp_path):
+    again, healer = resumed_after_harm(tmp_path, 64, "skip", 3)
+    assert len(again.fed) == 2
+    assert healer.metrics()["healing/recovery_attempts"] == 2
+    assert "nothing would be left of the epoch" in healer.notes[0]
