@@ -189,7 +189,7 @@ class Listener:
             self._treat(self._run.step, self.cluster.look(self._run.step))
 
     def catch_up(self) -> None:
-        """Hear what has arrived, because somebody else is about to make a plan.
+        """Hear what has arrived, because somebody else is about to make a plan or to save the run.
 
         Clean steps speak for the snapshots that it may need. What is found is treated by the next
         :meth:`listen`.
