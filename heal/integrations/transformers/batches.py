@@ -45,31 +45,26 @@ class TrainerBatches:
         self._is_to_begin = False
         self._epoch: Iterator[Any] | None = None
         self._first_step = trainer.state.global_step
+        self._num_given = self._lost_before = 0  # in the epoch under way, and before it
+
+    @property
+    def has_lost_epoch(self) -> bool:
+        """Whether the epoch gave nothing because its batches were passed over."""
+        return not self._num_given and self._num_lost() > self._lost_before
 
     def unwanted(self) -> list[int]:
         """Return which batches will not be given out, counted from the first of the training."""
         began = self._begins_at()
         return [] if began is None else [began + number for number in self._stream.unwanted()]
 
-    def leave_out(self, unwanted: Iterable[int]) -> bool:
+    def leave_out(self, unwanted: Iterable[int]) -> None:
         """Do not give out what :meth:`unwanted` returned in another process.
 
-        A trainer that is resumed begins at the batch that its count of steps tells, and stops if
-        there is nothing in its first epoch.
-
-        Returns:
-            False if no step would be left of that epoch: then all are given out after all.
+        A trainer that is resumed begins at the batch that its count of steps tells.
         """
         began = self._begins_at()
-        if began is None:
-            return True
-        numbers = {number - began for number in unwanted if number >= began}
-        length = len(self._trainer.callback_handler.train_dataloader)
-        left = sum(number not in numbers for number in range(length - began % length))
-        if numbers and left < self._trainer.args.gradient_accumulation_steps:
-            return False
-        self._stream.leave_out(numbers)
-        return True
+        if began is not None:
+            self._stream.leave_out(number - began for number in unwanted if number >= began)
 
     def _begins_at(self) -> int | None:
         """Return how many batches come before the first that is drawn here, if that is known."""
@@ -86,19 +81,23 @@ class TrainerBatches:
             self._offered = epoch_iterator
             self._loader.offer(epoch_iterator)
             self._is_to_begin = True
+            self._num_given, self._lost_before = 0, self._num_lost()
         batches: list[Any] = []
         while len(batches) < num_batches:
             batch = self._draw()
             if batch is None:
                 break
             batches.append(batch)
-        lost = self._replaced + self._stream.skipped + self._loader.failed
-        if len(batches) < num_batches and lost:
+        if len(batches) < num_batches and self._num_lost():
             # Batches were passed over, so that the epoch ends within a step: the trainer would
             # accumulate these into its next step without dividing by their number.
             batches = []
         self.of_step = batches
+        self._num_given += len(batches)
         return batches, self._trainer._get_num_items_in_batch(batches, device)
+
+    def _num_lost(self) -> int:
+        return self._replaced + self._stream.skipped + self._loader.failed
 
     def replacement(self) -> Any | None:
         """Return a batch for one that could not be used; None at the end of an epoch."""

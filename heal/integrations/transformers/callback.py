@@ -138,6 +138,14 @@ class RetryingCallback(SelfHealingCallback):
         if self.planned_epochs is not None:
             state.num_train_epochs = self.planned_epochs
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go on after an epoch of which nothing was given out; the trainer takes it for the end."""
+        session = self.session
+        if session is None or session.batches is None or session.stopped is not None:
+            return
+        if session.batches.has_lost_epoch and state.global_step < state.max_steps:
+            control.should_training_stop = False
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the end to the wrapper: a stop that was asked for is told by an exception."""
         self.detach()

@@ -34,8 +34,8 @@ def load_healing(session: Session, folder: str | Path) -> str:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         session.healer.parts.memory.load_state_dict(state)
         session.log_watch.load_state(state["log"])
-        if session.batches is not None and not session.batches.leave_out(state["unwanted"]):
-            return "batches that did harm come again, or nothing would be left of the epoch"
+        if session.batches is not None:
+            session.batches.leave_out(state["unwanted"])
     except Exception as error:  # a torn file raises almost anything
         return f"{path} cannot be read: {error!r}"
     return ""

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 from heal.data import BatchStream
 from heal.integrations.transformers.batches import TrainerBatches
@@ -91,15 +93,44 @@ def test_batches_to_leave_out_are_counted_from_the_first_of_the_training():
     stream.leave_out([2, 5])
     assert first.unwanted() == [21, 24]
     second, stream = batches_at(8)
-    assert second.leave_out([21, 24])
+    second.leave_out([21, 24])
     assert stream.unwanted() == [2]  # 21 was before
     third, stream = batches_at(8, ignores=True)  # begins at the beginning of an epoch
-    assert third.leave_out([21, 24])
+    third.leave_out([21, 24])
     assert third.unwanted() == stream.unwanted() == []
 
 
-def test_a_resumed_run_is_not_ended_because_all_of_its_epoch_did_harm(tmp_path):
+def test_a_resumed_run_goes_on_if_all_of_its_first_epoch_did_harm(tmp_path):
     again, healer = resumed_after_harm(tmp_path, 64, "skip", 3)
-    assert len(again.fed) == 2
-    assert healer.metrics()["healing/recovery_attempts"] == 2
-    assert "nothing would be left of the epoch" in healer.notes[0]
+    assert again.fed == []
+    assert healer.metrics()["healing/recovery_attempts"] == 1
+
+
+@pytest.mark.parametrize("interval", [3, 9])
+def test_a_run_goes_on_after_an_epoch_of_which_nothing_is_left(interval, tmp_path):
+    """Two batches an epoch, and three are asked for: one that is skipped costs the other too."""
+    settings = {"max_steps": 30, "gradient_accumulation_steps": 3}
+    trainer = tiny.plain(tmp_path, data=tiny.tokens(8), **settings)
+    failures.corrupts_weights(trainer, at=14 * 3)
+    healed = Healed(trainer, snapshot_interval=interval, check_interval=5, nan_patience=3)
+    assert healed.error is None
+    assert trainer.state.global_step == 30
+
+
+def test_a_loader_without_batches_still_ends_the_run(tmp_path):
+    trainer = tiny.plain(tmp_path, max_steps=5)
+    trainer.get_train_dataloader = lambda: DataLoader([])
+    assert Healed(trainer).error is None
+    assert trainer.state.global_step == 0
+
+
+def test_a_stop_that_somebody_asked_for_is_kept_also_if_batches_were_passed_over(tmp_path):
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step >= 4
+
+    trainer = tiny.plain(tmp_path, max_steps=20, callbacks=[Stops()])
+    failures.raises(trainer, lambda: IndexError("index 99 is out of range"), at=2)
+    healed = Healed(trainer)
+    assert healed.causes == {"data_error"}
+    assert trainer.state.global_step == 4
