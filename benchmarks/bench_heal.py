@@ -23,7 +23,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.tables import write_table
+from benchmarks.tables import publish
 from heal import Healer, HealingConfig
 from heal.snapshots import SnapshotRing
 from heal.training_state import copy_by_kind
@@ -265,10 +265,8 @@ def main():
     load = f"{arguments.threads} thread(s); load {before:.1f} before, {after:.1f} after"
     if max(before, after) > os.cpu_count():
         load += ". The machine was busy: ratios are rough, and times mean nothing"
-    print(load)
-    if arguments.save is not None:
-        head = "| | measured | goal | | |", "|---|---:|---:|---|---|"
-        write_table(arguments.save / "heal.md", head, rows, load)
+    head = "| | measured | goal | | |", "|---|---:|---:|---|---|"
+    publish(arguments.save and arguments.save / "heal.md", head, rows, load)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.photographs import SIDE, loader
-from benchmarks.tables import write_table
+from benchmarks.tables import publish
 from heal import Healer, HealingConfig
 from zclip.bench.load import LoadMeter
 
@@ -174,10 +174,8 @@ def main():
             rows += [compare(work, kind, loads, arguments.rounds) for kind in kinds]
     load = meter.read()
     told = f"1 thread; {load.problem or f'load {load.average:.1f}'}; median and quartiles of rounds"
-    print(told)
-    if arguments.save is not None:
-        head = "| | loop | over the bare one | | goal | | |", "|---|---|---:|---:|---:|---|---|"
-        write_table(arguments.save / "loop.md", head, rows, told)
+    head = "| | loop | over the bare one | | goal | | |", "|---|---|---:|---:|---:|---|---|"
+    publish(arguments.save and arguments.save / "loop.md", head, rows, told)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def write_table(path: Path, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> None:
-    """Write a table in Markdown, and below it under which circumstances it was made.
+def publish(
+    path: Path | None, head: Sequence[str], rows: Sequence[Sequence[str]], note: str
+) -> None:
+    """Say under which circumstances a table was made, and write it in Markdown if it is wanted.
 
     Args:
-        path: of the file.
+        path: of the file; None if it is not to be written.
         head: two lines, the names of the columns and how they are aligned.
         rows: a cell for each column.
         note: a sentence, without its full stop.
     """
+    print(note)
+    if path is None:
+        return
     lines = [*head, *("| " + " | ".join(row) + " |" for row in rows)]
     path.write_text("\n".join([*lines, "", note + ".", ""]))

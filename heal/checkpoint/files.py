@@ -65,6 +65,20 @@ def flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def put_aside(path: Path, name: str) -> Path:
+    """Rename something in its folder, and have that on the disk; return what it is called now.
+
+    If the name is taken, a number is put behind it.
+    """
+    target, number = path.with_name(name), 1
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"{name}-{number}")
+    os.rename(path, target)
+    flush_folder(path.parent)
+    return target
+
+
 def remove_file(path: Path) -> None:
     """Remove a file, if it is there; a link goes, not what it points to."""
     try:

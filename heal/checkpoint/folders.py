@@ -6,7 +6,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from heal.checkpoint.files import flush_folder, remove_file
+from heal.checkpoint.files import flush_folder, put_aside, remove_file
 from heal.checkpoint.manifest import COMMIT
 
 NAME = re.compile(r"step-(\d{6,14})(?:-r(\d{1,4}))?")
@@ -60,13 +60,7 @@ def committed(directory: Path) -> list[StepFolder]:
 
 def abandon(folder: StepFolder) -> None:
     """Put a folder aside: its steps were taken back, so that it must not be resumed from."""
-    target = folder.path.with_name(folder.path.name + ABANDONED)
-    number = 1
-    while os.path.lexists(target):
-        number += 1
-        target = folder.path.with_name(f"{folder.path.name}{ABANDONED}-{number}")
-    os.rename(folder.path, target)
-    flush_folder(folder.path.parent)
+    put_aside(folder.path, folder.path.name + ABANDONED)
 
 
 def remove_folder(folder: StepFolder) -> None:

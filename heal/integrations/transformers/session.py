@@ -24,7 +24,7 @@ from heal.integrations.transformers.prepared import (
     known_to_schedulers,
     raise_lr_at_chance,
 )
-from heal.integrations.transformers.undone_checkpoints import put_aside
+from heal.integrations.transformers.undone_checkpoints import put_undone_aside
 from heal.log_watch import LogWatch
 from heal.loop import Healer
 from heal.notes import LEFT_OUT
@@ -232,7 +232,7 @@ class Session:
     def _put_checkpoints_aside(self) -> None:
         """Also those that were saved before the damage: the run will save these steps anew."""
         step = self.trainer.state.global_step
-        for path in put_aside(self.trainer, self.saved_steps):
+        for path in put_undone_aside(self.trainer, self.saved_steps):
             self.healer.journal.event("checkpoint_abandoned", step, path=str(path))
 
     def _take_over_batches(self) -> None:

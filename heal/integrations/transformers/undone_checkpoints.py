@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from heal.checkpoint.files import put_aside
+
 ABANDONED = "abandoned-"
 """Before the name: what begins with ``checkpoint-`` the trainer counts, keeps and removes."""
 
@@ -15,7 +17,7 @@ def checkpoint_folder(trainer: Any, step: int) -> Path:
     return Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
-def put_aside(trainer: Any, steps: set[int]) -> list[Path]:
+def put_undone_aside(trainer: Any, steps: set[int]) -> list[Path]:
     """Rename the checkpoints of those steps that are after the trainer's present one.
 
     The best one may be among them: then there is none, until a better one is found.
@@ -34,16 +36,8 @@ def put_aside(trainer: Any, steps: set[int]) -> list[Path]:
     for step in sorted(step for step in steps if step > state.global_step):
         path = checkpoint_folder(trainer, step)
         if trainer.args.should_save and path.is_dir():
-            renamed.append(path.rename(_free_name(path)))
+            renamed.append(put_aside(path, ABANDONED + path.name))
     best = state.best_model_checkpoint
     if best is not None and not os.path.isdir(best):
         state.best_metric = state.best_model_checkpoint = state.best_global_step = None
     return renamed
-
-
-def _free_name(path: Path) -> Path:
-    target, number = path.with_name(ABANDONED + path.name), 1
-    while os.path.lexists(target):
-        number += 1
-        target = path.with_name(f"{ABANDONED}{path.name}-{number}")
-    return target

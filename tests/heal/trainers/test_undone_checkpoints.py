@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from transformers import TrainerState
 
 from heal.integrations.transformers.position import TrainerPosition
-from heal.integrations.transformers.undone_checkpoints import put_aside
+from heal.integrations.transformers.undone_checkpoints import put_undone_aside
 from heal.journal import read_events
 from tests.heal.trainers import failures, tiny
 from tests.heal.trainers.runs import Healed, is_finite
@@ -62,7 +62,7 @@ def test_checkpoints_put_aside_keep_their_names_apart(tmp_path):
     for _ in range(3):
         for step in (3, 4, 6, 9):
             (tmp_path / f"checkpoint-{step}").mkdir(exist_ok=True)
-        put_aside(trainer, {3, 4, 9})
+        put_undone_aside(trainer, {3, 4, 9})
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "abandoned-checkpoint-9",
         "abandoned-checkpoint-9-2",
@@ -77,7 +77,7 @@ def test_checkpoints_put_aside_keep_their_names_apart(tmp_path):
 def test_a_rank_that_does_not_save_renames_nothing(tmp_path):
     (tmp_path / "checkpoint-9").mkdir()
     args = SimpleNamespace(output_dir=str(tmp_path), should_save=False)
-    assert put_aside(SimpleNamespace(args=args, state=TrainerState()), {9}) == []
+    assert put_undone_aside(SimpleNamespace(args=args, state=TrainerState()), {9}) == []
     assert (tmp_path / "checkpoint-9").is_dir()
 
 
