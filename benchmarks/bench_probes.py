@@ -16,7 +16,6 @@ from torch import nn
 
 from heal import HealingConfig
 from heal.forecast.watch import ForecastWatch
-from heal.guarded_step import GuardedStep
 from heal.probes import (
     Anchor,
     LyapunovMeter,
@@ -27,8 +26,9 @@ from heal.probes import (
     oscillation,
     sharpness,
 )
+from heal.step.guarded_step import GuardedStep
+from heal.step.weight_anchor import WeightAnchor
 from heal.verdict import Record
-from heal.weight_anchor import WeightAnchor
 
 WIDTH, LAYERS, BATCH, ROUNDS = 256, 4, 32, 15
 

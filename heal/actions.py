@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from heal.exit_codes import ExitCode
-from heal.plain_values import plain
+from heal.state.plain_values import plain
 
 
 class Run(Protocol):

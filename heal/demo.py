@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from heal.chaos import Chaos, Fault
+from heal.chaos.faults import Chaos, Fault
 from heal.config import HealingConfig
 from heal.demo_gpt import build, evaluate
 from heal.drill import COLUMNS, Drill, Outcome, standard_faults

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from heal.actions import Plan, Refuse, Rollback, SkipBatches
-from heal.chaos import Chaos, Fault, Strike
+from heal.chaos.faults import Chaos, Fault, Strike
 from heal.diagnose import Diagnosis
-from heal.micro_batch import TrainStep
+from heal.step.micro_batch import TrainStep
 
 if TYPE_CHECKING:
     from heal.loop import Healer

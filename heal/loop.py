@@ -16,24 +16,24 @@ from torch.optim import Optimizer
 
 from heal.actions import CannotHeal
 from heal.config import HealingConfig
-from heal.dry_run import DryRunReport, dry_run
-from heal.environment import describe_machine, describe_training
 from heal.exit_codes import ExitCode
-from heal.exits import Exits
+from heal.healer.dry_run import DryRunReport, dry_run
+from heal.healer.exits import Exits
+from heal.healer.lifetime import Lifetime
+from heal.healer.parts import Given, Parts
+from heal.healer.probing import Probing
+from heal.healer.progress import Progress
+from heal.healer.resuming import Resuming
+from heal.healer.whole_loop import WholeLoop
 from heal.integrations.trackers import attach
-from heal.journal import Journal
-from heal.lifetime import Lifetime
-from heal.micro_batch import TrainStep
-from heal.notes import LEFT_OUT, Notes
-from heal.parts import Given, Parts
-from heal.probing import Probing
-from heal.progress import Progress
-from heal.ranks import HostFacts
-from heal.resuming import Resuming
-from heal.scheduler_state import note_stateless
+from heal.journal.environment import describe_machine, describe_training
+from heal.journal.journal import Journal
+from heal.journal.notes import LEFT_OUT, Notes
+from heal.state.scheduler_state import note_stateless
+from heal.step.micro_batch import TrainStep
+from heal.step.ranks import HostFacts
 from heal.treatment import Hook
 from heal.verdict import Flag
-from heal.whole_loop import WholeLoop
 
 
 class Healer(Resuming, Lifetime, Probing):
@@ -50,7 +50,7 @@ class Healer(Resuming, Lifetime, Probing):
             A ReduceLROnPlateau is left to you, who have its metric.
         config: how patient to be, and how hard to push back.
         own_schedulers: those that you step yourself, say once per epoch: saved, never stepped. They
-            go with your loop: see :class:`heal.schedules.Schedules`.
+            go with your loop: see :class:`heal.step.schedules.Schedules`.
         scaler: a GradScaler; ``step`` then steps and updates it.
         run_dir: where the journal goes; without it only the postmortem of a failure is written.
         checkpoint_dir: where checkpoints go, seen by all ranks; without it none are saved. See

@@ -8,20 +8,20 @@ from typing import Any, Protocol
 import torch
 
 from heal.actions import CannotHeal
-from heal.activation_checkpointing import checkpoint_activations
-from heal.clip_limits import ClipLimits
 from heal.config import HealingConfig
-from heal.constants import Constants
-from heal.data import BatchStream
-from heal.distinct import Key
+from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
-from heal.guarded_step import GuardedStep
-from heal.micro_batch import MicroBatcher
-from heal.rng import RngState
-from heal.schedules import Schedules
-from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
-from heal.training_state import StateMismatch, TrainingState
-from heal.weight_anchor import WeightAnchor
+from heal.state.constants import Constants
+from heal.state.distinct import Key
+from heal.state.rng import RngState
+from heal.state.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
+from heal.state.training_state import StateMismatch, TrainingState
+from heal.step.activation_checkpointing import checkpoint_activations
+from heal.step.clip_limits import ClipLimits
+from heal.step.guarded_step import GuardedStep
+from heal.step.micro_batch import MicroBatcher
+from heal.step.schedules import Schedules
+from heal.step.weight_anchor import WeightAnchor
 
 
 class Checkpoints(Protocol):
@@ -295,7 +295,7 @@ class TorchRun:
                 param.add_(noise * param.std() * std)
 
     def anchor_weights(self, strength: float, steps: int) -> bool:
-        """Hold the weights where they are now; see :class:`heal.weight_anchor.WeightAnchor`."""
+        """Hold the weights where they are; see :class:`heal.step.weight_anchor.WeightAnchor`."""
         return self.anchor.hold(strength, steps)
 
     def _verified(self, step: int) -> Snapshot:

@@ -10,7 +10,7 @@ from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis, diagnose
 from heal.history import History
-from heal.journal import Journal
+from heal.journal.journal import Journal
 from heal.policy import decide
 
 Hook = Callable[[Diagnosis, Plan], Plan | None]

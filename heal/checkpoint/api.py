@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from heal.checkpoint.seeds import restore_rng
 from heal.checkpoint.store import CheckpointStore
-from heal.rng import RngState
-from heal.training_state import TrainingState
+from heal.state.rng import RngState
+from heal.state.training_state import TrainingState
 from zclip import ClippedOptimizer
 
 KEEP = 3

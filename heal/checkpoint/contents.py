@@ -1,7 +1,7 @@
 """Gives the tensors of a run names that outlive the process, and finds them again by these.
 
-:class:`heal.training_state.TrainingState` says what a run is made of; here it gets names that do
-not hang on the order of parameters, nor on wrappers around the model, nor on the number of ranks.
+:class:`heal.state.training_state.TrainingState` says what a run is made of; here it gets names that
+do not hang on the order of parameters, on wrappers around the model, or on the number of ranks.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from heal.checkpoint.chunks import Chunk, all_of, chunk_of
 from heal.checkpoint.encode import encode
-from heal.distinct import Key
-from heal.training_state import StateMismatch, TrainingState
+from heal.state.distinct import Key
+from heal.state.training_state import StateMismatch, TrainingState
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Names that DDP, torch.compile, activation checkpointing and FSDP put into those of parameters."""

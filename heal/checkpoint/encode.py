@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from heal.checkpoint.errors import CannotEncode, CheckpointRefused
-from heal.data import DataPosition
-from heal.epoch_start import EpochStart
-from heal.rng import RngState
+from heal.data.epoch_start import EpochStart
+from heal.data.stream import DataPosition
+from heal.state.rng import RngState
 
 TAG = "$"
 MAX_DEPTH = 64  # values in values; a state dict has about ten

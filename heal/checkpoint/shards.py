@@ -18,7 +18,7 @@ from heal.checkpoint.encode import torch_dtype
 from heal.checkpoint.errors import CannotEncode, CheckpointCorrupt
 from heal.checkpoint.files import open_file, read_into, write_file
 from heal.checkpoint.manifest import ITEM_BYTES, Entry, shard_name
-from heal.measured import fingerprints
+from heal.state.measured import fingerprints
 
 ALIGNMENT = 8  # of the header, as the format asks for
 BATCH_BYTES = 64 * 2**20  # that are read and checked in one go

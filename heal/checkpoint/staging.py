@@ -8,9 +8,9 @@ from torch import Tensor
 from heal.checkpoint.contents import Contents
 from heal.checkpoint.manifest import Entry
 from heal.checkpoint.shards import checksum_text, checksums, dtype_name
-from heal.measured import MEASURED
-from heal.side_stream import host_memory
-from heal.training_state import copy_by_kind
+from heal.state.measured import MEASURED
+from heal.state.side_stream import host_memory
+from heal.state.training_state import copy_by_kind
 from zclip import grad_stats
 from zclip.layout import NAN
 

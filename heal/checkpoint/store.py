@@ -18,7 +18,7 @@ from heal.checkpoint.reading import CheckpointReader, Restored, Want
 from heal.checkpoint.retention import retain
 from heal.checkpoint.staging import Copies, Measured, Staging
 from heal.checkpoint.writer import Job, Writer
-from heal.training_state import TrainingState
+from heal.state.training_state import TrainingState
 
 __all__ = ["CheckpointStore", "SaveReport"]
 

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from heal.json_lines import now
+from heal.journal.json_lines import now
 
 
 def dump_stacks(run_dir: str | os.PathLike[str] | None, why: str, rank: int | None = None) -> str:

@@ -13,7 +13,7 @@ from heal.cluster.group_health import GroupPing
 from heal.cluster.watchdog import HangReport, HangWatchdog
 from heal.config import HealingConfig
 from heal.exit_codes import ExitCode
-from heal.journal import Journal
+from heal.journal.journal import Journal
 from heal.verdict import Flag
 from zclip.parallel.placement import is_dtensor
 

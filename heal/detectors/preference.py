@@ -6,7 +6,7 @@ from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
-from heal.robust import Window
+from heal.detectors.robust import Window
 
 ACCURACY, MARGIN = "rewards/accuracies", "rewards/margins"
 

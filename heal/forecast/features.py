@@ -9,8 +9,8 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from heal.detectors.robust import LARGEST
 from heal.forecast.names import ABOUT, NAMES
-from heal.robust import LARGEST
 from heal.verdict import Flag, Record
 
 FAST, MID, SLOW = 1.0 / 8, 1.0 / 32, 1.0 / 128

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from heal.actions import Rollback, action_in_words
-from heal.micro_batch import TrainStep
 from heal.probes.fisher import fisher_diagonal
+from heal.step.micro_batch import TrainStep
 
 if TYPE_CHECKING:
     from heal.loop import Healer

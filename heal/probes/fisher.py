@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from heal.micro_batch import TrainStep
 from heal.probes.undisturbed import freeze_batch_statistics, pieces_of, undisturbed
+from heal.step.micro_batch import TrainStep
 
 
 def fisher_diagonal(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from heal.micro_batch import TrainStep
+from heal.data.split import num_samples
 from heal.probes.undisturbed import freeze_batch_statistics, pieces_of, undisturbed
-from heal.split import num_samples
+from heal.step.micro_batch import TrainStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from heal.micro_batch import TrainStep
 from heal.probes.undisturbed import undisturbed
-from heal.rng import RngState
+from heal.state.rng import RngState
+from heal.step.micro_batch import TrainStep
 
 FEWEST_PRODUCTS = 8
 """A start that hardly points at the largest curvature looks settled on a lesser one at first."""

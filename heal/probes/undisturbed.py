@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from heal.rng import RngState
-from heal.split import num_samples, split
+from heal.data.split import num_samples, split
+from heal.state.rng import RngState
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
-from heal.json_lines import number
+from heal.journal.json_lines import number
 from heal.report.read import seconds_of, whole
 from heal.report.sample import COLUMNS, Row, Sampler
 

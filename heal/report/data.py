@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from heal.json_lines import encodable
+from heal.journal.json_lines import encodable
 from heal.report import words
 from heal.report.collect import RunReport
 from heal.report.incident import KINDS

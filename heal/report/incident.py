@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from heal.json_lines import number
+from heal.journal.json_lines import number
 from heal.report import words
 from heal.report.read import seconds_of, whole
 

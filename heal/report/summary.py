@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from heal.exit_codes import ExitCode
-from heal.json_lines import number
+from heal.journal.json_lines import number
 from heal.report import words
 from heal.report.collect import RunReport
 from heal.report.words import count, duration

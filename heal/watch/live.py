@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heal.json_lines import number
+from heal.journal.json_lines import number
 from heal.report import words
 from heal.report.incident import KINDS, Event
 from heal.report.read import (

@@ -14,7 +14,7 @@ from heal.checkpoint import CheckpointStore, SaveFailed, writer
 from heal.checkpoint.api import _state
 from heal.checkpoint.contents import Contents, collect
 from heal.checkpoint.ranks import Ranks
-from heal.rng import RngState
+from heal.state.rng import RngState
 from tests.checkpoint.scenes import assert_same, run
 
 

@@ -19,8 +19,8 @@ from heal.checkpoint import CheckpointStore, SaveFailed, writer
 from heal.checkpoint.api import _state
 from heal.checkpoint.ranks import Ranks
 from heal.checkpoint.seeds import restore_rng
-from heal.recompute import Origin
-from heal.rng import RngState
+from heal.healer.recompute import Origin
+from heal.state.rng import RngState
 
 torch.set_num_threads(1)
 

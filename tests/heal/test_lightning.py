@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import zclip
 from heal import HealingConfig
 from heal.actions import CannotHeal
-from heal.guarded_step import GuardedStep
 from heal.integrations.lightning import SelfHealingLightningCallback
 from heal.integrations.lightning.steps import HealedSteps
-from heal.watched_optimizer import WatchedOptimizer
+from heal.step.guarded_step import GuardedStep
+from heal.step.watched_optimizer import WatchedOptimizer
 from tests.heal.runs import QUICK
 from tests.heal.test_trackers import Recorder
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from heal import slow_faults
-from heal.chaos import Chaos, Fault
+from heal.chaos import Chaos, Fault, slow_faults
 from heal.forecast import scenarios
 from tests.heal.runs import regression
 

@@ -8,7 +8,7 @@ from torch.nn import Module
 
 from heal.actions import CannotHeal
 from heal.loop import Healer
-from heal.rng import RngState
+from heal.state.rng import RngState
 
 
 class HealedSteps:
@@ -159,7 +159,7 @@ class HealedSteps:
 
 
 class _Backward:
-    """Lets :class:`heal.micro_batch.MicroBatcher` backpropagate by Lightning, hooks included."""
+    """Lets a :class:`heal.step.micro_batch.MicroBatcher` backpropagate by Lightning, with hooks."""
 
     def __init__(self, backward_fn: Callable[[Tensor], None], loss: Tensor) -> None:
         self._backward_fn = backward_fn

@@ -6,7 +6,7 @@ from typing import Any
 
 from heal.integrations.trackers.choose import make_trackers
 from heal.integrations.trackers.tracker import Level, Tracker
-from heal.journal import Journal
+from heal.journal.journal import Journal
 
 PATIENCE = 3
 """Failures in a row after which a method is left alone: each may cost a network timeout."""

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heal.attempts import Attempts
 from heal.causes import Family
+from heal.healer.attempts import Attempts
 from heal.integrations.transformers.batches import TrainerBatches
 from heal.integrations.transformers.guard import TrainerGuard
 from heal.integrations.transformers.patches import Patches
 from heal.integrations.transformers.pieces import adds_up, count_samples, in_pieces, is_paired
 from heal.loop import Healer
-from heal.rng import RngState
+from heal.state.rng import RngState
 
 TrainingStep = Callable[..., Tensor]
 

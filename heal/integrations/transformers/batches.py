@@ -8,9 +8,9 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import send_to_device
 
-from heal.data import BatchStream
+from heal.data.stream import BatchStream
 from heal.integrations.transformers.prepared import batches_of_steps
-from heal.rng import RngState
+from heal.state.rng import RngState
 
 
 class TrainerBatches:

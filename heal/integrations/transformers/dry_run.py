@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
-from heal.dry_run import DryRunReport
+from heal.healer.dry_run import DryRunReport
 from heal.integrations.transformers.patches import Patches
-from heal.rng import RngState
+from heal.state.rng import RngState
 
 QUIET = {
     "save_strategy": "no",

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heal.guarded_step import GuardedStep, Judged
-from heal.ranks import HostFacts
-from heal.watched_optimizer import WatchedOptimizer
+from heal.step.guarded_step import GuardedStep, Judged
+from heal.step.ranks import HostFacts
+from heal.step.watched_optimizer import WatchedOptimizer
 from zclip.clippers import ClipResult
 
 

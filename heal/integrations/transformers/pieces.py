@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heal.split import CannotSplit, num_samples, split
+from heal.data.split import CannotSplit, num_samples, split
 
 PAIRED = "DataCollatorForPreference"
 """Collators of this name stack all chosen samples on all rejected ones."""

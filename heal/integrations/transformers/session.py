@@ -12,6 +12,7 @@ from heal.detectors.preference import ACCURACY, MARGIN
 from heal.detectors.progress import Plateau
 from heal.detectors.rewards import REWARD
 from heal.diagnose import diagnose_exception
+from heal.hearing.log_watch import LogWatch
 from heal.integrations.transformers.attempts import TrainerAttempts
 from heal.integrations.transformers.batches import TrainerBatches
 from heal.integrations.transformers.guard import ScaledStep, TrainerGuard, clip_limit
@@ -25,12 +26,11 @@ from heal.integrations.transformers.prepared import (
     raise_lr_at_chance,
 )
 from heal.integrations.transformers.undone_checkpoints import put_undone_aside
-from heal.log_watch import LogWatch
+from heal.journal.notes import LEFT_OUT
 from heal.loop import Healer
-from heal.notes import LEFT_OUT
-from heal.ranks import HostFacts
-from heal.rng import RngState
-from heal.snapshots import Snapshot
+from heal.state.rng import RngState
+from heal.state.snapshots import Snapshot
+from heal.step.ranks import HostFacts
 
 
 class Session:

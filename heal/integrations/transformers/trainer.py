@@ -10,7 +10,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from heal.config import HealingConfig
-from heal.dry_run import DryRunReport
+from heal.healer.dry_run import DryRunReport
 from heal.integrations.trackers import make_trackers
 from heal.integrations.transformers.callback import (
     RetryingCallback,

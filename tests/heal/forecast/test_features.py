@@ -8,7 +8,7 @@ import pytest
 
 from heal.forecast.features import ABOUT, LIMIT, NAMES, Features
 from heal.verdict import Flag, Record
-from tests.heal.streams import healthy_streams, learning_curve, records
+from tests.heal.detectors.streams import healthy_streams, learning_curve, records
 
 AT = {name: i for i, name in enumerate(NAMES)}
 

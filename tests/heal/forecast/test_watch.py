@@ -19,8 +19,8 @@ from heal.forecast.watch import FIRST_STEP, ForecastWatch, State
 from heal.history import History
 from heal.policy import decide
 from heal.verdict import Flag, HealthRow, Record
+from tests.heal.detectors.streams import records
 from tests.heal.forecast.models import model_of
-from tests.heal.streams import records
 
 STEPS = 400
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heal.split import num_samples
+from heal.data.split import num_samples
 
 
 class Injection:

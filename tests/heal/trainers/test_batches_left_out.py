@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from heal.data import BatchStream
+from heal.data.stream import BatchStream
 from heal.integrations.transformers.batches import TrainerBatches
 from heal.integrations.transformers.prepared import batches_of_steps
 from tests.heal.trainers import failures, tiny

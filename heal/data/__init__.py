@@ -1,0 +1,1 @@
+"""Batches: the stream that skips and rewinds, the passes it reads, and how a batch is cut."""

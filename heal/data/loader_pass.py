@@ -1,0 +1,122 @@
+"""One pass over a loader: how it began, where it was left, and how it is opened again."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from heal.data.epoch_start import EpochStart, return_to, start_of
+from heal.data.sample_indices import sample_indices
+from heal.state.rng import RngState
+
+
+class LoaderPass:
+    """An epoch as it was drawn. It knows the one after it, so that both can be drawn again.
+
+    Whoever remembers a position in it keeps it and its loader alive; nobody else does.
+
+    Attributes:
+        loader: what is passed over.
+        start: how the generators were just before.
+        ended_at: how many batches it had when it was exhausted or left; None until then.
+        following: the pass that came next, None until then.
+    """
+
+    def __init__(self, loader: Any, start: EpochStart) -> None:
+        self.loader = loader
+        self.start = start
+        self.ended_at: int | None = None
+        self.following: LoaderPass | None = None
+
+    @property
+    def can_reopen(self) -> bool:
+        """Whether the loader begins anew when asked; an iterator would only go on."""
+        return not hasattr(self.loader, "__next__")
+
+    @property
+    def loses_a_worker(self) -> bool:
+        """Whether an error may end the share of one worker, while the others go on unharmed."""
+        is_iterable = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
+        return is_iterable and getattr(self.loader, "num_workers", 0) > 0
+
+    def is_over(self, index: int) -> bool:
+        """Return whether the loader says that it has no more than ``index`` batches."""
+        try:
+            return index >= len(self.loader)
+        except Exception:  # most loaders of streams have no length, and each says so differently
+            return False
+
+    def reopened(self, index: int) -> tuple[Iterator[Any], bool]:
+        """Begin as the pass began and draw ``index`` batches, which may fail if they did before.
+
+        Returns:
+            The iterator, and whether the last of these batches failed.
+
+        Raises:
+            StopIteration: there are fewer.
+        """
+        return_to(self.loader, self.start)
+        iterator = iter(self.loader)
+        failed = False
+        for _ in range(index):
+            failed = not _pass_over(iterator)
+        return iterator, failed
+
+    def samples_of(self, index: int) -> list[Any] | None:
+        """Return which samples a batch has, by their index in the dataset; None if unknown."""
+        return sample_indices(self.loader, self.start, index)
+
+    def can_fetch(self) -> bool:
+        """Return whether single batches can be read past the iterator, which then stays whole."""
+        is_map_style = isinstance(self.loader, DataLoader) and self.loader.batch_sampler is not None
+        return is_map_style and self.samples_of(0) is not None
+
+    def fetched(self, index: int) -> Any:
+        """Read a batch in this process, past the iterator. It is not pinned, which costs time only.
+
+        Call it only if :meth:`can_fetch`.
+        """
+        samples, dataset = self.samples_of(index), self.loader.dataset
+        now = RngState.now()
+        try:
+            read_many = getattr(dataset, "__getitems__", None)
+            found = read_many(samples) if read_many else [dataset[i] for i in samples or ()]
+            return self.loader.collate_fn(found)
+        finally:
+            if self.loader.num_workers:  # else the loader itself draws from these generators
+                now.put_back()
+
+
+def _pass_over(iterator: Iterator[Any]) -> bool:
+    """Draw a batch that was seen before; return whether it could be read."""
+    try:
+        next(iterator)
+    except StopIteration:
+        raise
+    except Exception:
+        return False
+    return True
+
+
+def is_stateful(loader: Any) -> bool:
+    """Return whether a loader keeps its own position, and can be given one."""
+    return callable(getattr(loader, "state_dict", None)) and callable(
+        getattr(loader, "load_state_dict", None)
+    )
+
+
+def loader_rewinder(loader: Any) -> Callable[[], None]:
+    """Return a function that undoes what drawing from a loader does to its own state."""
+    start = start_of(loader)
+    # A stateful loader begins an epoch when it is asked for its state; one not begun needs none.
+    has_begun = getattr(loader, "_iterator", None) is not None
+    state = loader.state_dict() if has_begun and is_stateful(loader) else None
+
+    def rewind() -> None:
+        return_to(loader, start)
+        if state is not None:
+            loader.load_state_dict(state)
+        elif not has_begun and hasattr(loader, "_iterator"):
+            loader._iterator = None
+
+    return rewind

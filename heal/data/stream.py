@@ -1,0 +1,287 @@
+"""The stream of batches: it counts, goes on after a bad batch, and can be rewound or skipped.
+
+It draws from a loader exactly as a ``for`` loop would, and from no generator of its own, so that
+a run that needs no healing sees the same batches with it as without.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from heal.actions import CannotHeal
+from heal.data.epoch_start import EpochStart, advance_sampler, start_of
+from heal.data.loader_pass import LoaderPass, is_stateful
+from heal.data.pass_reader import AfterError, OnError, PassReader
+
+LOG_LENGTH = 10_000  # batches whose step is remembered, to find those that did harm
+NUM_PLACES = 256  # batches whose place is remembered, to name the samples of one that fails
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """Where a stream is: so many batches into an epoch that began like this."""
+
+    epoch: int
+    index: int
+    ordinal: int
+    start: EpochStart | None
+    loader_state: Any = field(default=None, repr=False)
+    origin: LoaderPass | None = field(
+        default=None, repr=False, compare=False, metadata={"is_saved": False}
+    )
+    """The pass itself, in the process that made it: a loader has no form on disk."""
+
+
+class BatchStream:
+    """Batches of one or more epochs over a loader.
+
+    A loader with ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader, is
+    rewound to the exact position; its workers begin with new seeds, so that a dataset that draws
+    random numbers in them draws others. A plain one is started again as its epoch was and drawn
+    from until the place is reached: the same batches, provided they follow from the generators at
+    the start of the epoch, as shuffling and worker seeds do. They do not if the dataset itself
+    draws random numbers in the main process (``num_workers=0``), or is an iterator that cannot
+    restart.
+
+    An epoch that is left early, by ``break``, ends there when it is drawn again.
+
+    Args:
+        on_error: told of every exception of the loader, with the epoch and the number of the
+            batch, None if the epoch could not be opened; it raises if the run should end.
+        step: returns the number of the step that the next batch is for.
+        on_begin: called when an epoch was begun and nothing was drawn from it yet.
+        keeps_last: hold on to the last good batch.
+        note: told of batches that an error has cost beyond the bad one.
+
+    Attributes:
+        ordinal: how many batches were drawn, the skipped and the failed ones included.
+        skipped: how many were drawn and not given out.
+        is_open: whether a loop is drawing from an epoch.
+        was_left: whether the newest epoch was left before its end, as by ``break`` or an exception.
+    """
+
+    def __init__(
+        self,
+        on_error: OnError,
+        step: Callable[[], int],
+        on_begin: Callable[[], None],
+        keeps_last: bool = False,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._on_error = on_error
+        self._step = step
+        self._on_begin = on_begin
+        self._keeps_last = keeps_last
+        self._note = note
+        self._last: Any = None
+        self.ordinal = 0
+        self.skipped = 0
+        self.is_open = self.was_left = False
+        self._reader: PassReader | None = None  # None before the first epoch
+        self._furthest = -1  # the newest epoch that was begun; we are before it in a replay
+        self._passes: weakref.WeakValueDictionary[int, LoaderPass] = weakref.WeakValueDictionary()
+        self._rewind_to: DataPosition | None = None
+        self._step_of: dict[int, int] = {}  # ordinal of a batch -> step that it was for
+        self._places: deque[tuple[int, int, LoaderPass]] = deque(maxlen=NUM_PLACES)
+        self._unwanted: set[int] = set()  # ordinals
+        self._abandoned_from: int | None = None
+
+    def epoch(self, loader: Any) -> Iterator[Any]:
+        """Yield the batches of one pass over the loader.
+
+        After a rewind into an earlier epoch the rest of that one comes first.
+        """
+        self.is_open = self.was_left = True
+        try:
+            yield from self._rest_of_epoch(loader)
+            self.was_left = False
+        finally:
+            self.is_open = False
+
+    def _rest_of_epoch(self, loader: Any) -> Iterator[Any]:
+        own = self._furthest + 1
+        if self._reader is None and self._rewind_to is not None:
+            own = self._rewind_to.epoch  # resumed: an epoch that was begun elsewhere
+            self._carry_out_rewind(self._rewind_to, loader)
+        elif not self._is_replaying():
+            if self._reader is not None:
+                self._reader.end()  # where a ``break`` has left it, it ends when drawn again
+            if self._rewind_to is None:
+                self._begin_epoch(loader)
+        # Else the loop was left while something earlier was to be drawn again: that comes first.
+        self._on_begin()
+        while True:
+            try:
+                # Not by way of a name: it would keep the batch while the next one is read.
+                yield self._draw(loader)
+            except StopIteration:
+                if self._reader is not None:
+                    self._reader.end()
+                if self.newest[0] >= own:
+                    return
+                self._begin_next(loader)
+
+    def position(self) -> DataPosition:
+        """Return where the stream is, to return to later."""
+        if self._rewind_to is not None:
+            return self._rewind_to  # it will be there before the next batch is drawn
+        reader = self._reader
+        if reader is None:
+            return DataPosition(-1, 0, self.ordinal, None)
+        origin = reader.origin
+        state = origin.loader.state_dict() if is_stateful(origin.loader) else None
+        start, ordinal = origin.start, self.ordinal
+        return DataPosition(reader.epoch, reader.index, ordinal, start, state, origin)
+
+    def rewind(self, position: DataPosition) -> None:
+        """Return to a position; the loader is touched when the next batch is asked for."""
+        self._rewind_to = position
+
+    def resume(self, position: DataPosition, unwanted: Iterable[int]) -> None:
+        """Begin where another process was, which no batch was drawn from yet."""
+        self._rewind_to = position if position.start is not None else None
+        self.leave_out(unwanted)
+
+    def leave_out(self, unwanted: Iterable[int]) -> None:
+        """Never give out batches of these numbers, see :attr:`ordinal`."""
+        self._unwanted.update(unwanted)
+
+    def unwanted(self) -> list[int]:
+        """Return the numbers of batches to come that will not be given out."""
+        return sorted(self._unwanted)
+
+    def abandon_from(self, step: int) -> None:
+        """Forget, with the next batch, which batches went to steps from ``step`` on."""
+        self._abandoned_from = step
+
+    def skip(self, first_step: int, last_step: int) -> None:
+        """Never give out the batches of these steps, be they drawn again or not drawn yet."""
+        theirs = [o for o, step in self._step_of.items() if first_step <= step <= last_step]
+        self._unwanted.update(theirs)
+        if not self._step_of:
+            return
+        newest = max(self._step_of)
+        to_come = max(0, last_step - max(first_step - 1, self._step_of[newest]))
+        ahead = to_come * self._batches_per_step()
+        self._unwanted.update(range(newest + 1, newest + 1 + ahead))
+
+    def identity(self, back: int = 0) -> dict[str, Any]:
+        """Return epoch, number and samples of the batch given out ``back`` batches before the last.
+
+        Empty if it did not come from here; samples are None where the loader cannot tell.
+        """
+        if back >= len(self._places):
+            return {}
+        epoch, number, origin = self._places[-1 - back]
+        return {"epoch": epoch, "batch": number, "samples": origin.samples_of(number)}
+
+    def samples_of(self, index: int) -> list[Any] | None:
+        """Return which samples a batch of this epoch has, by their index; None if unknown."""
+        return None if self._reader is None else self._reader.origin.samples_of(index)
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The epoch and the number in it of the batch that was last drawn."""
+        return (-1, -1) if self._reader is None else (self._reader.epoch, self._reader.index - 1)
+
+    def _is_replaying(self) -> bool:
+        return self.newest[0] < self._furthest
+
+    def _begin_epoch(self, loader: Any) -> None:
+        start = start_of(loader)
+        before = None if self._reader is None else self._reader.origin
+        known = None if before is None else before.following
+        if known is not None and known.loader is loader:
+            known.start = start  # drawn again: it ends where it ended
+        else:
+            known = LoaderPass(loader, start)
+        if before is not None:
+            before.following = known
+        self._read_from(known, self.newest[0] + 1).begin()
+
+    def _begin_next(self, loader: Any) -> None:
+        """Begin the epoch after one that was drawn again, over the loader that it had."""
+        before = None if self._reader is None else self._reader.origin
+        if before is not None:
+            if before.following is not None:
+                loader = before.following.loader
+            if before.loader is loader:
+                advance_sampler(loader, before.start)
+        self._begin_epoch(loader)
+
+    def _read_from(self, origin: LoaderPass, epoch: int) -> PassReader:
+        self._passes[epoch] = origin
+        self._furthest = max(self._furthest, epoch)
+        self._reader = PassReader(origin, epoch, self._on_error, self._note)
+        return self._reader
+
+    def _draw(self, loader: Any) -> Any:
+        """Return the next batch that is wanted and can be read."""
+        while True:
+            if self._rewind_to is not None:
+                self._carry_out_rewind(self._rewind_to, loader)
+            if self._abandoned_from is not None or len(self._step_of) > LOG_LENGTH:
+                self._prune_log()
+            reader, ordinal = self._reader, self.ordinal
+            if reader is None or reader.index == reader.origin.ended_at:
+                raise StopIteration
+            place = reader.epoch, reader.index, reader.origin
+            try:
+                batch = reader.read()
+                reader.index += 1
+                self.ordinal += 1
+            except (StopIteration, CannotHeal):
+                raise
+            except Exception as error:
+                error.__traceback__ = None  # it would keep the loader's frames alive
+                told = self._on_error(error, *place[:2])
+                if told is AfterError.TRY_AGAIN:
+                    reader.try_again()
+                    continue
+                self.ordinal += 1
+                reader.pass_over()
+                if told is not AfterError.STAND_IN or self._last is None:
+                    continue
+                batch = self._last
+            else:
+                if ordinal in self._unwanted:
+                    self._unwanted.discard(ordinal)
+                    self.skipped += 1
+                    continue
+            self._step_of[ordinal] = self._step()
+            self._places.append(place)
+            if self._keeps_last:
+                self._last = batch
+            return batch
+
+    def _prune_log(self) -> None:
+        if self._abandoned_from is not None:
+            kept = {o: s for o, s in self._step_of.items() if s < self._abandoned_from}
+            self._step_of, self._abandoned_from = kept, None
+        if len(self._step_of) > LOG_LENGTH:
+            newest = max(self._step_of)
+            kept = {o: s for o, s in self._step_of.items() if o > newest - LOG_LENGTH // 2}
+            self._step_of = kept
+
+    def _batches_per_step(self) -> int:
+        """How many batches the last whole step took; more than one if gradients accumulate."""
+        counts: dict[int, int] = {}
+        for step in self._step_of.values():
+            counts[step] = counts.get(step, 0) + 1
+        return max(counts.values(), default=1)
+
+    def _carry_out_rewind(self, position: DataPosition, loader: Any) -> None:
+        """Return to a position, in the loader that it was in, as far as that is known."""
+        self._rewind_to = None
+        self.ordinal = position.ordinal
+        now_in, self._reader = self._reader, None
+        if position.start is None:
+            return  # no epoch had begun
+        origin = position.origin or self._passes.get(position.epoch)  # none, if it is of the disk
+        if origin is None:
+            known = loader if now_in is None else now_in.origin.loader
+            origin = LoaderPass(known, position.start)
+        origin.start = position.start
+        self._read_from(origin, position.epoch).go_to(position.index, position.loader_state)

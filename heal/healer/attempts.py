@@ -1,0 +1,249 @@
+"""Tries to take a step, and heals what the attempt raises."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from heal.actions import CannotHeal, Rollback
+from heal.causes import Cause, Family
+from heal.data.pass_reader import AfterError
+from heal.data.stream import BatchStream
+from heal.diagnose import Diagnosis, diagnose_exception
+from heal.exit_codes import ExitCode
+from heal.journal.journal import Journal
+from heal.policy import EXIT_CODES
+from heal.run import TorchRun
+from heal.step.guarded_step import GuardedStep
+from heal.step.micro_batch import MicroBatcher, TrainStep
+from heal.treatment import Treatment
+from heal.verdict import Flag
+
+Failure = tuple[Diagnosis, Exception]
+
+TOLD_AS = {
+    Cause.OUT_OF_MEMORY: Flag.OUT_OF_MEMORY,
+    Cause.DATA_ERROR: Flag.DATA_ERROR,
+    Cause.NETWORK_ERROR: Flag.NETWORK_ERROR,
+    Cause.STORAGE_ERROR: Flag.NETWORK_ERROR,
+}
+"""How other ranks hear of what one of them met with; of all else as an unknown error."""
+
+NOT_FOR_ALL = (Cause.COLLECTIVE_ERROR, Cause.DEVICE_ERROR)
+"""After these there is no message by which others could be told."""
+
+
+class Owner(Protocol):
+    """What is needed of the healer."""
+
+    def step(self, loss: Tensor | None = None) -> None: ...
+    def close(self, error: BaseException | None = None) -> None: ...
+    def report(self, flag: Flag) -> None: ...
+
+
+class Attempts:
+    """Forward, backward and step; again in smaller pieces, after a wait or not at all.
+
+    With other ranks nothing is tried again: the failure is told in the record of the step, which
+    all ranks refuse, and the cure is one that all of them take, some steps later.
+    """
+
+    def __init__(
+        self,
+        run: TorchRun,
+        guarded: GuardedStep,
+        micro: MicroBatcher,
+        treatment: Treatment,
+        stream: BatchStream,
+        journal: Journal,
+        healer: Owner,
+    ) -> None:
+        self._run = run
+        self._guarded = guarded
+        self._ranks = guarded.ranks
+        self._micro = micro
+        self._treatment = treatment
+        self._stream = stream
+        self._journal = journal
+        self._healer = healer
+        self.is_stepping = False
+        self._fatal: Exception | None = None
+
+    def take_step(self, train_step: TrainStep, batches: list[Any]) -> bool:
+        """Do one step; False if its batches were given up.
+
+        Raises:
+            CannotHeal: healing is at its end.
+            Exception: what was raised, if there is no cure for its kind.
+        """
+        while True:
+            for optimizer in self._guarded.optimizers:
+                optimizer.zero_grad()
+            loss, failure = self._try_backward(train_step, batches)
+            if failure is not None:
+                # The except block is left: nothing holds the frames whose tensors must be freed.
+                self._micro.undo()
+                if self._ranks.has_others:
+                    self._stand_in(failure, train_step)
+                elif self.heal(*failure):
+                    continue
+                else:
+                    return False
+            failure = self._try_step(loss)
+            if failure is None:
+                self._micro.note_clean()
+                return True
+            self.heal(*failure)  # never tried again: some weights may be updated already
+            return False
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Heal what the body raises: the batch is given up, or the error goes on if it must."""
+        self._micro.begin()
+        failure: Failure | None = None
+        try:
+            yield
+        except CannotHeal:
+            raise
+        except Exception as error:
+            failure = self.judge(error, "step" if self.is_stepping else "forward")
+        if failure is None:
+            self._micro.note_clean()
+            return
+        if failure[0].family is Family.DATA:
+            failure[0].evidence.update(self._stream.identity())
+        if not self.is_stepping:
+            self._micro.undo()
+            if self._ranks.has_others:
+                self._leave(*failure)
+        self.is_stepping = False
+        self.heal(*failure)
+
+    def loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:
+        """Heal what the loader raised, and say what becomes of the batch.
+
+        Args:
+            error: what it raised.
+            epoch: counted from 0.
+            index: of the batch; None if the epoch could not be opened. That has no cure but to
+                wait: there is no batch to give up, nor one that could be told of to other ranks.
+        """
+        diagnosis, error = self.judge(error, "data" if index is not None else "open")
+        diagnosis.evidence["epoch"] = epoch
+        if index is None:
+            if diagnosis.family is not Family.WAIT or self._ranks.has_others:
+                raise error
+        else:
+            diagnosis.evidence.update(batch=index, samples=self._samples_of(index))
+            if self._ranks.has_others:
+                self._tell(diagnosis, error)
+                return AfterError.STAND_IN
+        return AfterError.TRY_AGAIN if self.heal(diagnosis, error) else AfterError.PASS_OVER
+
+    def _samples_of(self, index: int) -> list[Any] | None:
+        return self._stream.samples_of(index)
+
+    def step_failed(self, error: Exception) -> None:
+        """Tell other ranks that the optimizer stopped half-way here; they go on until they hear.
+
+        Raises:
+            CannotHeal: nobody can be told.
+        """
+        diagnosis, error = self.judge(error, "step")
+        self._tell(diagnosis, error)
+        self._healer.report(Flag.STEP_FAILED)
+
+    def raise_own_error(self, halt: CannotHeal) -> None:
+        """Raise what this rank failed with, if that is why all ranks halt."""
+        if self._fatal is not None:
+            raise self._fatal from halt
+
+    def _try_backward(
+        self, train_step: TrainStep, batches: list[Any]
+    ) -> tuple[Tensor | None, Failure | None]:
+        try:
+            return self._micro.backward(batches, train_step, self._scale()), None
+        except Exception as error:
+            diagnosis, raised = self.judge(error, self._micro.phase)
+        if diagnosis.family is Family.DATA:
+            back = len(batches) - 1 - self._micro.batch_at
+            diagnosis.evidence.update(self._stream.identity(back))
+        elif diagnosis.family is Family.MEMORY and self._micro.cannot_cut:
+            diagnosis.evidence["cannot_be_cut"] = self._micro.cannot_cut
+        return None, (diagnosis, raised)
+
+    def _scale(self) -> Callable[[Tensor], Tensor]:
+        scaler = self._guarded.scaler
+        return scaler.scale if scaler is not None else (lambda loss: loss)
+
+    def _try_step(self, loss: Tensor | None) -> Failure | None:
+        try:
+            self._healer.step(loss)
+        except CannotHeal:
+            raise
+        except Exception as error:
+            if error is self._fatal:
+                raise
+            return self.judge(error, "step")
+        return None
+
+    def _stand_in(self, failure: Failure, train_step: TrainStep) -> None:
+        """Tell all ranks of a failure, and send what they wait for. Halt if that is too late."""
+        if failure[0].cause in NOT_FOR_ALL:
+            self.heal(*failure)  # the group is broken already: halt
+        if not self._micro.messages.can_be_matched():
+            self._leave(*failure)
+        self._tell(*failure)
+        try:
+            self._micro.stand_in(train_step, self._scale())
+        except Exception as error:
+            self._leave(*self.judge(error, self._micro.phase))
+
+    def _tell(self, diagnosis: Diagnosis, error: Exception) -> None:
+        if diagnosis.cause in NOT_FOR_ALL:
+            self.heal(diagnosis, error)
+        flag = TOLD_AS.get(diagnosis.cause, Flag.UNKNOWN_ERROR)
+        if flag is Flag.UNKNOWN_ERROR:
+            self._fatal = error
+        self._journal.event("rank_failed", self._run.step, diagnosis=diagnosis.to_json())
+        self._healer.report(flag)
+
+    def _leave(self, diagnosis: Diagnosis, error: Exception) -> None:
+        """Halt this rank and break the group, so that the others halt now and not in minutes."""
+        self._ranks.abort()
+        diagnosis.evidence["halted"] = "other ranks waited for gradients that cannot be sent"
+        self._journal.recovery(diagnosis, [])
+        if diagnosis.cause is Cause.UNKNOWN:
+            self._healer.close(error)
+            raise error
+        halt = CannotHeal(
+            f"{diagnosis.cause.value} at step {diagnosis.step} ({diagnosis.evidence['type']}) "
+            "after other ranks began to wait for this one; start the job again",
+            EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE),
+        )
+        halt.__cause__ = error  # the postmortem tells what was raised first
+        self._healer.close(halt)
+        raise halt
+
+    def judge(self, error: Exception, phase: str) -> Failure:
+        """Say what an exception of this step means, and let go of the memory that it holds."""
+        diagnosis = diagnose_exception(error, step=self._run.step, phase=phase)
+        if diagnosis.family is Family.MEMORY:
+            # The traceback holds the frames, and these the tensors that fill the memory.
+            error = error.with_traceback(None)
+            error.__context__ = error.__cause__ = None
+        return diagnosis, error
+
+    def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
+        """Carry out the plan; True if the same batches should be tried again."""
+        try:
+            plan = self._treatment.carry_out(diagnosis)
+        except CannotHeal as halt:
+            if diagnosis.cause is Cause.UNKNOWN:
+                raise error from None
+            halt.__cause__ = error
+            self._healer.close(halt)
+            raise halt from error
+        undone = any(isinstance(action, Rollback) for action in plan)
+        return diagnosis.family in (Family.MEMORY, Family.WAIT) and not undone

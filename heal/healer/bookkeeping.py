@@ -1,0 +1,162 @@
+"""What happens before and after each step: snapshots, checks, mail and metrics, when due."""
+
+from collections.abc import Callable
+from typing import Any
+
+from heal.actions import CannotHeal
+from heal.config import HealingConfig
+from heal.forecast.watch import SILENT
+from heal.healer.attached_probes import AttachedProbes
+from heal.healer.durable import Durable
+from heal.hearing.listener import Listener
+from heal.journal.journal import Journal
+from heal.journal.notes import LEFT_OUT, Notes
+from heal.run import TorchRun
+from heal.step.ranks import HostFacts
+
+METRICS_INTERVAL = 10  # steps between lines of metrics.jsonl
+
+
+class Bookkeeping:
+    """Keeps the books of a run.
+
+    Args:
+        run: whose steps are counted and whose snapshots are taken.
+        listener: hears of what the device said.
+        config: intervals.
+        journal: gets the metrics.
+        notes: told of what could not be done.
+        probes: run when they are due.
+        numbers: returns what goes into a line of metrics.
+
+    Attributes:
+        durable: saves to disk when it is time; None if nothing is saved.
+    """
+
+    def __init__(
+        self,
+        run: TorchRun,
+        listener: Listener,
+        config: HealingConfig,
+        journal: Journal,
+        notes: Notes,
+        probes: AttachedProbes,
+        numbers: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._run = run
+        self._listener = listener
+        self._interval = config.snapshot_interval
+        self._lag = config.lag
+        self._num_waited = 0
+        self._journal = journal
+        self._notes = notes
+        self._probes = probes
+        self._numbers = numbers
+        self._wants_snapshot = False
+        self.durable: Durable | None = None
+
+    def first_snapshot(self) -> None:
+        """Take one before anything happens, unless there is one.
+
+        That of step 0 is good at once: nothing has happened that it would have to be proven
+        against, and trouble in the first steps would have nowhere to return to.
+        """
+        if self._run.ring.newest_step() is None:
+            self._notes.contain(lambda: self._capture(is_proven=self._run.step == 0))
+
+    def begin_epoch(self) -> None:
+        """Take the first snapshot; what was loaded since the healer was made is no step's doing."""
+        if self._run.step == 0 and self._run.ring.newest_step() is None:
+            self._notes.contain(self._run.buffers.restored)
+        self.first_snapshot()
+
+    def before_step(self) -> None:
+        """Let copies finish that the step would overtake; before the first, take a snapshot.
+
+        Contained: what the host has to tell must go with the step whatever fails here.
+        """
+        run = self._run
+        try:
+            run.ring.before_step()
+            if run.step == 0:  # what has changed since an epoch began must be in the first one
+                if run.has_changed_shape():
+                    self._wants_snapshot = True
+                self.first_snapshot()
+        except CannotHeal:
+            raise
+        except Exception as error:
+            self._notes.add(f"{LEFT_OUT}: {error!r}")
+
+    def after_step(self, facts: HostFacts, posted: bool, has_loss: bool) -> None:
+        """Count the step, notice a changed model, do what is due, and hear of the steps before."""
+        if posted:
+            self._listener.note_step(facts, has_loss)
+        else:
+            self._listener.not_sent(facts)
+        self._run.advance()
+        try:
+            if self._run.has_changed_shape():
+                self._wants_snapshot = True
+        except Exception as error:  # the detectors must hear all the same
+            self._notes.add(f"{LEFT_OUT}: {error!r}")
+        step, watchdog = self._run.step, self._listener.watchdog
+        if watchdog is not None:
+            watchdog.beat(step)
+        if self._is_uneventful(step):
+            return
+        self._notes.contain(self._listener.check_health)
+        self._listener.listen()
+        if self._run.step == step:  # else the step was taken back
+            self._capture_if_due()
+            if self.durable is not None:
+                self.durable.after_step()
+            self._probe(step)
+        if self._listener.wants_snapshot:
+            self._listener.wants_snapshot = False
+            self._wants_snapshot = True
+        if self._run.step % METRICS_INTERVAL:
+            return
+        forecast = self._listener.watch.forecast
+        if forecast is not None and forecast.is_silent:
+            self._notes.add(SILENT)
+        if self._journal.is_heard:
+            self._journal.metrics(self._run.step - 1, self._numbers())
+
+    def _is_uneventful(self, step: int) -> bool:
+        """Whether the books need not be opened: after most steps there is nothing to do.
+
+        Our code has left the caches by then, and looking into every corner of it would take longer
+        than a small model takes to be clipped.
+        """
+        return (
+            not self._wants_snapshot
+            and step % self._interval != 0
+            and (step % METRICS_INTERVAL != 0 or not self._journal.is_heard)
+            and not (self.durable is not None and self.durable.is_due(step))
+            and not self._probes.are_due(step)
+            and self._listener.is_idle()
+        )
+
+    def _probe(self, step: int) -> None:
+        """Run the probes that are due; their time counts for no step, or it would seem slow."""
+        if self._probes.are_due(step):
+            with self._listener.clock_stopped():
+                self._probes.look(step)
+
+    def _capture_if_due(self) -> None:
+        """Take a snapshot; if a check is under way, once it is read: it may save an older one.
+
+        A new snapshot takes the place of another, and what the check finds may need that one.
+        """
+        if self._wants_snapshot or self._run.step % self._interval == 0:
+            self._wants_snapshot = True
+            if self._listener.is_checking and self._num_waited < self._lag:
+                self._num_waited += 1
+                return
+            self._wants_snapshot = False
+            self._num_waited = 0
+            self._capture()
+
+    def _capture(self, is_proven: bool = False) -> None:
+        if not self._run.capture(is_proven) and self._run.ring.degraded:
+            self._notes.add(self._run.ring.degraded)

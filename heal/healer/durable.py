@@ -1,0 +1,211 @@
+"""The checkpoints of a healed run: when they are saved, what is in them, how a run goes on.
+
+How they are written and read is in :mod:`heal.checkpoint`. A save that fails is told and counted;
+training goes on.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from heal.checkpoint.contents import Names, keyed, wanted_chunk
+from heal.checkpoint.errors import CheckpointError, StillWriting
+from heal.checkpoint.folders import committed
+from heal.checkpoint.ranks import Ranks
+from heal.checkpoint.reading import CheckpointReader, Restored
+from heal.checkpoint.seeds import restore_rng
+from heal.checkpoint.store import CheckpointStore
+from heal.config import HealingConfig
+from heal.data.stream import BatchStream
+from heal.healer.healing_memory import HealingMemory
+from heal.journal.journal import Journal
+from heal.journal.notes import Notes
+from heal.run import TorchRun
+from heal.state.rng import RngState
+from heal.state.snapshots import Snapshot
+from heal.state.training_state import StateMismatch, TrainingState
+
+
+class Durable:
+    """Saves a run to disk every so many steps, and brings it back.
+
+    Args:
+        directory: of the checkpoints; all ranks see it.
+        config: how often, how many, in a thread or not.
+        state: what training changes.
+        run: the step that comes next, and what healing changed.
+        stream: the position in the data.
+        memory: what healing knows of the run.
+        journal: told of every save.
+        notes: told of what failed.
+        group: the ranks that save together; all if None.
+
+    Attributes:
+        failures: how many saves failed.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: HealingConfig,
+        state: TrainingState,
+        run: TorchRun,
+        stream: BatchStream,
+        memory: HealingMemory,
+        journal: Journal,
+        notes: Notes,
+        group: Any = None,
+    ) -> None:
+        self.failures = 0
+        self.store = CheckpointStore(
+            directory,
+            keep=config.checkpoint_keep,
+            asynchronous=config.checkpoint_async,
+            ranks=Ranks(group),
+        )
+        self._interval = config.checkpoint_interval
+        self._asynchronous = config.checkpoint_async
+        self._state = state
+        self._run = run
+        self._stream = stream
+        self._memory = memory
+        self._journal = journal
+        self._notes = notes
+        self._saved_step = -1
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether it is time to save; how earlier saves ended may be told a little later."""
+        return self._interval > 0 and step % self._interval == 0
+
+    def after_step(self) -> None:
+        """Save if it is time, and tell how earlier saves ended; waits for no disk."""
+        self._tell_news()
+        if self._interval and self._run.step % self._interval == 0:
+            self._contained(lambda: self._save(asynchronous=None))
+
+    def save(self) -> None:
+        """Save now, and return when it is on the disk; every rank has to call this.
+
+        Raises:
+            SaveFailed: it is not; training can go on.
+        """
+        self.store.wait()
+        self._tell_news()
+        self._save(asynchronous=False)
+
+    def save_last(self) -> None:
+        """Save the end of a run, unless that was just done; a failure is told, not raised."""
+        self.finish()
+        if self._saved_step != self._run.step:
+            self._contained(self.save)
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk, and tell how that ended."""
+        self.store.wait()
+        self._tell_news()
+
+    def resume(self) -> int:
+        """Go on from the newest checkpoint that is whole on every rank; every rank has to call.
+
+        Returns:
+            The step that comes next; 0 if there is no checkpoint.
+
+        Raises:
+            StateMismatch: the checkpoint is of another run; nothing was changed.
+        """
+        restored = self.store.load_state(self._state)
+        for note in self.store.notes:
+            self._notes.add(note)
+        if restored is None:
+            return self._run.step
+        values = restored.values
+        position = values["data"]
+        if restored.world_size != self.store.ranks.size:
+            position = self._moved(position, restored)
+        self._memory.resume(restored.step, values)
+        self._stream.resume(position, values["unwanted"])
+        restore_rng(restored, self.store.ranks)
+        self._saved_step = restored.step
+        self._journal.event("resumed", restored.step, world_size=restored.world_size)
+        return restored.step
+
+    # What the run asks when it has to go back.
+
+    def steps(self) -> list[int]:
+        """Return the steps of finished checkpoints, newest first."""
+        return self.store.steps()
+
+    def snapshot(self, step: int) -> Snapshot | None:
+        """Return the checkpoint of a step in the form of a snapshot; None if it is damaged."""
+        ranks, names = self.store.ranks, Names(self._state)
+        for folder in reversed(committed(self.store.directory)):
+            if folder.step != step:
+                continue
+            try:
+                restored = CheckpointReader(folder.path).read(
+                    ranks.rank, ranks.size, lambda name: wanted_chunk(self._state, names, name)
+                )
+                tensors = keyed(self._state, names, restored.tensors)
+            except (CheckpointError, StateMismatch, OSError) as error:
+                self._notes.add(f"{folder.path.name} cannot be used: {error}")
+                continue
+            values = {**restored.values["training"], **restored.values}
+            nothing = torch.zeros(0, dtype=torch.int64), torch.zeros((), dtype=torch.float64)
+            return Snapshot(step, tensors, values, *nothing, landed=None, is_good=True)
+        return None
+
+    def abandon_after(self, step: int) -> None:
+        """Put checkpoints of later steps aside: the run went back before them."""
+        try:
+            self.store.abandon_after(step)
+        except OSError as error:
+            self._notes.add(f"checkpoints after step {step} are not part of the run: {error}")
+        self._saved_step = -1
+
+    def _save(self, asynchronous: bool | None) -> None:
+        step = self._run.step
+        path = self.store.save_state(step, self._state, self._values(), asynchronous=asynchronous)
+        self._saved_step = step
+        if asynchronous is False or not self._asynchronous:
+            self._journal.event("checkpoint", step, path=str(path))
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            "rng": RngState.now(),
+            "data": self._stream.position(),
+            "unwanted": self._stream.unwanted(),
+            **self._memory.values(),
+        }
+
+    def _contained(self, save: Callable[[], None]) -> None:
+        try:
+            save()
+        except StillWriting as error:
+            self._journal.event("checkpoint_skipped", self._run.step, reason=str(error))
+        except (CheckpointError, OSError) as error:
+            self._failed(self._run.step, error)
+
+    def _tell_news(self) -> None:
+        for report in self.store.news():
+            if report.error is not None:
+                self._failed(report.step, report.error)
+            elif self.store.ranks.rank == 0:
+                self._journal.event("checkpoint", report.step, path=str(report.path))
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self.failures += 1
+        self._saved_step = -1
+        self._journal.event("checkpoint_failed", step, error=str(error))
+        self._notes.add(f"checkpoint of step {step} failed: {error}")
+
+    def _moved(self, position: Any, restored: Restored) -> Any:
+        """The same share of the epoch, where samples are dealt out to another number of ranks."""
+        old, new = restored.world_size, self.store.ranks.size
+        self._notes.add(
+            f"saved by {old} ranks, resumed by {new}: the epoch goes on at the same share of its "
+            "samples, which are dealt out anew"
+        )
+        return replace(position, index=position.index * old // new, loader_state=None)

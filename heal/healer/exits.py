@@ -1,0 +1,227 @@
+"""How a run ends: whatever the way, a postmortem is left behind."""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import util
+from typing import TYPE_CHECKING, Any
+
+from heal.actions import CannotHeal
+from heal.cluster.shutdown import ShutdownHandler
+from heal.exit_codes import ExitCode
+from heal.healer.process_end import MainProgram, end_with_own_code, tell_of_thread, uncaught
+from heal.journal.journal import ExitReason, Journal
+
+if TYPE_CHECKING:
+    from heal.loop import Healer
+
+SIGNALS = ("SIGTERM", "SIGUSR1")  # what schedulers send before they kill
+SIGNAL_BASE = 128  # a shell's code for "ended by signal n" is this plus n
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a run ended; None stands for what is not known, or follows from the error."""
+
+    error: BaseException | None = None
+    reason: ExitReason | None = None
+    exit_code: int | None = None
+
+    @classmethod
+    def by(cls, error: BaseException | None) -> "Ending":
+        """The ending by what was raised, or in order."""
+        return cls(error, None, _exit_code(error))
+
+
+EXITED = Ending(None, ExitReason.EXITED, None)
+"""Left before the end, by ``sys.exit`` or by ``break``: Python does not say with which code."""
+
+
+class Exits:
+    """Writes one postmortem: at the end of ``run`` or ``with``, on a halt, or when Python exits.
+
+    Args:
+        healer: asked for the last step and metrics; not kept alive.
+        journal: where the postmortem goes.
+        clock: seconds.
+
+    Attributes:
+        is_watching: whether signals and threads are seen to, which happens at the first step.
+    """
+
+    def __init__(self, healer: "Healer", journal: Journal, clock: Callable[[], float]) -> None:
+        self.is_watching = False
+        self._healer = weakref.ref(healer)
+        self._journal = journal
+        self._clock = clock
+        self._began = clock()
+        self._closed = False
+        self._is_entered = False
+        self._told = 0  # a signal that somebody else sees to
+        self._shutdown: ShutdownHandler | None = None
+        self._facts: dict[str, Any] = {}  # of a healer that is gone
+        self._process = os.getpid()
+        self._program = MainProgram()
+        atexit.register(self.at_exit)
+        if multiprocessing.parent_process() is not None:  # a child that was forked has no atexit
+            util.Finalize(None, self.at_exit, exitpriority=0)
+
+    def watch(self) -> None:
+        """See to signals, or to this thread if it is not the main one; called at the first step."""
+        self.is_watching = True
+        if self._closed:
+            return
+        if threading.current_thread() is threading.main_thread():
+            self._install()
+        else:
+            tell_of_thread(self.close)
+
+    def catch_signals(self) -> None:
+        """Stop all ranks after a step when one is told to; see :class:`ShutdownHandler`."""
+        self._closed, self._is_entered = False, True
+        self._install()
+
+    def request_stop(self) -> None:
+        """Hear of a signal. A loop that is under way stops after a step, which saves more.
+
+        Elsewhere, as in an evaluation, no step may come: the postmortem is written at once, and the
+        signal takes its course. A handler that was there before knows better: it has its turn.
+        """
+        healer, shutdown = self._healer(), self._shutdown
+        if self._is_entered and healer is not None:
+            healer.request_stop()
+        elif shutdown is None or shutdown.is_handled_by_others:
+            self._told = self._told or (0 if shutdown is None else shutdown.signal)
+        elif healer is not None and healer.is_in_loop:
+            healer.request_stop()
+        else:
+            number = shutdown.signal
+            self._finish(Ending(None, ExitReason.SIGTERM, SIGNAL_BASE + number))
+            os.kill(os.getpid(), number)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write the postmortem, once, and give the signals back; then no deadline runs any more."""
+        if isinstance(error, CannotHeal):
+            end_with_own_code()
+        self._finish(Ending.by(error))
+
+    def dismiss(self) -> None:
+        """Write no postmortem: this run is watched, not trained, by its healer."""
+        self._closed = True
+        atexit.unregister(self.at_exit)
+
+    @contextmanager
+    def halting(self) -> Iterator[None]:
+        """Leave the postmortem before a halt reaches the caller."""
+        try:
+            yield
+        except CannotHeal as halt:
+            self.close(halt)
+            raise
+
+    def at_exit(self) -> None:
+        """Close a run that nobody closed, by how the process ended."""
+        if self._closed or os.getpid() != self._process:
+            return  # in a child that was forked, the run is its parent's
+        self._finish(self._ending())
+
+    def collected(self, healer: "Healer") -> None:
+        """Write the postmortem of a healer that nobody refers to any more.
+
+        If its loop was left early, how the process ends will tell why; until then it says so.
+        """
+        if self._closed or os.getpid() != self._process:
+            return
+        if not healer.has_others:  # else to hear is to wait for ranks that may be elsewhere
+            healer.hear_the_rest(hurries=True)
+        self._facts = _facts_of(healer)
+        if not healer.left_loop_early:
+            self._finish(Ending.by(None))
+            return
+        self._journal.draft_postmortem(**self._page(EXITED))
+
+    def _install(self) -> None:
+        healer = self._healer()
+        if healer is None or threading.current_thread() is not threading.main_thread():
+            return
+        if self._shutdown is None:
+            self._shutdown = ShutdownHandler(
+                self,
+                shutdown_timeout_sec=healer.config.shutdown_timeout_sec,
+                signals=SIGNALS,
+                run_dir=self._journal.run_dir,
+            )
+            self._shutdown.install()
+
+    def _ending(self) -> Ending:
+        error, healer = uncaught(), self._healer()
+        if error is not None:
+            return Ending.by(error)
+        if self._told:
+            return Ending(None, ExitReason.SIGTERM, None)
+        in_order = self._program.returned()
+        if in_order is None:
+            in_order = healer is not None and not healer.left_loop_early
+        return Ending.by(None) if in_order else EXITED
+
+    def _finish(self, ending: Ending) -> None:
+        shutdown = self._release_signals()
+        if not self._closed:
+            self._closed = True
+            self._write(ending)
+            atexit.unregister(self.at_exit)
+        if shutdown is not None:
+            shutdown.finish()
+
+    def _write(self, ending: Ending) -> None:
+        healer, error = self._healer(), ending.error
+        if healer is not None:
+            sudden = isinstance(error, Exception) and not isinstance(error, CannotHeal)
+            healer.hear_the_rest(hurries=sudden)
+            self._facts = _facts_of(healer)
+        if self._facts:
+            self._journal.postmortem(**self._page(ending))
+            self._journal.close()
+
+    def _page(self, ending: Ending) -> dict[str, Any]:
+        return {
+            "exception": ending.error,
+            "exit_reason": ending.reason,
+            "exit_code": ending.exit_code,
+            "running_time_seconds": self._clock() - self._began,
+            **self._facts,
+        }
+
+    def _release_signals(self) -> ShutdownHandler | None:
+        self._is_entered = False
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        shutdown, self._shutdown = self._shutdown, None
+        if shutdown is not None:
+            shutdown.restore()
+        return shutdown
+
+
+def _exit_code(error: BaseException | None) -> int:
+    if error is None:
+        return int(ExitCode.OK)
+    if isinstance(error, CannotHeal):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return SIGNAL_BASE + int(signal.SIGINT)
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return error.code or int(ExitCode.OK)
+    return 1
+
+
+def _facts_of(healer: "Healer") -> dict[str, Any]:
+    latest = healer.latest
+    seen = {} if latest is None else {"loss": latest.loss, "grad_norm": latest.norm}
+    metrics = {**seen, **healer.metrics()}
+    return {"last_step": healer.last_step, "final_metrics": metrics}

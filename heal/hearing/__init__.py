@@ -1,0 +1,1 @@
+"""What the device said, on the host: records, read late, heard by the detectors and passed on."""

@@ -1,0 +1,159 @@
+"""Measures weights and optimizer state on the device, and mails what it found to the host."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zclip
+from heal.state.measured import MEASURED
+from heal.step.ranks import Ranks
+from heal.verdict import HealthRow
+from zclip import ClippedOptimizer
+from zclip.layout import NAN, SUMSQ
+
+NOTHING = -1.0  # stands for a moment or a step count that the optimizer does not keep (yet)
+
+
+class HealthCheck:
+    """Posts a row of norms and counts; the row is read ``lag`` steps later, when it has landed.
+
+    One in host memory may be read at once: the sooner damage is found, the fewer steps are undone.
+
+    Args:
+        optimizers: whose parameters and state are measured.
+        names: of the parameters, by identity.
+        lag: steps after which a row may be read.
+        ranks: who measure together, so that all of them find the same: shards add up, and what
+            is corrupt on one replica is in the mean of all.
+        waits: whether rows in host memory wait as well, for a forecast that learned from such.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[ClippedOptimizer],
+        names: dict[int, str],
+        lag: int,
+        ranks: Ranks,
+        waits: bool = False,
+    ) -> None:
+        self._waits = waits
+        self._optimizers = optimizers
+        self._names = names
+        self._lag = lag
+        self._ranks = ranks
+        self._sent: list[tuple[int, int, zclip.Mailbox, list[int], tuple[str, ...]]] = []
+
+    @torch.no_grad()
+    def post(self, step: int) -> None:
+        """Measure now. The row tells of the state before ``step``."""
+        weights, moments, owners, counters = self._gather()
+        if not weights:
+            return
+        stats = zclip.grad_stats(weights + moments)
+        counted = counters.to(stats, non_blocking=True)
+        measured = [stats[:, SUMSQ], stats[:, NAN:].sum(dim=1), counted]
+        told = self._ranks.mean(torch.cat(measured))
+        told[: len(stats)].sqrt_()
+        told = told.float()
+        mailbox = zclip.Mailbox(lag=0, width=told.numel())
+        mailbox.post(step, told)
+        names = tuple(name for name, _ in self._named_parameters())
+        due = step if told.is_cpu and not self._waits else step + self._lag
+        self._sent.append((step, due, mailbox, owners, names))
+
+    def read(self, step: int) -> list[HealthRow]:
+        """Return the rows that are due by now."""
+        rows = []
+        while self._sent and self._sent[0][1] <= step:
+            at, _, mailbox, owners, names = self._sent.pop(0)
+            for _, values in mailbox.poll():
+                rows.append(_decode(at, values, owners, names))
+        return rows
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a row was posted that was not read yet."""
+        return bool(self._sent)
+
+    def clear(self) -> None:
+        """Forget what is under way: after a rollback it speaks of no state."""
+        self._sent.clear()
+
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Those that are trained; the name tells each from all others, frozen ones too."""
+        params = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
+        return [
+            (self._names.get(id(p), f"parameter {i}"), p)
+            for i, p in enumerate(params)
+            if p.requires_grad and p.dtype in MEASURED
+        ]
+
+    def _gather(self) -> tuple[list[Tensor], list[Tensor], list[int], Tensor]:
+        """Weights, moments, the weight that each moment belongs to, and all step counts."""
+        weights: list[Tensor] = []
+        moments: list[Tensor] = []
+        owners: list[int] = []
+        counters: list[Tensor | float] = []
+        for _, param in self._named_parameters():
+            states = (o.state[param] for o in self._optimizers if param in o.state)
+            state: dict[str, Any] = next(states, {})
+            counter: Tensor | float = NOTHING
+            for name, value in state.items():
+                if name == "step":
+                    counter = value
+                elif isinstance(value, Tensor) and value.dtype in MEASURED:
+                    moments.append(_local(value))
+                    owners.append(len(weights))
+            counters.append(counter)
+            weights.append(_local(param))
+        return weights, moments, owners, _stacked(counters)
+
+
+def _decode(
+    step: int, values: Sequence[float], owners: Sequence[int], names: tuple[str, ...]
+) -> HealthRow:
+    count = len(names)
+    measured = count + len(owners)
+    norms, bad = values[:measured], values[measured : 2 * measured]
+    squares = [NOTHING] * count
+    moment_bad = [0] * count
+    for moment, owner in enumerate(owners):
+        squares[owner] = max(0.0, squares[owner]) + norms[count + moment] ** 2
+        moment_bad[owner] += _count(bad[count + moment])
+    return HealthRow(
+        step=step,
+        weight_norms=tuple(norms[:count]),
+        weight_bad=tuple(_count(b) for b in bad[:count]),
+        moment_norms=tuple(math.sqrt(s) if s >= 0 else s for s in squares),
+        moment_bad=tuple(moment_bad),
+        step_counters=tuple(values[2 * measured :]),
+        names=names,
+    )
+
+
+def _count(value: float) -> int:
+    """How many; one at least if any rank has one, for a mean may be less."""
+    return math.ceil(value) if math.isfinite(value) else 1
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    return local
+
+
+def _stacked(counters: Sequence[Tensor | float]) -> Tensor:
+    """One tensor of all counts; on the device only if the optimizer keeps them there."""
+    tensors = [c for c in counters if isinstance(c, Tensor)]
+    if not tensors:
+        return torch.tensor([float(c) for c in counters])
+    device = tensors[0].device
+    rows = [
+        c.detach().reshape(()).to(device, torch.float32, non_blocking=True)
+        if isinstance(c, Tensor)
+        else torch.full((), float(c), device=device)
+        for c in counters
+    ]
+    return torch.stack(rows)

@@ -1,0 +1,337 @@
+"""Hears what the device said about past steps, and has it treated."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from heal.causes import Finding
+from heal.cluster.watch import ClusterWatch
+from heal.cluster.watchdog import HangWatchdog
+from heal.config import HealingConfig
+from heal.detect import Watch
+from heal.forecast.features import CHECK_INTERVAL
+from heal.hearing.calm import Calm
+from heal.hearing.health import HealthCheck
+from heal.hearing.series import Series
+from heal.journal.notes import LEFT_OUT
+from heal.run import TorchRun
+from heal.step.guarded_step import NO_LOSS_SCALE, GuardedStep
+from heal.step.learning_rate import LearningRates
+from heal.step.ranks import HostFacts
+from heal.treatment import Treatment, is_suspect
+from heal.verdict import NO_FLAG, Flag, Record
+from zclip.layout import NUM_VERDICT
+
+WISHES = Flag.PREEMPTED | Flag.SNAPSHOT_WANTED
+"""What somebody asked for, whatever becomes of the step it was sent with; sent again if undone."""
+
+NOTHING_KNOWN = HostFacts(), 1.0, True
+
+CLOSE_WATCH = 10  # times as often as usual, weights are checked after a warning
+
+
+class Listener:
+    """Turns rows of the mailbox into records, records into findings, and passes these on.
+
+    Args:
+        run: its snapshots are promoted by clean steps; a rollback of it clears the mail.
+        guarded: whose mailbox is read.
+        treatment: told of what was found.
+        config: intervals and limits.
+        rates: the learning rates, and what the schedules want them to be.
+        clock: seconds, for the duration of steps.
+        note: told of sources that fail.
+
+    Attributes:
+        watch: the detectors.
+        series: every record since the last line of metrics.
+        sources: asked before every step for flags of the host; quick functions that do not wait.
+        wants_snapshot: whether a record asked for one; alike on every rank.
+        cluster: looks after other ranks and the hardware; None where nobody is to.
+    """
+
+    def __init__(
+        self,
+        run: TorchRun,
+        guarded: GuardedStep,
+        treatment: Treatment,
+        config: HealingConfig,
+        rates: LearningRates,
+        clock: Callable[[], float],
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.watch = Watch(config)
+        self._latest: Record | None = None
+        self.series = Series()
+        self.sources: list[Callable[[], Flag]] = []
+        self.wants_snapshot = False
+        self.cluster: ClusterWatch | None = None
+        # A deque, because signal handlers and threads append to it while a step reads it.
+        self._reported: deque[Flag] = deque()
+        self._unheard: dict[int, Flag] = {}  # wishes that were sent with a step, until it is heard
+        self._note = note
+        self._rates = rates
+        self._run = run
+        self._guarded = guarded
+        self._treatment = treatment
+        self._config = config
+        self._health = HealthCheck(
+            guarded.optimizers,
+            guarded.names,
+            config.lag,
+            guarded.ranks,
+            waits=self.watch.forecast is not None,
+        )
+        self._clock = clock
+        self._step_began = clock()
+        self._host: dict[int, tuple[HostFacts, float, bool]] = {}
+        self._rolled_back = False
+        self._calm = Calm(config)
+        self._late: list[tuple[int, list[Finding]]] = []  # found, and not treated yet
+        treatment.catch_up = self.catch_up
+        run.healing_state = self.watch.state
+        run.on_restore, run.on_resume = self._returned, self._forget
+
+    def facts(self) -> HostFacts:
+        """Return what the host knows of the step that is about to be taken."""
+        now = self._clock()
+        seconds, self._step_began = now - self._step_began, now
+        lr, scheduled = self._rates.now()
+        flags = NO_FLAG
+        while self._reported:
+            flags |= self._reported.popleft()
+        for source in self.sources:
+            flags |= self._asked(source)
+        return HostFacts(seconds, lr, scheduled, flags, self._run.micro_batches)
+
+    @contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """Leave out of the duration of the next step what the body takes."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._step_began += self._clock() - began
+
+    def _asked(self, source: Callable[[], Flag]) -> Flag:
+        """Contained: what others have reported must be sent whatever this one does."""
+        try:
+            return Flag(source())
+        except Exception as error:
+            name = getattr(source, "__qualname__", type(source).__name__)
+            self._note(f"the source {name} failed and was not heard: {error!r}")
+            return NO_FLAG
+
+    def note_step(self, facts: HostFacts, has_loss: bool) -> None:
+        """Keep what the host knows of the step just posted until its record arrives."""
+        step, flags = self._run.step, facts.flags
+        self._host[step] = facts, self._run.lr_scale, has_loss
+        if flags is not NO_FLAG and flags & WISHES:
+            self._unheard[step] = flags & WISHES
+        # Ranks hear of each other by records only, and a forecast counts its lead in steps.
+        hurries = self._guarded.ranks.has_others or self.watch.forecast is not None
+        self._calm.note(step, None if hurries else self._guarded.posted, facts)
+
+    def not_sent(self, facts: HostFacts) -> None:
+        """Keep the news of a step that has no record, as it had no gradients, for the next."""
+        if facts.flags:
+            self._reported.append(facts.flags)
+
+    def is_idle(self) -> bool:
+        """Whether there is nothing to hear, to measure or to look after, as after most steps."""
+        step = self._run.step
+        if self._late or self._calm.is_time(step) or self._is_check_due(step):
+            return False
+        return self.cluster is None or not self.cluster.is_due(step)
+
+    @property
+    def watchdog(self) -> HangWatchdog | None:
+        """Who wants to hear of every step, if anybody."""
+        return None if self.cluster is None else self.cluster.watchdog
+
+    def check_health(self) -> None:
+        """Have weights and optimizer state measured, if it is time."""
+        if self._is_check_due(self._run.step) and not self._guarded.has_stages:
+            self._health.post(self._run.step)
+
+    def _is_check_due(self, step: int) -> bool:
+        interval = self._config.check_interval
+        if self.watch.forecast is not None:
+            interval = min(interval, CHECK_INTERVAL)
+        if step < self._run.close_watch_until:
+            interval = math.ceil(interval / CLOSE_WATCH)
+        return interval > 0 and step % interval == 0
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether weights were measured and nobody has heard yet of what was found."""
+        return self._health.is_under_way
+
+    def listen(self) -> None:
+        """Hear of all steps that are ``lag`` old, and treat what was wrong with them."""
+        self._rolled_back = False
+        for step, findings in self._hear():
+            self._treat(step, findings)
+            if self._rolled_back:
+                return  # the rest of the mail is of steps that did not happen
+        for health in self._health.read(self._run.step):
+            findings = self.watch.observe_health(health)
+            if is_suspect(findings):
+                self._run.ring.note_suspect()
+            else:
+                self._run.ring.note_checked(health.step)
+            self._treat(health.step, findings)
+            if self._rolled_back:
+                return
+        if self.cluster is not None:
+            self._treat(self._run.step, self.cluster.look(self._run.step))
+
+    def catch_up(self) -> None:
+        """Hear what has arrived, because somebody else is about to make a plan or to save the run.
+
+        Clean steps speak for the snapshots that it may need. What is found is treated by the next
+        :meth:`listen`.
+        """
+        found: list[tuple[int, list[Finding]]] = []
+        try:
+            found += ((step, findings) for step, findings in self._hear() if findings)
+        except Exception as error:  # the plan must be made
+            self._note(f"{LEFT_OUT}: {error!r}")
+        self._late = found
+
+    def _hear(self) -> Iterator[tuple[int, list[Finding]]]:
+        """Yield each step that has a record to be read, and what the detectors find in it."""
+        late, self._late = self._late, []
+        yield from late
+        records = [self._decode(step, row) for step, row in self._guarded.mailbox.poll()]
+        found = self.watch.observe_all(records)
+        for error in self.watch.take_errors():
+            self._note(f"{LEFT_OUT}: {error!r}")
+        for record, findings in zip(records, found, strict=True):
+            self._judge_snapshots(record, findings)
+            yield record.step, findings
+        newest = records[-1].step if records else -1
+        self._calm.heard(self._run.step, newest, self.watch.usual())
+
+    def untreated(self) -> list[tuple[int, list[dict[str, Any]]]]:
+        """Return what was found and not treated yet, by step, as plain values."""
+        return [(step, [f.to_json() for f in findings]) for step, findings in self._late]
+
+    def treat_later(self, told: Sequence[tuple[int, Sequence[dict[str, Any]]]]) -> None:
+        """Have the next :meth:`listen` treat what :meth:`untreated` returned in another process."""
+        self._late = [(step, [Finding.from_json(f) for f in findings]) for step, findings in told]
+
+    def hear_the_rest(self) -> None:
+        """Read the last records, when no step is to come that a plan could serve."""
+        mailbox = self._guarded.mailbox
+        for _, findings in self._late:
+            self._treatment.history.note_findings(findings)
+        self._late.clear()
+        lag, mailbox.lag = mailbox.lag, 0
+        for step, row in mailbox.poll():
+            (findings,) = self.watch.observe_all([self._decode(step, row)])
+            self._treatment.history.note_findings(findings)
+            self._treatment.note_moves(self.watch.take_moves(step, findings))
+        mailbox.lag = lag
+
+    def report(self, flag: Flag) -> None:
+        """Send a flag of the host with the record of the next step; safe in a signal handler."""
+        self._reported.append(flag)
+
+    def _treat(self, step: int, findings: list[Finding]) -> None:
+        # Written down first: a rollback forgets what led to it, and a halt ends the run.
+        self._treatment.note_moves(self.watch.take_moves(step, findings))
+        self._treatment.treat(findings)
+
+    def _decode(self, step: int, row: list[float]) -> Record:
+        if self._unheard:
+            self._unheard.pop(step, None)
+        self._latest = record = self._decoded(step, row)
+        self._host.pop(step, None)
+        self.series.note(record)
+        if record.flags is not NO_FLAG and record.has(Flag.SNAPSHOT_WANTED):
+            self.wants_snapshot = True
+        return record
+
+    @property
+    def unheard(self) -> Record | None:
+        """The newest record that may be read, while the detectors have not heard of it."""
+        waiting = self._guarded.mailbox.peek()
+        return None if waiting is None else self._decoded(*waiting)
+
+    @property
+    def latest(self) -> Record | None:
+        """The newest record that may be read, if calm before the detectors hear of it."""
+        unheard = self.unheard
+        return self._latest if unheard is None else unheard
+
+    def _decoded(self, step: int, row: list[float]) -> Record:
+        """Read a row together with what the host knew when the step was posted."""
+        ranks = self._guarded.ranks
+        scale = row[NUM_VERDICT]
+        loss_scale = None if scale == NO_LOSS_SCALE else scale
+        facts, lr_scale, has_loss = self._host.get(step, NOTHING_KNOWN)
+        if ranks.has_others:
+            record = Record.decode(
+                step,
+                row,
+                micro_batches=facts.micro_batches,
+                loss_scale=loss_scale,
+                lr_scale=lr_scale,
+                own_seconds=facts.seconds,
+                **ranks.facts(row[NUM_VERDICT + 1 :]),
+            )
+            return self._named(record)
+        record = Record.decode(
+            step,
+            row,
+            flags=facts.flags,
+            loss=None if has_loss else math.nan,
+            lr=facts.lr,
+            scheduled_lr=facts.scheduled_lr,
+            seconds=facts.seconds,
+            micro_batches=facts.micro_batches,
+            loss_scale=loss_scale,
+            lr_scale=lr_scale,
+            own_seconds=facts.seconds,
+        )
+        return self._named(record)
+
+    def _named(self, record: Record) -> Record:
+        """Tell the name of the tensor to blame, if there is anything to blame it for."""
+        if record.blocked or (record.flags is not NO_FLAG and record.has(Flag.SPIKE)):
+            return record._replace(worst_name=self._guarded.name_of(record.worst))
+        return record
+
+    def _judge_snapshots(self, record: Record, findings: list[Finding]) -> None:
+        """Let a clean step speak for the snapshots before it.
+
+        A refused one says nothing about them, for it changed nothing.
+        """
+        if findings and is_suspect(findings):
+            self._run.ring.note_suspect()
+        elif not record.blocked:
+            self._run.clip_limits.note_norm(record.norm)
+            self._run.ring.note_clean(record.step)
+            if not findings:
+                self._treatment.history.note_step(record.step, self._config)
+
+    def _forget(self) -> None:
+        """Let go of all that is of steps that did not happen, or of another run."""
+        self._host.clear()
+        self._late.clear()
+        self._health.clear()
+        self._calm = Calm(self._config, self._run.step)
+
+    def _returned(self, saved: dict[str, Any]) -> None:
+        """After a rollback: forget the mail and the memories of the time that was undone."""
+        self._rolled_back = True
+        self._forget()
+        self._reported.extend(self._unheard.values())
+        self._unheard.clear()
+        self.watch.note_rollback(self._run.step)
+        self.watch.load_state(saved)
+        if self.cluster is not None:
+            self.cluster.clear()

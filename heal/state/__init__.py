@@ -1,0 +1,1 @@
+"""All that training changes: held, copied, hashed, kept in a ring of snapshots and put back."""

@@ -1,0 +1,198 @@
+"""Forward and backward of one step, in pieces where memory asks for it.
+
+The gradient is that of the whole batch: every piece is weighted by its samples. A step that failed
+half-way leaves no trace: gradients, buffers and generators are put back before it is tried again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from heal.data.split import CannotSplit, count_samples, split
+from heal.state.buffer_copies import BufferCopies
+from heal.state.rng import RngState
+from heal.step.gradient_messages import GradientMessages
+
+TrainStep = Callable[[Any], Tensor]
+"""Takes a batch, or a piece of one, and returns its mean loss, which was not yet backpropagated."""
+
+
+class MicroBatcher:
+    """Runs forward and backward, and can cut batches finer when told to.
+
+    Pieces give the gradient of the whole batch where the loss is a mean over samples. Where it is
+    a mean over something else, as tokens that are not padding, give ``weigh``. BatchNorm sees the
+    statistics of its piece, and dropout draws other numbers.
+
+    Args:
+        model: what is trained.
+        parameters: whose gradients are cleared after a failure.
+        smallest: fewest samples in a piece.
+        grow_steps: clean steps after which pieces grow again; 0 for never.
+        weigh: returns how much a piece counts; its number of samples if None.
+        buffers: of the model, put back after a failure; made here if None.
+
+    Attributes:
+        pieces: how many parts each batch is cut into.
+        phase: "forward" or "backward", for whoever catches an exception.
+        batch_at: which batch of the step is being computed, from 0; for the same.
+        attempts: how often a step was tried.
+        largest_batch: samples in the largest batch of the step; 0 if it is not known.
+        cannot_cut: why the batch of a step that failed cannot be cut; empty if it can.
+        messages: what ranks of a data-parallel model tell each other while a step is computed.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        parameters: Callable[[], Sequence[Tensor]],
+        smallest: int = 1,
+        grow_steps: int = 0,
+        weigh: Callable[[Any], float] | None = None,
+        buffers: BufferCopies | None = None,
+    ) -> None:
+        self.pieces = 1
+        self.phase = "forward"
+        self.batch_at = 0
+        self.attempts = 0
+        self.cannot_cut = ""
+        self.weigh = weigh
+        self._parameters = parameters
+        self._smallest = smallest
+        self._grow_steps = grow_steps
+        self._clean_steps = self._growths = 0
+        self.largest_batch = 0
+        self._rng: RngState | None = None
+        self._buffers = BufferCopies(model) if buffers is None else buffers
+        self.messages = GradientMessages(model)
+
+    def backward(
+        self, batches: Sequence[Any], train_step: TrainStep, scale: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Accumulate the gradient of the mean loss over the batches.
+
+        Args:
+            batches: those of one optimizer step.
+            train_step: computes the loss.
+            scale: applied before backpropagating, as a GradScaler does.
+
+        Returns:
+            The mean loss, detached, on the device.
+        """
+        self.attempts += 1
+        self.begin()
+        if not self.largest_batch:
+            self._measure(batches)
+        try:
+            return self._backward(batches, train_step, scale)
+        except Exception:
+            self._measure(batches)  # anew, but not in healthy steps: it takes time
+            raise
+
+    def _backward(
+        self, batches: Sequence[Any], train_step: TrainStep, scale: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        total: Tensor | None = None
+        pieces = [(b, *cut) for b, batch in enumerate(batches) for cut in self._weighted(batch)]
+        for i, (self.batch_at, piece, share) in enumerate(pieces):
+            is_last = i == len(pieces) - 1
+            with self.messages.held_back(until=is_last):
+                self.phase = "forward"
+                loss = train_step(piece)
+                if share != 1.0 or len(batches) > 1:
+                    loss = loss * (share / len(batches))
+                self.phase = "backward"
+                self.messages.are_under_way |= is_last
+                scale(loss).backward()
+                total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        self.messages.note_good(batches[-1])
+        return total
+
+    def begin(self) -> None:
+        """Remember generators and buffers, to be put back by :meth:`undo`."""
+        self._rng = RngState.now()
+        self._buffers.begin()
+        self.messages.begin()
+
+    def stand_in(self, train_step: TrainStep, scale: Callable[[Tensor], Tensor]) -> None:
+        """Take part in the messages of a step that failed here, with NaN for a gradient.
+
+        Other ranks wait for our gradients; NaN from one makes all refuse the step, and leaves no
+        trace in the statistics of clipping. To be called after :meth:`undo`.
+        """
+        with self.messages.repeated():
+            loss = train_step(self.messages.sample())
+            self.messages.are_under_way = True
+            scale(loss * float("nan")).backward()
+        self._buffers.put_back()
+        if self._rng is not None:
+            self._rng.put_back()
+
+    def undo(self) -> None:
+        """Take back what a failed :meth:`backward` did. Not to be called after a step was taken."""
+        for param in self._parameters():
+            param.grad = None
+        self._buffers.put_back()
+        if self._rng is not None:
+            self._rng.put_back()
+
+    def shrink(self) -> bool:
+        """Cut twice as fine; False if pieces are as small as they may be, or cannot be cut."""
+        self._clean_steps = 0
+        if self.cannot_cut:
+            return False
+        if self.largest_batch and self.largest_batch // self.pieces <= self._smallest:
+            return False
+        self.pieces *= 2
+        return True
+
+    def note_clean(self) -> None:
+        """Count a step that fitted; after enough of them try larger pieces.
+
+        Each attempt doubles the wait for the next: memory that is too small now will be later.
+        """
+        if self.pieces == 1 or not self._grow_steps:
+            return
+        self._clean_steps += 1
+        if self._clean_steps >= self._grow_steps << self._growths:
+            self.pieces //= 2
+            self._clean_steps = 0
+            self._growths += 1
+
+    def state(self) -> dict[str, int]:
+        """Return how fine batches are cut, and when that is tried less fine."""
+        counts = {"clean_steps": self._clean_steps, "growths": self._growths}
+        return {"pieces": self.pieces, **counts}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Go on with what :meth:`state` returned in another process."""
+        self.pieces = state["pieces"]
+        self._clean_steps, self._growths = state["clean_steps"], state["growths"]
+
+    def _measure(self, batches: Sequence[Any]) -> None:
+        """Find out how finely the batches of a step that failed could be cut."""
+        self.cannot_cut, self.largest_batch = "", 1
+        for batch in batches:
+            try:
+                split(batch, self.pieces * 2)
+                self.largest_batch = max(self.largest_batch, count_samples(batch))
+            except CannotSplit as error:
+                self.cannot_cut = str(error)
+        if self.largest_batch > 1:
+            self.cannot_cut = ""  # some other batch of the step can be
+
+    def _weighted(self, batch: Any) -> list[tuple[Any, float]]:
+        if self.pieces == 1:
+            return [(batch, 1.0)]
+        try:
+            pieces = split(batch, self.pieces)
+        except CannotSplit:
+            return [(batch, 1.0)]  # another one could be; this one may fit as it is
+        if len(pieces) == 1:
+            return [(batch, 1.0)]
+        weights = [float(n if self.weigh is None else self.weigh(p)) for p, n in pieces]
+        whole = sum(weights)
+        return [(piece, w / whole) for (piece, _), w in zip(pieces, weights, strict=True)]

@@ -1,0 +1,86 @@
+"""How much host memory snapshots take, and what they do when there is little."""
+
+import torch
+
+from heal.state.snapshots import SnapshotRing
+from tests.heal.state.snapshot_states import build, take, train
+
+
+def test_memory_is_at_most_twice_the_trainable_state_and_is_reused():
+    state, ring = build(interval=1, quarantine_steps=0)
+    train(state, 2)
+    sizes = set()
+    for step in range(2, 12):
+        take(state, ring, step)
+        ring.note_clean(step)
+        sizes.add(ring.held_bytes())
+        train(state, 1)
+    trainable = sum(t.nbytes for t in state.tensors().values())
+    assert max(sizes) == 2 * trainable
+    assert len(ring.good_steps()) == 2
+
+
+def test_frozen_weights_take_no_memory_until_they_change():
+    state, _ = build()
+    everything = sum(t.nbytes for t in state.tensors().values())
+    state.model.embed.weight.requires_grad_(False)
+    state.notice_changes()
+    without = sum(t.nbytes for t in state.tensors().values())
+    assert everything - without == state.model.embed.weight.nbytes
+    frozen = [key for key, _ in state.constants() if key[0] == "parameter"]
+    assert frozen == [("parameter", 0)]
+    with torch.no_grad():
+        state.model.embed.weight.mul_(0.9)  # as a moving average would
+    state.notice_changes()
+    assert sum(t.nbytes for t in state.tensors().values()) == everything
+    assert not [key for key, _ in state.constants() if key[0] == "parameter"]
+
+
+def test_tied_weights_and_views_are_copied_once():
+    state, _ = build()
+    keys = state.tensors()
+    weights = [key for key, t in keys.items() if t.shape == (6, 6)]
+    assert len(weights) == 1
+    storage = {t.untyped_storage()._cdata for t in keys.values()}
+    assert len(storage) == len(keys)
+
+
+def test_too_little_memory_degrades_and_says_so(monkeypatch):
+    state, ring = build()
+    num_bytes = sum(t.nbytes for t in state.tensors().values())
+    monkeypatch.setattr("heal.state.snapshots.available_bytes", lambda: num_bytes)
+    assert not take(state, ring, 0)
+    assert "free host memory" in ring.degraded
+    monkeypatch.setattr("heal.state.snapshots.available_bytes", lambda: 2.5 * num_bytes)
+    assert take(state, ring, 5)
+    ring.note_clean(5), ring.note_clean(6)
+    assert take(state, ring, 10)
+    assert ring.held_bytes() <= 2 * num_bytes
+
+
+def test_the_system_is_asked_for_memory_until_all_are_there_that_are_wanted(monkeypatch):
+    state, ring = build()[0], SnapshotRing(10, 2, 2.0, 0)
+    asked = []
+    monkeypatch.setattr("heal.state.snapshots.available_bytes", lambda: asked.append(1) or 1 << 40)
+    for step in range(0, 50, 10):
+        assert take(state, ring, step)
+        ring.note_clean(step)
+    assert len(asked) == 2  # the memory of the first two is used again and again
+    ring.drop_all()
+    assert ring.held_bytes() > 0
+
+
+def test_memory_that_is_short_for_the_second_leaves_one(monkeypatch):
+    state, ring = build()[0], SnapshotRing(10, 2, 2.0, 0)
+    assert take(state, ring, 0)
+    ring.note_clean(0)
+    monkeypatch.setattr("heal.state.snapshots.available_bytes", lambda: 0)
+    assert take(state, ring, 10)
+    assert len(ring._kept) == 1
+    assert "1 snapshots" in ring.degraded
+
+
+def test_a_fraction_below_one_means_no_snapshots_and_says_so():
+    state, ring = build(memory_fraction=0.5)
+    assert not take(state, ring, 0)
+    assert "snapshot_memory_fraction" in ring.degraded

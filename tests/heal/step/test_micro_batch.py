@@ -1,0 +1,148 @@
+"""Smaller pieces, the same gradient; and a failed attempt that leaves no trace."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from heal.step.micro_batch import MicroBatcher
+
+torch.set_num_threads(1)
+
+X = torch.arange(14.0).reshape(7, 2)
+
+
+def make(seed=0, norm=False):
+    torch.manual_seed(seed)
+    layers = [nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)]
+    return nn.Sequential(*([nn.BatchNorm1d(2)] if norm else []), *layers)
+
+
+def gradients(pieces, batches):
+    model = make()
+    micro = MicroBatcher(model, lambda: list(model.parameters()))
+    micro.pieces = pieces
+    loss = micro.backward(batches, lambda x: model(x).square().mean(), lambda loss: loss)
+    return loss, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 4, 7])
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_the_gradient_is_that_of_the_whole_batch(pieces, num_batches):
+    batches = list(torch.randn(num_batches, 7, 2))
+    whole_loss, whole = gradients(1, batches)
+    loss, cut = gradients(pieces, batches)
+    torch.testing.assert_close(loss, whole_loss)
+    for a, b in zip(whole, cut, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_tokens_that_are_padding_do_not_count_if_weighed():
+    model = make()
+    mask = torch.tensor([1.0, 0, 0, 1, 1, 1, 1])
+
+    def mean_over_tokens(batch):
+        x, m = batch
+        return (model(x).squeeze(1).square() * m).sum() / m.sum()
+
+    found = []
+    for pieces in (1, 3):
+        micro = MicroBatcher(model, lambda: list(model.parameters()), weigh=lambda b: b[1].sum())
+        micro.pieces = pieces
+        model.zero_grad()
+        micro.backward([(X, mask)], mean_over_tokens, lambda loss: loss)
+        found.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_failed_attempt_leaves_no_trace():
+    model = make(norm=True)
+    micro = MicroBatcher(model, lambda: list(model.parameters()))
+    before = [b.clone() for b in model.buffers()]
+    rng = torch.get_rng_state()
+    calls = []
+
+    def fails_late(x):
+        calls.append(len(x))
+        torch.rand(3)
+        loss = model(x).mean()
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return loss
+
+    micro.pieces = 3
+    with pytest.raises(torch.OutOfMemoryError):
+        micro.backward([X, X], fails_late, lambda loss: loss)
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    micro.undo()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_pieces_shrink_to_the_smallest_and_grow_back_ever_more_slowly():
+    model = make()
+    micro = MicroBatcher(model, lambda: list(model.parameters()), smallest=2, grow_steps=3)
+    micro.backward([torch.randn(8, 2)], lambda x: model(x).mean(), lambda loss: loss)
+    assert [micro.shrink() for _ in range(3)] == [True, True, False]
+    sizes = []
+    for _ in range(12):
+        micro.note_clean()
+        sizes.append(micro.pieces)
+    assert sizes == [4, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1]
+
+
+def test_nothing_keeps_the_tensors_of_a_failed_attempt():
+    model = make()
+    micro = MicroBatcher(model, lambda: list(model.parameters()))
+    alive = []
+
+    def fails(x):
+        activations = model(x)
+        alive.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("out of memory")
+
+    try:
+        micro.backward([X], fails, lambda loss: loss)
+    except torch.OutOfMemoryError as error:
+        error.__traceback__ = None
+    gc.collect()
+    assert alive[0]() is None
+
+
+def test_a_batch_that_cannot_be_cut_is_told_of_and_never_cut_wrongly():
+    model = make()
+    micro = MicroBatcher(model, lambda: list(model.parameters()))
+    packed = nn.utils.rnn.pack_sequence([X, X[:3]])
+
+    def train_step(batch):
+        assert batch.data.shape == packed.data.shape
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        micro.backward([packed], train_step, lambda loss: loss)
+    assert "PackedSequence" in micro.cannot_cut
+    assert not micro.shrink()
+
+
+def test_beside_a_batch_that_cannot_be_cut_others_are():
+    model = make()
+    micro = MicroBatcher(model, lambda: list(model.parameters()))
+    packed, seen = nn.utils.rnn.pack_sequence([X, X[:3]]), []
+
+    def train_step(batch):
+        seen.append(type(batch).__name__)
+        if len(seen) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        rows = batch if isinstance(batch, torch.Tensor) else batch.data
+        return model(rows).square().mean()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        micro.backward([packed, X], train_step, lambda loss: loss)
+    assert micro.shrink()
+    micro.undo()
+    micro.backward([packed, X], train_step, lambda loss: loss)
+    assert seen[2:] == ["PackedSequence", "Tensor", "Tensor"]
