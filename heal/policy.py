@@ -51,6 +51,9 @@ FOUND_LATE = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.OPTIMIZ
 """Checks find these some time after: where no snapshot is from before the last sound check, the
 oldest may still be from before the damage."""
 
+SLOW = (Cause.DIVERGENCE, Cause.LOSS_SPIKE)
+"""What is found so late that no snapshot may be from before it: the oldest beats an end."""
+
 BEYOND_REPAIR = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.DESYNC)
 """Nothing but a snapshot brings these back."""
 
@@ -128,15 +131,21 @@ def _heal_numbers(
         if gentle is not None:
             return gentle
     elif diagnosis.severity < Severity.ERROR:
-        return ()
+        # Nothing tells other data from weights that something else wrote, but a look at them.
+        is_open = bool(diagnosis.evidence.get("looks_like_other_data"))
+        return (WatchClosely(config.incident_steps),) if is_open else ()
     incident = history.open_incident(Family.NUMERIC)
     if incident is not None and _is_old_news(diagnosis, incident, config):
         return (Refuse(),) if diagnosis.cause in REFUSED else ()
+    if incident is not None and _is_of_the_data(diagnosis, incident):
+        return ()
     known = () if incident is None else incident.causes
     if diagnosis.cause is Cause.DESYNC and Cause.DESYNC.value in known:
         why = "ranks are at different steps again after all returned to one"
         return (_halt(diagnosis, why, ExitCode.DISTRIBUTED),)
     if history.attempts >= config.max_recovery_attempts:
+        if _is_better_than_untrained(diagnosis):
+            return ()
         spent = f"{history.attempts} recovery attempts did not help"
         return (_halt(diagnosis, spent, ExitCode.BUDGET_SPENT),)
     return _next_rung(diagnosis, incident, config, snapshots)
@@ -165,6 +174,28 @@ def _is_old_news(diagnosis: Diagnosis, incident: Incident, config: HealingConfig
     return not rolled_back and diagnosis.step < incident.resume_step + config.lag
 
 
+def _is_of_the_data(diagnosis: Diagnosis, incident: Incident) -> bool:
+    """Tell whether the loss leapt with the very first step after a rollback.
+
+    The weights were then those of a verified snapshot, under which the loss was as usual when it
+    was taken. So it is the data that is other, and no state of the run would help.
+    """
+    rolled_back = any(action["action"] == Rollback.__name__ for action in incident.plans[-1])
+    is_leap = diagnosis.cause is Cause.LOSS_SPIKE
+    return is_leap and rolled_back and diagnosis.bad_step < incident.resume_step
+
+
+def _is_better_than_untrained(diagnosis: Diagnosis) -> bool:
+    """Tell whether a loss that climbs is still below where it began: no reason to end a run.
+
+    It may be meant to rise: labels that become noisier, sequences that become longer.
+    """
+    loss, initial = (diagnosis.evidence.get(name) for name in ("loss", "initial_loss"))
+    if diagnosis.cause is not Cause.DIVERGENCE or not isinstance(loss, float):
+        return False
+    return isinstance(initial, float) and loss < initial
+
+
 def _was_told_late(diagnosis: Diagnosis, incident: Incident, config: HealingConfig) -> bool:
     """Tell whether this came by a record, of a step that ran before the last plan was made."""
     return "flag" in diagnosis.evidence and _is_old_news(diagnosis, incident, config)
@@ -180,6 +211,8 @@ def _next_rung(
     for plan in _rungs(diagnosis, incident, config, snapshots):
         if incident is None or not incident.was_tried(plan):
             return plan
+    if _is_better_than_untrained(diagnosis):
+        return ()
     if any(step <= diagnosis.bad_step for step in snapshots):
         return (_halt(diagnosis, "nothing is left to try", ExitCode.UNRECOVERABLE),)
     why = f"no good snapshot from before step {diagnosis.bad_step}"
@@ -198,14 +231,19 @@ def _rungs(
     scale = ScaleLr(config.lr_factor, config.lr_floor, config.lr_ramp_steps)
     soft: Plan = (TightenClip(config.clip_factor), scale)
     usable = sorted((step for step in snapshots if step <= diagnosis.bad_step), reverse=True)
-    if not usable and snapshots and diagnosis.cause in FOUND_LATE:
-        usable = [min(snapshots)]
+    oldest = [min(snapshots)] if snapshots else []
+    if not usable and diagnosis.cause in FOUND_LATE:
+        usable = oldest
     tried = incident.rollbacks if incident is not None else 0
     if diagnosis.cause is Cause.GRADIENT_SPIKE:
         # Finite, refused and clean: not the state is wrong but what the rule takes for usual.
         yield (RelearnClip(), scale)
     if diagnosis.cause in (Cause.GRADIENT_EXPLOSION, Cause.GRADIENT_SPIKE) and not tried:
         yield soft
+    was_applied = bool(diagnosis.evidence.get("applied"))
+    if not usable and diagnosis.cause not in BEYOND_REPAIR and not was_applied:
+        yield soft
+        usable = oldest if diagnosis.cause in SLOW else []
     if usable:
         target = usable[min(config.rollback_depth - 1 + tried, len(usable) - 1)]
         back: tuple[Action, ...] = (Rollback(target), *_skip(diagnosis, config, target, tried))
@@ -216,8 +254,6 @@ def _rungs(
         if config.perturb_std > 0:
             nudge = PerturbWeights(config.perturb_std, seed=tried)
             yield (*back, scale, nudge, *_hold(config))
-    elif diagnosis.cause not in BEYOND_REPAIR and not diagnosis.evidence.get("applied"):
-        yield soft
 
 
 def _hold(config: HealingConfig) -> Plan:

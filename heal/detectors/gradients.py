@@ -67,8 +67,9 @@ class GradientExplosion:
     the whole run: one that has memorised its data has gradients of nearly zero, and whatever comes
     next is many times that. Less than the limit is written down and left alone. Clipping has dealt
     with a lone explosion, so that it is only a warning; it becomes an error when it lasts and the
-    loss suffers and does not come down: new data is learned, damage is not. Values that last enter
-    the window: a new regime is learned, not fought.
+    loss suffers from it and does not come down: new data is learned, damage is not. A loss that
+    leapt together with the norm, not after it, did not suffer from that. Values that last enter the
+    window: a new regime is learned, not fought.
     """
 
     NORMS, FEWEST = 128, 32
@@ -78,7 +79,7 @@ class GradientExplosion:
     BEYOND = 10.0  # times the highest upper range of the run
     LOSSES = 64
     HARM = 3.0  # spreads above its median at which a loss suffers
-    RECOVERING = 0.9  # share of its leap left when it comes down by itself
+    AT_ONCE = 0.5  # share of the leap of the loss that came with the norm, not after it
 
     def __init__(self, config: HealingConfig) -> None:
         self.limit = config.grad_norm_limit
@@ -146,7 +147,7 @@ class GradientExplosion:
     def _suffers(self, loss: float) -> bool:
         usual = self.losses.median
         is_high = loss > usual + self.HARM * max(self.losses.spread, 0.0)
-        return is_high and loss - usual >= self.RECOVERING * (self.first_loss - usual)
+        return is_high and self.AT_ONCE * (loss - usual) > self.first_loss - usual
 
     def state(self) -> dict[str, Any]:
         return {

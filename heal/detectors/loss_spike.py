@@ -7,6 +7,7 @@ from typing import Any
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.detectors.robust import LARGEST, Window
+from heal.detectors.updates import Updates
 from heal.verdict import Record
 
 
@@ -17,10 +18,12 @@ class LossSpike:
     ``loss_spike_patience`` losses in a row is a spike, is worse than any level the run ever had,
     that of its start included, and does not come down by itself. Four times the patience is
     given to losses that very hard data could explain: a confident model with new labels does
-    worse than an untrained one, but learns. So losses near zero, whose ratio to their median means
-    nothing, raise no alarm. RL losses may be exactly 0 for a long time; these zeros are not
-    counted, so that the first number is not a spike. Before there is a window, a loss of a
-    thousand times its first level is damage if the gradients grew as well.
+    worse than an untrained one, but learns. What looks like other data is not damage at all, see
+    :class:`heal.detectors.updates.Updates`; it is told once more, and the weights are looked at. So
+    losses near zero, whose ratio to their median means nothing, raise no alarm. RL losses may be
+    exactly 0 for a long time; these zeros are not counted, so that the first number is not a
+    spike. Before there is a window, a loss of a thousand times its first level is damage if the
+    gradients grew as well.
     """
 
     LOSSES, FEWEST = 64, 32
@@ -45,7 +48,10 @@ class LossSpike:
         self.streak = 0
         self.first_step = -1
         self.leap: list[float] = []
-        self.warned_step = -self.QUIET_STEPS
+        self.leap_norms: list[float] = []
+        self.was_harmed = False
+        self.updates = Updates()
+        self.warned_step = self.asked_step = -self.QUIET_STEPS
         self.ratio = 1.0
 
     def observe(self, record: Record) -> Finding | None:
@@ -55,6 +61,7 @@ class LossSpike:
         usual, spread = self.losses.median_and_spread()
         if len(self.losses) < self.FEWEST or spread <= 0.0:
             self._absorb(loss)
+            self.updates.note(record)
             return self._observe_early(record)
         scale = max(abs(usual), self.SPREADS * spread)
         self.ratio = 1.0 + (loss - usual) / scale
@@ -62,35 +69,46 @@ class LossSpike:
         if not is_spike:
             self.streak = 0
             if self.leap:
-                self.leap.clear()
+                self._forget_leap()
             self._absorb(loss)
+            self.updates.note(record)
             return None
         known = max(self.ceiling - usual, self.SPREADS * spread)
         is_worst = self.ratio < 0.0 or loss - usual > self.BEYOND * known
         is_hopeless = self.ratio < 0.0 or loss - usual > self.HOPELESS * known
         if not is_worst:
-            self.leap.clear()
+            self._forget_leap()
             self._absorb(loss)
         else:
             if not self.leap:
                 self.first_step = record.step
+                self.was_harmed = self.updates.may_have_harmed()
             self.leap.append(loss)
+            self.leap_norms.append(record.norm)
             if len(self.leap) > self.SLOW * self.patience:
                 self._absorb(self.leap.pop(0))
+                del self.leap_norms[0]
         self.streak = self.streak + 1 if is_worst else 0
         is_due = is_worst and self.streak % self.patience == 0
+        is_other_data = is_due and self._is_other_data(usual)
+        is_told_now = is_other_data and record.step - self.asked_step >= self.QUIET_STEPS
         is_due = is_due and (is_hopeless or self.streak >= self.SLOW * self.patience)
-        is_damage = is_due and not self._comes_down(usual, is_hopeless)
-        if not is_damage and record.step - self.warned_step < self.QUIET_STEPS:
+        is_damage = is_due and not is_other_data and not self._comes_down(usual, is_hopeless)
+        is_quiet = record.step - self.warned_step < self.QUIET_STEPS
+        if is_quiet and not (is_damage or is_told_now):
             return None
         self.warned_step = record.step
+        evidence: dict[str, object] = {"loss": loss, "usual_loss": usual, "ratio": self.ratio}
+        if is_told_now:
+            self.asked_step = record.step
+            evidence["looks_like_other_data"] = True
         return Finding(
             cause=Cause.LOSS_SPIKE,
             step=record.step,
             # The loss of a step is that of the weights before it.
             bad_step=max(self.first_step - 1, 0),
             severity=Severity.ERROR if is_damage else Severity.WARN,
-            evidence={"loss": loss, "usual_loss": usual, "ratio": self.ratio},
+            evidence=evidence,
             streak=max(self.streak, 1),
         )
 
@@ -106,6 +124,15 @@ class LossSpike:
         if len(self.losses) < self.FEWEST or spread <= 0.0:
             return math.nan, math.nan
         return usual, max(abs(usual), self.SPREADS * spread)
+
+    def _forget_leap(self) -> None:
+        self.leap.clear()
+        self.leap_norms.clear()
+
+    def _is_other_data(self, usual: float) -> bool:
+        if self.was_harmed or self.ratio < 0.0:
+            return False
+        return self.updates.is_other_data(usual, self.leap, self.leap_norms)
 
     def _comes_down(self, usual: float, is_hopeless: bool) -> bool:
         first, last = self.leap[: self.patience], self.leap[-self.patience :]
@@ -151,6 +178,10 @@ class LossSpike:
             "losses": self.losses.values(),
             "block": self.block.values(),
             "leap": list(self.leap),
+            "leap_norms": [n if math.isfinite(n) else 0.0 for n in self.leap_norms],
+            "was_harmed": self.was_harmed,
+            "asked_step": self.asked_step,
+            "updates": self.updates.state(),
             "ceiling": None if math.isinf(self.ceiling) else self.ceiling,
             "first_losses": list(self.first_losses),
             "first_norms": [n if math.isfinite(n) else 0.0 for n in self.first_norms],
@@ -161,6 +192,12 @@ class LossSpike:
         self.losses = Window(self.LOSSES, state["losses"])
         self.block = Window(self.BLOCK, state["block"])
         self.leap = list(state["leap"])
+        self.leap_norms = list(state.get("leap_norms", [0.0] * len(self.leap)))
+        self.was_harmed = state.get("was_harmed", False)
+        self.asked_step = state.get("asked_step", state["warned_step"])
+        self.updates = Updates()
+        if "updates" in state:
+            self.updates.load_state(state["updates"])
         self.ceiling = -math.inf if state["ceiling"] is None else state["ceiling"]
         self.first_losses = list(state["first_losses"])
         self.first_norms = list(state["first_norms"])

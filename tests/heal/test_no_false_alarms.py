@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from heal import Healer, HealingConfig
 from heal.actions import changes_training
 from tests.heal.runs import Setup, TinyGpt, mlp, quick, seeded
 
@@ -102,3 +103,26 @@ def test_a_healthy_run_is_left_alone(model, way):
     assert changed == []
     assert healer.notes == []
     assert healer.snapshots()[0] >= STEPS - 30
+
+
+@pytest.mark.parametrize("zclip_enabled", [True, False], ids=["zclip", "unclipped"])
+@pytest.mark.parametrize("change", ["other labels", "targets x 10"])
+def test_a_curriculum_that_changes_at_once_is_left_alone(change, zclip_enabled):
+    """Default settings: a model that is sure of itself is far worse than an untrained one then."""
+    torch.manual_seed(0)
+    centres, other = 3 * torch.randn(10, 16), torch.randperm(10)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    healer = Healer(model, optimizer, config=HealingConfig(zclip_enabled=zclip_enabled))
+    for step in range(900):
+        label, is_other = torch.randint(0, 10, (64,)), step >= 400
+        inputs = centres[label] + torch.randn(64, 16)
+        if change == "other labels":
+            loss = classes(model(inputs), other[label] if is_other else label)
+        else:
+            scale = 10.0 if is_other else 1.0
+            loss = (model(inputs) - scale * centres[label, :10]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        healer.step(loss)
+    assert [plan for _, _, plan in healer.parts.treatment.log if changes_training(plan)] == []

@@ -16,6 +16,7 @@ from heal.actions import (
     ShrinkBatch,
     SkipBatches,
     TightenClip,
+    WatchClosely,
 )
 from heal.causes import ABOUT, Cause, Family, Severity
 from heal.config import HealingConfig
@@ -177,6 +178,42 @@ def test_the_rungs_of_a_divergence_that_returns():
     ]
     assert halt.exit_code == ExitCode.BUDGET_SPENT
     assert "5 recovery attempts" in halt.reason
+
+
+def test_a_leap_with_the_first_step_after_a_rollback_is_of_the_data():
+    history = with_plan(sick(Cause.LOSS_SPIKE))  # back to 80
+    again = sick(Cause.LOSS_SPIKE, step=84, bad_step=79)  # the loss of step 80 was high already
+    assert decide(again, history, CONFIG, SNAPSHOTS) == ()
+    later = sick(Cause.LOSS_SPIKE, step=85, bad_step=80)
+    assert decide(later, history, CONFIG, SNAPSHOTS)[0] == Rollback(60)
+
+
+def test_what_looks_like_other_data_has_the_weights_looked_at():
+    odd = sick(Cause.LOSS_SPIKE, severity=WARN, looks_like_other_data=True)
+    assert decide(odd, History(), CONFIG, SNAPSHOTS) == (WatchClosely(CONFIG.incident_steps),)
+    assert decide(sick(Cause.LOSS_SPIKE, severity=WARN), History(), CONFIG, SNAPSHOTS) == ()
+
+
+def test_a_climb_from_before_every_snapshot_goes_back_to_the_oldest():
+    history = with_plan(sick(Cause.DIVERGENCE, bad_step=10))
+    assert history.incidents[0].count(TightenClip) == 1
+    plan = decide(sick(Cause.DIVERGENCE, step=95, bad_step=10), history, CONFIG, SNAPSHOTS)
+    assert plan == (Rollback(20), SkipBatches(20, 96), SCALE)
+
+
+@pytest.mark.parametrize(("loss", "is_ended"), [(2.0, False), (3.0, True)])
+def test_no_run_is_ended_for_a_loss_that_is_better_than_untrained(loss, is_ended):
+    sick_one, history = sick(Cause.DIVERGENCE, loss=loss, initial_loss=2.3), History()
+    for _ in range(CONFIG.max_recovery_attempts):
+        history.note_plan(sick_one, decide(sick_one, history, CONFIG, SNAPSHOTS))
+    plan = decide(sick_one, history, CONFIG, SNAPSHOTS)
+    assert [type(action) for action in plan] == ([Halt] if is_ended else [])
+    one = HealingConfig(skip_window=0, max_recovery_attempts=100)
+    history = History()
+    for _ in range(2):
+        history.note_plan(sick_one, decide(sick_one, history, one, [80]))
+    plan = decide(sick_one, history, one, [80])
+    assert [type(action) for action in plan] == ([Halt] if is_ended else [])
 
 
 def test_steps_under_way_when_the_clip_was_tightened_are_old_news():
