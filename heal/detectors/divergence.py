@@ -34,18 +34,24 @@ class Divergence:
     that always wandered as much (a critic's) does not climb either. A climb is divergence when it
     has undone half of what was learned since the start and gradients are no longer what they were
     at the best: grown, or vanished in a network that died. Where nothing was learned yet, or the
-    loss says little about learning (RL), they must have changed more and the climb must steepen. A
-    loss that leapt to where it was untrained and lies there for three times the patience has
-    collapsed, which is divergence too.
+    loss says little about learning (RL, critics: it goes from below zero to it or across), they
+    must have grown more, the loss must have doubled and the climb steepen; one about zero must be
+    above its beginning, too. A loss that leapt to where it was untrained and lies there for three
+    times the patience has collapsed, which is divergence too; so has one that crept there if the
+    gradients vanished. In a game of two networks the loss of one goes back to chance as the other
+    learns, and gradients shrink with it: that is none of these.
     """
 
     BLOCKS, LEVELS, STEEP_BLOCKS = 10, 5, 4
-    UNDONE, COLLAPSED = 0.5, 0.8  # shares of what was learned
+    UNDONE, COLLAPSED, ABOUT_ZERO = 0.5, 0.8, 0.2  # shares of what was learned
     NOISE = 4.0  # spreads within a block that it must have risen, and must have learned before
     WANDER, WANDER_FLAT = 8.0, 30.0  # usual moves between blocks that a climb, a collapse must span
     WANDER_LONG = 5.0  # the same, times the root of all blocks: so far a walk without aim may get
     STANDARD_ERRORS = 4.0  # of a median; the two that a rise compares make about 2.3 of them
-    CHANGED, CHANGED_MUCH = 1.5, 3.0  # gradient norms, up or down, against those at the best loss
+    GROWN, GROWN_MUCH = 1.5, 3.0  # gradient norms, against those at the best loss and the usual
+    SHRUNK, VANISHED = 3.0, 15.0  # times smaller than these
+    LEAP_BLOCKS = 3  # from where it was good to where it was untrained: what takes longer creeps
+    GOOD = 0.3  # share of what was learned that may be undone while it is good
     MOVE_OF_NOISE = 1.2  # median distance of two medians of normal noise, in standard errors
     WINDOWS = 3  # times the patience that is looked back
     HABIT = 60  # blocks from which noise and moves are known
@@ -62,6 +68,7 @@ class Divergence:
         self.moves = Window(self.HABIT)
         self.spreads = Window(self.HABIT)
         self.habit_norms = Window(self.HABIT)
+        self.good_at = self.fell_at = 0  # blocks so far when it was good, and first as if untrained
 
     def observe(self, record: Record) -> Finding | None:
         if not record.has_finite_loss:
@@ -117,25 +124,44 @@ class Divergence:
         """Return how the loss diverges; empty if it does not."""
         if self.best is None or self.initial is None or len(self.blocks) < self.STEEP_BLOCKS:
             return ""
-        noise = max(self.spreads.median if len(self.spreads) else 0.0, self.best.spread)
+        # Where the loss has leapt to another level, its noise is that of the new one.
+        now = median(block.spread for block in self.blocks[-self.STEEP_BLOCKS :])
+        noise = max(self.spreads.median if len(self.spreads) else 0.0, self.best.spread, now)
         wander = self._wander(noise)
         learned = self.initial - self.best.loss
         risen = self.blocks[-1].loss - self.best.loss
         margin = max(self.NOISE * noise, self.WANDER * wander)
+        highest = max(self.initial, self.blocks[-1].loss)
+        is_about_zero = self.best.loss < 0.0 and highest > -self.ABOUT_ZERO * learned
         if risen > max(self.UNDONE * learned, margin):
-            has_learned = learned > self.NOISE * noise
-            change = self._norm_change(self.best)
-            is_sick = change > (self.CHANGED if has_learned else self.CHANGED_MUCH)
-            is_sick = is_sick and (has_learned or self._steepens())
+            has_learned = learned > self.NOISE * noise and not is_about_zero
+            says_much = not is_about_zero or self.blocks[-1].loss > self.initial + margin
+            change = self._norm_change(self.best) if says_much else 1.0
+            is_sick = change > (self.GROWN if has_learned else self.GROWN_MUCH)
+            has_doubled = risen > abs(self.initial)
+            is_sick = is_sick and (has_learned or (has_doubled and self._steepens()))
             if is_sick and self._climbs(noise, wander):
                 return "climb"
             is_worse = risen > (1.0 + self.UNDONE) * learned + margin
-            if is_worse and change > self.CHANGED_MUCH and self._climbs_steeply(noise):
+            if is_worse and change > self.GROWN_MUCH and self._climbs_steeply(noise):
                 return "steep climb"
         walk = max(self.WANDER_FLAT, self.WANDER_LONG * math.sqrt(self.count)) * wander
         has_learned_much = learned > max(2.0 * self.NOISE * noise, walk)
         level = self.best.loss + self.COLLAPSED * learned
-        return "collapse" if has_learned_much and self._lies_flat(level, noise) else ""
+        self._note_fall(level, self.best.loss + self.GOOD * learned)
+        if is_about_zero or not has_learned_much or not self._lies_flat(level, noise):
+            return ""
+        change = self._norm_change(self.best)
+        has_leapt = self.fell_at - self.good_at <= self.LEAP_BLOCKS and change > 1.0 / self.SHRUNK
+        return "collapse" if has_leapt or math.isinf(change) else ""
+
+    def _note_fall(self, untrained: float, good: float) -> None:
+        """Note how long it takes from a good loss to one as if untrained."""
+        loss = self.blocks[-1].loss
+        if loss <= good:
+            self.good_at = self.fell_at = self.count
+        elif loss >= untrained and self.fell_at == self.good_at:
+            self.fell_at = self.count
 
     def _wander(self, noise: float) -> float:
         """Return how far the level usually moves from block to block, noise taken off."""
@@ -145,14 +171,13 @@ class Divergence:
         return math.sqrt(max(self.moves.median**2 - by_noise**2, 0.0))
 
     def _norm_change(self, best: Block) -> float:
-        """Return the least factor, up or down, between the norms of late and those before."""
+        """Return the least factor between the norms of late and those before; inf if vanished."""
         now = median(block.norm for block in self.blocks[-self.STEEP_BLOCKS :])
-        changes = []
-        for usual in (best.norm, self.habit_norms.median if len(self.habit_norms) else best.norm):
-            if usual <= 0.0:
-                return 1.0
-            changes.append(max(now / usual, usual / now if now > 0.0 else math.inf))
-        return min(changes)
+        habit = self.habit_norms.median if len(self.habit_norms) else best.norm
+        least, most = min(best.norm, habit), max(best.norm, habit)
+        if least <= 0.0:
+            return 1.0
+        return math.inf if self.VANISHED * now < least else now / most
 
     def _climbs(self, noise: float, wander: float) -> bool:
         """Look at one, two and three times the patience: the more noise, the longer it takes."""
@@ -200,6 +225,8 @@ class Divergence:
             **{name: getattr(self, name).values() for name in windows},
             "block_step": self.block_step,
             "count": self.count,
+            "good_at": self.good_at,
+            "fell_at": self.fell_at,
             "blocks": [list(block) for block in self.blocks],
             "initial": self.initial,
             "best": None if self.best is None else list(self.best),
@@ -213,6 +240,7 @@ class Divergence:
         self.habit_norms = Window(self.HABIT, state["habit_norms"])
         self.block_step = state["block_step"]
         self.count = state.get("count", len(state["blocks"]))
+        self.good_at, self.fell_at = state.get("good_at", 0), state.get("fell_at", 0)
         self.blocks = [_block(block) for block in state["blocks"]]
         self.initial = state["initial"]
         self.best = None if state["best"] is None else _block(state["best"])
