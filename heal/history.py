@@ -12,6 +12,8 @@ from heal.actions import Backoff, Plan, Rollback, action_to_json, changes_traini
 from heal.causes import ABOUT, Cause, Family, Finding, Severity
 from heal.config import HealingConfig
 
+NONFINITE = (Cause.NONFINITE_GRADIENT, Cause.NONFINITE_LOSS)
+
 MAX_SUSPECTS = 32
 """Warnings kept for the diagnosis of what follows them."""
 
@@ -78,7 +80,9 @@ class History:
     attempt_mark: int = -1
     """The furthest step when the last attempt was made: progress is counted from there."""
     nan_count: int = 0
-    """Steps refused for NaN or Inf."""
+    """Steps refused for NaN or Inf, and errors that say so."""
+    nonfinite_errors: int = 0
+    """Errors in a row that say NaN or Inf, as of anomaly detection; no step was taken since."""
     data_errors: int = 0
     consecutive_data_errors: int = 0
     incidents: list[Incident] = field(default_factory=list)
@@ -94,7 +98,7 @@ class History:
     def note_step(self, step: int, config: HealingConfig) -> None:
         """Hear that a step was taken and found clean: incidents end, attempts are won back."""
         self.furthest_step = max(self.furthest_step, step)
-        self.consecutive_data_errors = 0
+        self.consecutive_data_errors = self.nonfinite_errors = 0
         if self.incidents:
             over = [i for i in self.incidents if step >= i.last_step + config.incident_steps]
             self.closed_incidents += len(over)
@@ -105,12 +109,17 @@ class History:
 
     def note_findings(self, findings: Sequence[Finding]) -> None:
         """Remember warnings: they may explain what comes later."""
-        nonfinite = (Cause.NONFINITE_GRADIENT, Cause.NONFINITE_LOSS)
         for finding in findings:
-            self.nan_count += finding.cause in nonfinite
+            self.nan_count += finding.cause in NONFINITE
             if finding.severity >= Severity.WARN:
                 self.suspects.append((finding.cause.value, finding.step))
         del self.suspects[:-MAX_SUSPECTS]
+
+    def note_nonfinite_error(self) -> int:
+        """Hear that a step raised because of NaN or Inf; return how many did so in a row."""
+        self.nan_count += 1
+        self.nonfinite_errors += 1
+        return self.nonfinite_errors
 
     def note_plan(
         self, trouble: Trouble, plan: Plan, effects: Sequence[bool] = (), unheard: int = 0

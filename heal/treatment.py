@@ -3,13 +3,14 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import get_args
 
 from heal.actions import Action, CannotHeal, Plan, Rollback, Run, action_to_json
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis, diagnose
-from heal.history import History
+from heal.history import NONFINITE, History
 from heal.journal.journal import Journal
 from heal.policy import decide
 
@@ -74,6 +75,9 @@ class Treatment:
             CannotHeal: the run must stop.
         """
         self.catch_up()
+        if diagnosis.cause in NONFINITE and "type" in diagnosis.evidence:
+            # It was raised, so that the device counted no refused step: patience must end too.
+            diagnosis = replace(diagnosis, streak=self.history.note_nonfinite_error())
         plan = decide(diagnosis, self.history, self._config, self._run.snapshots())
         plan = self._ask_hook(diagnosis, plan)
         at, before = self._run.step, self._knobs()

@@ -230,6 +230,38 @@ def test_healing_ends_within_its_budget(name, tmp_path):
     assert page["running_time_seconds"] > 0
 
 
+@pytest.mark.parametrize("words", ["the loss is nan", "Function 'SqrtBackward0' returned nan"])
+def test_a_step_that_raises_for_nan_is_not_tried_for_ever(words):
+    setup, calls = regression(), []
+
+    def train_step(batch):
+        calls.append(batch)
+        raise FloatingPointError(words)
+
+    setup.train_step = train_step
+    with pytest.raises(CannotHeal) as caught:
+        setup.run(50)
+    assert caught.value.exit_code == ExitCode.BUDGET_SPENT
+    assert len(calls) <= 5 * 6  # nan_patience of each of five attempts, and of the last
+
+
+def test_steps_that_raise_for_nan_now_and_then_cost_themselves_only():
+    setup, calls = regression(), []
+    own = setup.train_step
+
+    def train_step(batch):
+        calls.append(batch)
+        if len(calls) % 10 == 0:
+            raise FloatingPointError("the loss is nan")
+        return own(batch)
+
+    setup.train_step = train_step
+    healer = setup.run(60)
+    metrics = healer.metrics()
+    assert metrics["healing/recovery_attempts"] == 0
+    assert metrics["healing/nan_count"] == len(calls) // 10
+
+
 def test_success_leaves_a_postmortem_in_the_run_dir(tmp_path):
     setup = regression()
     setup.run(20, run_dir=tmp_path)
