@@ -58,8 +58,8 @@ class LossSpike:
         loss = record.loss
         if not record.has_finite_loss or abs(loss) > LARGEST:
             return None
-        usual, spread = self.losses.median_and_spread()
-        if len(self.losses) < self.FEWEST or spread <= 0.0:
+        usual, spread = self._usual()
+        if spread <= 0.0:
             self._absorb(loss)
             self.updates.note(record)
             return self._observe_early(record)
@@ -120,10 +120,18 @@ class LossSpike:
 
     def level(self) -> tuple[float, float]:
         """Return the usual loss, and what counts as once more of it; NaN while it is not known."""
-        usual, spread = self.losses.median_and_spread()
-        if len(self.losses) < self.FEWEST or spread <= 0.0:
+        usual, spread = self._usual()
+        if spread <= 0.0:
             return math.nan, math.nan
         return usual, max(abs(usual), self.SPREADS * spread)
+
+    def _usual(self) -> tuple[float, float]:
+        """Return the usual loss and its spread; the latter is 0 while there are too few."""
+        usual, spread = self.losses.median_and_spread()
+        if len(self.losses) < self.FEWEST:
+            return usual, 0.0
+        # One that has no noise at all is measured by itself.
+        return usual, spread if spread > 0.0 else abs(usual) / self.SPREADS
 
     def _forget_leap(self) -> None:
         self.leap.clear()

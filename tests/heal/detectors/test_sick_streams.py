@@ -36,6 +36,15 @@ def test_a_loss_that_leapt_and_stays_is_damage(seed, height, seen):
     assert first.evidence["loss"] > 3.0
 
 
+def test_a_loss_without_any_noise_that_leapt_and_stays_is_damage():
+    losses = np.full(STEPS, 2.0)
+    losses[700:] = 900.0
+    first = alarms(records(losses))[0]
+    assert (first.cause, first.step, first.bad_step) == (Cause.LOSS_SPIKE, 704, 699)
+    losses[700:] = 6.0
+    assert alarms(records(losses)) == []
+
+
 @pytest.mark.parametrize("lasts", [1, 2, 4])
 def test_spikes_that_pass_are_only_told(lasts):
     losses = curve(0)
