@@ -112,7 +112,7 @@ class Parts:
         )
         run.schedules, notes.step = self.schedules, lambda: run.step
         self.treatment = Treatment(run, config, journal)
-        rates = LearningRates(wrapped, self.schedules.all, note)
+        rates = LearningRates(wrapped, self.schedules.wanted, note)
         self.listener = Listener(run, guarded, self.treatment, config, rates, given.clock, note)
         self.listener.cluster = ClusterWatch(
             model, config, journal, self.listener.report, note, group
