@@ -127,6 +127,24 @@ def test_factors_compound_survive_rollbacks_and_keep_to_the_floor():
     assert setup.optimizer.param_groups[0]["lr"] == 3e-3
 
 
+def test_a_rate_that_the_optimizer_finds_by_itself_is_not_lowered_and_that_is_noted():
+    transformers = pytest.importorskip("transformers.optimization")
+    setup = regression(nan_patience=2)
+    params = setup.model.parameters()
+    setup.optimizer = transformers.Adafactor(params, lr=None, relative_step=True, warmup_init=True)
+
+    taken = iter(range(100))
+
+    def train_step(batch):
+        return setup.train_step(batch) * (float("nan") if next(taken) in (20, 21) else 1.0)
+
+    healer = setup.healer()
+    healer.run(train_step, setup.loader, 60, progress=False)
+    assert healer.last_step == 59
+    (note,) = healer.notes
+    assert "Adafactor has parameter groups whose lr is None" in note
+
+
 def test_a_tightened_clip_is_loosened_again():
     setup = regression(lr_ramp_steps=5)
     healer = setup.healer()
