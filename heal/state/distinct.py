@@ -15,6 +15,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place; 0 for one of inference mode, where no one counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def without_duplicates(named: Iterable[tuple[Key, Tensor]]) -> dict[Key, Tensor]:
     """Keep one tensor for each place in memory, and one view of storage that many overlap in."""
     by_storage: dict[int, list[tuple[Key, Tensor]]] = {}

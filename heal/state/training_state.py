@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from heal.state.buffer_copies import BufferCopies
-from heal.state.distinct import Key, without_duplicates
+from heal.state.distinct import Key, version_of, without_duplicates
 from heal.state.host_copy import copy_and_hash, is_run_of_bytes
 from heal.state.scheduler_state import state_of
 from zclip import ClippedOptimizer
@@ -113,8 +113,8 @@ class TrainingState:
                 # parameter look as if it had never been trained.
                 self._was_trainable.add(id(param))
                 continue
-            seen = self._frozen_versions.setdefault(id(param), param._version)
-            if param._version != seen:
+            version = version_of(param)
+            if version != self._frozen_versions.setdefault(id(param), version):
                 self._changed_though_frozen.add(id(param))
 
     def signature(self) -> tuple[Any, ...]:
@@ -180,7 +180,7 @@ class TrainingState:
         for name, first in self.buffers.firsts.items():
             there = live.get(("buffer", name))
             if ("buffer", name) not in saved and there is not None and there.shape == first.shape:
-                there.copy_(first)
+                there.data.copy_(first)  # so that one of inference mode can be written
         for o, optimizer in enumerate(self.optimizers):
             self._restore_plain_state(o, optimizer, saved, values["state"][o])
             for group, settings in zip(optimizer.param_groups, values["groups"][o], strict=True):
@@ -219,12 +219,19 @@ class TrainingState:
     def _check(self, saved: Mapping[Key, Tensor], live: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """Return new tensors for what has gone or was replaced; raise if a parameter was.
 
-        Buffers that are new since then are left alone: caches are made in the first forward.
+        Buffers that are new since then are left alone: caches are made in the first forward. One
+        that was made again in inference mode cannot be written, and so is replaced.
         """
         created: dict[Key, Tensor] = {}
         for key, tensor in saved.items():
             there = live.get(key)
-            if there is not None and there.shape == tensor.shape and there.dtype == tensor.dtype:
+            fits = (
+                there is not None
+                and there.shape == tensor.shape
+                and there.dtype == tensor.dtype
+                and not there.is_inference()
+            )
+            if fits:
                 continue
             if key[0] in ("parameter", "extra"):
                 now = "gone" if there is None else f"{there.dtype} {tuple(there.shape)}"
