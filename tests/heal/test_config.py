@@ -43,7 +43,7 @@ def test_presets_differ_from_the_defaults_in_these_values_only():
         return {k: v for k, v in config.to_dict().items() if v != default[k]}
 
     assert changed(HealingConfig.aggressive()) == {
-        "nan_patience": 1,
+        "nan_patience": 3,
         "zclip_z_threshold": 2.0,
         "max_recovery_attempts": 10,
     }
