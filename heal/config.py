@@ -149,7 +149,7 @@ class HealingConfig:
     )
     skip_window: int = setting(
         1,
-        "Batches skipped around those that did harm; doubles with each attempt.",
+        "Batches skipped around those that did harm; doubles with each attempt, up to 500.",
         group="cure",
         least=0,
     )
