@@ -5,7 +5,7 @@ optimizer state may have come, gone or been replaced. This file copies nothing.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from heal.state.buffer_copies import BufferCopies
 from heal.state.distinct import Key, version_of, without_duplicates
+from heal.state.extra_state import extra_states, set_extra_states
 from heal.state.host_copy import copy_and_hash, is_run_of_bytes
 from heal.state.scheduler_state import state_of
 from zclip import ClippedOptimizer
@@ -38,6 +39,7 @@ class TrainingState:
         scaler: a GradScaler, or None.
         extra: further tensors that belong to the run, under names of their own.
         buffers: tells which buffers move; the others are not among the tensors. Made if None.
+        note: told of modules whose extra state cannot be had.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class TrainingState:
         scaler: Any = None,
         extra: Mapping[str, Tensor] | None = None,
         buffers: BufferCopies | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.model = model
         self.optimizers = list(optimizers)
@@ -55,6 +58,7 @@ class TrainingState:
         self.scaler = scaler
         self.extra = dict(extra or {})
         self.buffers = BufferCopies(model) if buffers is None else buffers
+        self._note = note
         self._frozen_versions: dict[int, int] = {}
         self._changed_though_frozen: set[int] = set()
         self._was_trainable: set[int] = set()
@@ -151,6 +155,7 @@ class TrainingState:
             "state": [self._plain_state(o) for o in self.optimizers],
             "clip": [o.clipper.state_dict() for o in self.optimizers],
             "schedulers": [copied(state_of(s)) for s in self.schedulers],
+            "modules": copied(extra_states(self.model, self._note)),
         }
 
     def check(self, saved: Mapping[Key, Tensor]) -> None:
@@ -190,6 +195,8 @@ class TrainingState:
         for scheduler, state in zip(self.schedulers, values["schedulers"], strict=True):
             if state is not None:
                 scheduler.load_state_dict(copied(state))
+        extra = values.get("modules", {})  # not in the first checkpoints
+        set_extra_states(self.model, copied(extra), self._note)
         self._forget_young_scaler(saved)
         self.buffers.restored()
 
