@@ -14,6 +14,7 @@ from heal.settings import (
     refuses_unknown,
     setting,
     settings_of,
+    shown,
 )
 from heal.settings_toml import read_settings, text_of, write_settings
 
@@ -389,18 +390,18 @@ class HealingConfig:
         """Return the settings as TOML, each with a comment; :meth:`from_toml` reads it back."""
         return write_settings(self)
 
-    def override(self, assignments: Iterable[str]) -> "HealingConfig":
-        """Return a copy changed by ``key=value`` words, as a command line has them.
+    def override(self, assignments: str | Iterable[str]) -> "HealingConfig":
+        """Return a copy changed by ``key=value`` words, as a command line has them; or by one.
 
         Raises:
             ConfigError: a word is no assignment, a name is unknown or a value is wrong.
         """
         known = settings_of(type(self))
         changes: dict[str, Any] = {}
-        for word in assignments:
-            name, equals, text = (part.strip() for part in word.partition("="))
-            if not equals:
-                raise ConfigError(f"{word!r} is no assignment; wanted key=value")
+        for word in [assignments] if isinstance(assignments, str) else assignments:
+            if not isinstance(word, str) or "=" not in word:
+                raise ConfigError(f"{shown(word)} is no assignment; wanted a str, key=value")
+            name, _, text = (part.strip() for part in word.partition("="))
             check_names(type(self), {name: text})
             kind, _, about = known[name]
             changes[name] = parsed(name, text, kind, about)
