@@ -1,11 +1,14 @@
 """Several schedules on one optimizer: a healthy rate is no leap, a leap is found, rates return."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 from heal import Healer
+from heal.integrations.lightning.schedules import LightningSchedule
 from tests.heal.runs import quick
 
 EPOCH, EPOCHS = 30, 4
@@ -124,6 +127,27 @@ def test_after_a_rollback_own_schedules_go_on_and_the_others_return(own):
         assert any(lr == pytest.approx(calm.used[step] * 0.5**n) for n in halvings), step
     end = {plateau: 0.5**3, per_epoch: 0.5**2}[own]
     assert hurt.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * end, rel=1e-6)
+
+
+@pytest.mark.parametrize("has_warm_up", [False, True])
+def test_lightnings_schedule_of_epochs_does_not_take_back_the_turns_of_another(has_warm_up):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    warm = warm_up(optimizer) if has_warm_up else None
+    config = SimpleNamespace(scheduler=plateau(optimizer), interval="epoch", reduce_on_plateau=True)
+    schedule = LightningSchedule(config, lambda: False)
+    (group,) = optimizer.param_groups
+    for _ in range(20 if has_warm_up else 0):
+        optimizer.step()
+        warm.step()
+    saved, rate = schedule.state_dict(), group["lr"]
+    if not has_warm_up:
+        for _ in range(2):
+            config.scheduler.step(1.0)
+        group["lr"] = 0.01  # as the snapshot has it
+        rate = 0.005
+    schedule.load_state_dict(saved)
+    assert group["lr"] == rate
 
 
 @pytest.mark.parametrize("own", [plateau, per_epoch])
