@@ -14,6 +14,7 @@ from heal.settings import (
     refuses_unknown,
     setting,
     settings_of,
+    shown,
 )
 from heal.settings_toml import read_settings, text_of, write_settings
 
@@ -149,7 +150,7 @@ class HealingConfig:
     )
     skip_window: int = setting(
         1,
-        "Batches skipped around those that did harm; doubles with each attempt.",
+        "Batches skipped around those that did harm; doubles with each attempt, up to 500.",
         group="cure",
         least=0,
     )
@@ -339,8 +340,13 @@ class HealingConfig:
 
     @classmethod
     def aggressive(cls, **changes: Any) -> "HealingConfig":
-        """Return settings for unstable training: little tolerance, many attempts."""
-        preset = {"nan_patience": 1, "zclip_z_threshold": 2.0, "max_recovery_attempts": 10}
+        """Return settings for unstable training: little tolerance, many attempts.
+
+        A bad batch is not a bad model here either. Where one batch in twenty is bad, two follow
+        each other every four hundred steps, three every eight thousand; a model that is broken
+        gives NaN in every step.
+        """
+        preset = {"nan_patience": 3, "zclip_z_threshold": 2.0, "max_recovery_attempts": 10}
         return cls.from_dict({**preset, **changes})
 
     @classmethod
@@ -384,18 +390,18 @@ class HealingConfig:
         """Return the settings as TOML, each with a comment; :meth:`from_toml` reads it back."""
         return write_settings(self)
 
-    def override(self, assignments: Iterable[str]) -> "HealingConfig":
-        """Return a copy changed by ``key=value`` words, as a command line has them.
+    def override(self, assignments: str | Iterable[str]) -> "HealingConfig":
+        """Return a copy changed by ``key=value`` words, as a command line has them; or by one.
 
         Raises:
             ConfigError: a word is no assignment, a name is unknown or a value is wrong.
         """
         known = settings_of(type(self))
         changes: dict[str, Any] = {}
-        for word in assignments:
-            name, equals, text = (part.strip() for part in word.partition("="))
-            if not equals:
-                raise ConfigError(f"{word!r} is no assignment; wanted key=value")
+        for word in [assignments] if isinstance(assignments, str) else assignments:
+            if not isinstance(word, str) or "=" not in word:
+                raise ConfigError(f"{shown(word)} is no assignment; wanted a str, key=value")
+            name, _, text = (part.strip() for part in word.partition("="))
             check_names(type(self), {name: text})
             kind, _, about = known[name]
             changes[name] = parsed(name, text, kind, about)

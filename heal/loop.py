@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -30,6 +29,7 @@ from heal.journal.environment import describe_machine, describe_training
 from heal.journal.journal import Journal
 from heal.journal.notes import LEFT_OUT, Notes
 from heal.state.scheduler_state import note_stateless
+from heal.step.loss_watch import judgeable
 from heal.step.micro_batch import TrainStep
 from heal.step.ranks import HostFacts
 from heal.treatment import Hook
@@ -149,12 +149,13 @@ class Healer(Resuming, Lifetime, Probing):
             loss: of this step, 0-dim, not scaled by a GradScaler; None if there is none to watch.
 
         Raises:
+            TypeError: the loss is neither a number nor a tensor.
             CannotHeal: healing is at its end; its ``exit_code`` says why. The postmortem is
                 written.
         """
-        if loss is not None and not isinstance(loss, Tensor):
-            loss = torch.tensor(float(loss))
         parts, facts = self.parts, HostFacts()
+        if loss is not None:
+            loss = judgeable(loss, parts.notes.add)
         books, attempts = parts.books, parts.attempts
         try:
             if not self.exits.is_watching:

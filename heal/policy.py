@@ -71,6 +71,10 @@ EXIT_CODES = {
 MAX_HALVINGS = 30
 """No micro-batch has more samples than 2 ** 30; a run that never says no must end too."""
 
+MOST_SKIPPED = 500
+"""Batches after the trouble that the window may grow to: PaLM (arXiv:2204.02311) got past spikes by
+leaving out some 200 to 500. What that does not cure is not the data's fault."""
+
 
 def decide(
     diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
@@ -266,11 +270,12 @@ def _hold(config: HealingConfig) -> Plan:
 def _skip(diagnosis: Diagnosis, config: HealingConfig, target: int, tried: int) -> Plan:
     """Return which batches not to feed again: all since the snapshot, or the offending ones.
 
-    The window doubles with each rollback: the cause of a spike often lies in a stretch of data
-    and the state together, and a later one may have a bad neighbour.
+    The window doubles with each rollback, up to a limit: the cause of a spike often lies in a
+    stretch of data and the state together, and a later one may have a bad neighbour.
     """
     is_innocent = diagnosis.cause in INNOCENT_DATA and not tried
-    window = 0 if is_innocent else config.skip_window * 2**tried
+    most = max(config.skip_window, MOST_SKIPPED)
+    window = 0 if is_innocent else min(config.skip_window * 2**tried, most)
     last = max(diagnosis.step, target) + window
     if config.data == "skip":
         return (SkipBatches(target, last),)

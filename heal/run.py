@@ -232,6 +232,12 @@ class TorchRun:
         """Multiply the learning rate's factor, and return to 1 over ``ramp_steps`` steps."""
         self.lr_scale = max(self._lr_scale * factor, floor)
         self._ramp = (self._lr_scale, 0, ramp_steps) if ramp_steps else None
+        for optimizer in self._guarded.optimizers:
+            if any(group.get("lr") is None for group in optimizer.param_groups):
+                self._note(
+                    f"{type(optimizer.inner).__name__} has parameter groups whose lr is None: it "
+                    "finds their rate by itself, and healing cannot lower it"
+                )
 
     def advance(self) -> None:
         """Count a step: the learning rate comes a little closer to its schedule."""

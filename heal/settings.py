@@ -69,6 +69,10 @@ def check_names(kind: type, values: Mapping[str, Any]) -> None:
     """
     known = settings_of(kind)
     for name, value in values.items():
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{shown(name)} = {shown(value)}: wanted the name of a setting, a str"
+            )
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             wanted = near[0] if near else f"one of {', '.join(known)}"

@@ -168,6 +168,27 @@ def test_lr_scale_scales_the_update(as_tensor):
     torch.testing.assert_close(moved[1], moved[0] * 0.25)
 
 
+def test_a_group_without_a_learning_rate_of_its_own_is_stepped_unscaled():
+    class Relative(torch.optim.SGD):
+        """As Adafactor with relative_step: lr is None, and the rate is found in the step."""
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.data.sub_(param.grad * (0.1 if group["lr"] is None else group["lr"]))
+
+    params = parameters_with_norms([1.0, 1.0])
+    inner = Relative([{"params": params[:1]}, {"params": params[1:]}], lr=0.1)
+    inner.param_groups[0]["lr"] = None
+    optimizer = zclip.ClippedOptimizer(inner, zclip.GlobalNorm(9.0))
+    before = [param.detach().clone() for param in params]
+    optimizer.lr_scale = 0.25
+    optimizer.step()
+    for param, old, rate in zip(params, before, (0.1, 0.025), strict=True):
+        torch.testing.assert_close(param.detach(), old - rate * param.grad)
+    assert inner.param_groups[0]["lr"] is None
+
+
 def test_lr_comes_back_after_an_error():
     params = parameters_with_norms([1.0])
     optimizer = zclip.wrap(torch.optim.SGD(params, lr=0.1, fused=True), "global_norm", max_norm=1.0)

@@ -63,11 +63,15 @@ class OptimizerProxy(Optimizer):
 
     @contextmanager
     def _scaled_lr(self) -> Iterator[None]:
-        """Schedulers own ``lr``; healing owns ``lr_scale``. They meet only here."""
+        """Schedulers own ``lr``; healing owns ``lr_scale``. They meet only here.
+
+        A group whose ``lr`` is None finds its own rate, as Adafactor does, which cannot be scaled.
+        """
         if self.lr_scale == 1.0:
             yield
             return
-        scheduled = [(group, group["lr"]) for group in self.param_groups if "lr" in group]
+        groups = self.param_groups
+        scheduled = [(group, group["lr"]) for group in groups if group.get("lr") is not None]
         for group, lr in scheduled:
             group["lr"] = lr * self.lr_scale
         try:

@@ -4,6 +4,7 @@
 do not hang on the order of parameters, on wrappers around the model, or on the number of ranks.
 """
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,10 @@ from torch import Tensor
 
 from heal.checkpoint.chunks import Chunk, all_of, chunk_of
 from heal.checkpoint.encode import encode
+from heal.checkpoint.errors import CannotEncode
 from heal.state.distinct import Key
+from heal.state.plain_name import plain_name
 from heal.state.training_state import StateMismatch, TrainingState
-
-WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Names that DDP, torch.compile, activation checkpointing and FSDP put into those of parameters."""
 
 
 @dataclass(slots=True)
@@ -90,11 +90,6 @@ class Names:
         return (kind, *rest) if kind in ("scaler", "extra") else None
 
 
-def plain_name(name: str) -> str:
-    """Return a parameter's name without the wrappers around the model."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
 def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
     """Return all that a run needs to go on elsewhere; nothing is copied, nothing waits.
 
@@ -120,10 +115,22 @@ def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
         chunk = chunk_of(originals[key])
         if chunk is not None and chunk.shape == tuple(tensor.shape):
             contents.chunks[name] = chunk
-    own = {"training": state.values(), "names": _names_for_others(state, names)}
+    training = state.values()
+    training["modules"] = _extra_states_for_disk(training["modules"])
+    own = {"training": training, "names": _names_for_others(state, names)}
     contents.values, inside = encode({**own, **extra})
     contents.tensors.update(inside)
     return contents
+
+
+def _extra_states_for_disk(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what has no safe form on disk: an odd object must not cost the checkpoint."""
+    kept = {}
+    for name, value in states.items():
+        with contextlib.suppress(CannotEncode):
+            encode(value)
+            kept[name] = value
+    return kept
 
 
 def _names_for_others(state: TrainingState, names: Names) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Detectors over weights and optimizer state, measured every ``check_interval`` steps."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -39,6 +40,7 @@ class StateHealth:
         self.counters: list[float] = []
         self.moments: list[float] = []
         self.largest_moments: list[float] = []
+        self.resets = 0  # that were found; a rollback does not make them undone
 
     def observe_health(self, row: HealthRow) -> Finding | None:
         """Hear of a check. What is bad is not learned from."""
@@ -64,6 +66,21 @@ class StateHealth:
         return None
 
     def _reset(self, row: HealthRow) -> Finding | None:
+        """Find lost moments. Once is a fault; what is lost again after its cure is meant to be.
+
+        ReLoRA (arXiv:2307.05695) clears the optimizer every so many steps: to roll back each time
+        would end the run, and moments grow back by themselves. So later ones are only told.
+        """
+        finding = self._lost(row)
+        if finding is None:
+            return None
+        self.resets += 1
+        if self.resets == 1:
+            return finding
+        evidence = {**finding.evidence, "resets": self.resets}
+        return replace(finding, severity=Severity.WARN, evidence=evidence)
+
+    def _lost(self, row: HealthRow) -> Finding | None:
         pairs = list(zip(self.counters, row.step_counters, strict=False))
         back = [i for i, (before, now) in enumerate(pairs) if before > 0 and now < before]
         if back:
@@ -174,11 +191,13 @@ class StateHealth:
     def state(self) -> dict[str, Any]:
         lists = ("names", "weights", "changes", "intervals", "counters", "moments")
         state = {name: list(getattr(self, name)) for name in (*lists, "largest_moments")}
-        return {"clean_step": self.clean_step, **state}
+        return {"clean_step": self.clean_step, "resets": self.resets, **state}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        found = self.resets
         for name, value in state.items():
             setattr(self, name, list(value) if isinstance(value, list) else value)
+        self.resets = max(found, self.resets)
         if not isinstance(self.intervals, list):  # saved when all tensors had one count
             self.intervals = [self.intervals] * len(self.weights)
 

@@ -53,11 +53,11 @@ def _pairs(config: HealingConfig) -> list[Finding]:
                 "set it to 1 or more, unless that is what you want",
             )
         )
-    if config.nan_patience > config.max_consecutive:
+    if config.nan_action == "rollback" and config.nan_patience >= config.max_consecutive:
         found.append(
             Finding(
                 "warn",
-                f"nan_patience = {config.nan_patience} is more than max_consecutive = "
+                f"nan_patience = {config.nan_patience} is not below max_consecutive = "
                 f"{config.max_consecutive}: the run stops before it would roll back",
                 "set nan_patience below max_consecutive",
             )

@@ -96,7 +96,7 @@ class Parts:
         wrapped, extra = guarded.optimizers, {"loss": guarded.watch.state}
         self.schedules = Schedules(*given.schedulers, wrapped, config.data == "replay", note)
         self.state = state = TrainingState(
-            model, wrapped, self.schedules.all, guarded.scaler, extra, buffers
+            model, wrapped, self.schedules.all, guarded.scaler, extra, buffers, note
         )
         smallest, grow_steps = config.micro_batch_min, config.micro_batch_grow_steps
         self.micro = MicroBatcher(model, state.parameters, smallest, grow_steps, None, buffers)
@@ -112,7 +112,7 @@ class Parts:
         )
         run.schedules, notes.step = self.schedules, lambda: run.step
         self.treatment = Treatment(run, config, journal)
-        rates = LearningRates(wrapped, self.schedules.all, note)
+        rates = LearningRates(wrapped, self.schedules.wanted, note)
         self.listener = Listener(run, guarded, self.treatment, config, rates, given.clock, note)
         self.listener.cluster = ClusterWatch(
             model, config, journal, self.listener.report, note, group

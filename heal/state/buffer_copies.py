@@ -15,6 +15,8 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from heal.state.distinct import version_of
+
 SMALL_BYTES = 1 << 16  # copied before it was ever written: the first write may be a bad one
 STATISTICS = ("running_mean", "running_var")  # their kernels write without a trace in ``_version``
 
@@ -88,7 +90,7 @@ class BufferCopies:
 
     def begin(self) -> None:
         """Copy what moves, before the first forward of a step."""
-        self.refresh()
+        self._contained(self.refresh)
         self._has_begun = True
 
     def refresh(self) -> None:
@@ -99,6 +101,9 @@ class BufferCopies:
 
     def put_back(self) -> None:
         """Write the copies over what moves."""
+        self._contained(self._put_back)
+
+    def _put_back(self) -> None:
         for slot in self._look():
             self._note(
                 f"buffer {slot.name} was written by a step that did not count, and there is no "
@@ -109,9 +114,12 @@ class BufferCopies:
 
     def restored(self) -> None:
         """Hear that the model was given another state: what that wrote is not for putting back."""
+        self._contained(self._restored)
+
+    def _restored(self) -> None:
         for slot in self._still.values():
             slot.buffer = slot.owner.get(slot.key, slot.buffer)
-            slot.version = slot.buffer._version
+            slot.version = version_of(slot.buffer)
             if slot.copy is not None:
                 slot.copy = slot.buffer.detach().clone()
         self._regroup()
@@ -125,19 +133,22 @@ class BufferCopies:
             spares_finite: a refused step is routine, as under a scaler that still searches its
                 scale; without healing its statistics would stay, so they do unless NaN or Inf.
         """
-        if not self.are_there:
-            return
+        if self.are_there:
+            self._contained(self._settle, refused, spares_finite)
+
+    def _contained(self, action: Callable[..., None], *arguments: Any) -> None:
+        """A buffer of a kind that cannot be copied must not end the run."""
         try:
-            if not self._has_settled:  # the first forward made what is made lazily
-                self._has_settled = True
-                self.find()
-            self._settle(refused, spares_finite)
-        except Exception as error:  # a buffer of a kind that cannot be copied must not end the run
+            action(*arguments)
+        except Exception as error:
             self._moving, self._still, self._groups = {}, {}, []
             self._regroup()
             self._note(f"buffers are not put back after refused steps: {error!r}")
 
     def _settle(self, refused: "bool | Tensor", spares_finite: bool) -> None:
+        if not self._has_settled:  # the first forward made what is made lazily
+            self._has_settled = True
+            self.find()
         if isinstance(refused, Tensor):
             self._look()
             blocked = refused > 0
@@ -146,7 +157,7 @@ class BufferCopies:
             for group in self._groups:
                 group.settle(blocked.to(group.flat.device, non_blocking=True))
         elif refused and not (spares_finite and bool(self._is_finite(torch.tensor(True)))):
-            self.put_back()
+            self._put_back()
         elif not self._has_begun:  # else the next step copies before its forward
             self.refresh()
         self._has_begun = False
@@ -170,8 +181,9 @@ class BufferCopies:
                 self._moving.pop(slot.name, None)
                 self._still.pop(slot.name, None)
                 continue
-            has_changed = now is not slot.buffer or now._version != slot.version
-            slot.buffer, slot.version = now, now._version
+            version = version_of(now)
+            has_changed = now is not slot.buffer or version != slot.version
+            slot.buffer, slot.version = now, version
             if has_changed and slot.name in self._still:
                 slot.num_writes += 1
                 if slot.copy is None:
@@ -197,8 +209,9 @@ class BufferCopies:
         slots = [*self._moving.values(), *self._still.values()]
         self._places = [(slot.owner, slot.key) for slot in slots]
         self._known = [slot.buffer for slot in slots]
-        self._still_known = [slot.buffer for slot in self._still.values()]
-        self._versions = [slot.version for slot in self._still.values()]
+        counted = [slot for slot in self._still.values() if not slot.buffer.is_inference()]
+        self._still_known = [slot.buffer for slot in counted]
+        self._versions = [slot.version for slot in counted]
 
 
 class _Slot:
@@ -210,7 +223,7 @@ class _Slot:
         self.name, self.owner, self.key = name, owner, key
         self.is_statistic = is_statistic
         self.buffer: Tensor = owner[key]
-        self.version = self.buffer._version
+        self.version = version_of(self.buffer)
         self.copy: Tensor | None = None
         self.num_writes = 0
 

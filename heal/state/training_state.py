@@ -5,7 +5,7 @@ optimizer state may have come, gone or been replaced. This file copies nothing.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from heal.state.buffer_copies import BufferCopies
-from heal.state.distinct import Key, without_duplicates
+from heal.state.distinct import Key, version_of, without_duplicates
+from heal.state.extra_state import extra_states, set_extra_states
 from heal.state.host_copy import copy_and_hash, is_run_of_bytes
 from heal.state.scheduler_state import state_of
 from zclip import ClippedOptimizer
@@ -38,6 +39,7 @@ class TrainingState:
         scaler: a GradScaler, or None.
         extra: further tensors that belong to the run, under names of their own.
         buffers: tells which buffers move; the others are not among the tensors. Made if None.
+        note: told of modules whose extra state cannot be had.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class TrainingState:
         scaler: Any = None,
         extra: Mapping[str, Tensor] | None = None,
         buffers: BufferCopies | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.model = model
         self.optimizers = list(optimizers)
@@ -55,6 +58,7 @@ class TrainingState:
         self.scaler = scaler
         self.extra = dict(extra or {})
         self.buffers = BufferCopies(model) if buffers is None else buffers
+        self._note = note
         self._frozen_versions: dict[int, int] = {}
         self._changed_though_frozen: set[int] = set()
         self._was_trainable: set[int] = set()
@@ -113,8 +117,8 @@ class TrainingState:
                 # parameter look as if it had never been trained.
                 self._was_trainable.add(id(param))
                 continue
-            seen = self._frozen_versions.setdefault(id(param), param._version)
-            if param._version != seen:
+            version = version_of(param)
+            if version != self._frozen_versions.setdefault(id(param), version):
                 self._changed_though_frozen.add(id(param))
 
     def signature(self) -> tuple[Any, ...]:
@@ -151,6 +155,7 @@ class TrainingState:
             "state": [self._plain_state(o) for o in self.optimizers],
             "clip": [o.clipper.state_dict() for o in self.optimizers],
             "schedulers": [copied(state_of(s)) for s in self.schedulers],
+            "modules": copied(extra_states(self.model, self._note)),
         }
 
     def check(self, saved: Mapping[Key, Tensor]) -> None:
@@ -180,7 +185,7 @@ class TrainingState:
         for name, first in self.buffers.firsts.items():
             there = live.get(("buffer", name))
             if ("buffer", name) not in saved and there is not None and there.shape == first.shape:
-                there.copy_(first)
+                there.data.copy_(first)  # so that one of inference mode can be written
         for o, optimizer in enumerate(self.optimizers):
             self._restore_plain_state(o, optimizer, saved, values["state"][o])
             for group, settings in zip(optimizer.param_groups, values["groups"][o], strict=True):
@@ -190,6 +195,8 @@ class TrainingState:
         for scheduler, state in zip(self.schedulers, values["schedulers"], strict=True):
             if state is not None:
                 scheduler.load_state_dict(copied(state))
+        extra = values.get("modules", {})  # not in the first checkpoints
+        set_extra_states(self.model, copied(extra), self._note)
         self._forget_young_scaler(saved)
         self.buffers.restored()
 
@@ -219,12 +226,19 @@ class TrainingState:
     def _check(self, saved: Mapping[Key, Tensor], live: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """Return new tensors for what has gone or was replaced; raise if a parameter was.
 
-        Buffers that are new since then are left alone: caches are made in the first forward.
+        Buffers that are new since then are left alone: caches are made in the first forward. One
+        that was made again in inference mode cannot be written, and so is replaced.
         """
         created: dict[Key, Tensor] = {}
         for key, tensor in saved.items():
             there = live.get(key)
-            if there is not None and there.shape == tensor.shape and there.dtype == tensor.dtype:
+            fits = (
+                there is not None
+                and there.shape == tensor.shape
+                and there.dtype == tensor.dtype
+                and not there.is_inference()
+            )
+            if fits:
                 continue
             if key[0] in ("parameter", "extra"):
                 now = "gone" if there is None else f"{there.dtype} {tuple(there.shape)}"

@@ -4,31 +4,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from heal.step.schedules import inner_of
+from heal.step.joint_rates import UNKNOWN, number_of
 from zclip import ClippedOptimizer
-
-UNKNOWN = float("nan")
 
 
 class LearningRates:
-    """Compares every parameter group's rate with what its scheduler last set it to.
+    """Compares every parameter group's rate with what the schedules last set it to.
 
     Args:
         optimizers: whose groups are looked at.
-        schedulers: torch schedulers, in the order in which they are stepped.
+        wanted: returns what schedules have set the groups of a bare optimizer to; empty if that is
+            not known.
         note: told once if a rate is a tensor on a device, which is not read: that would wait.
     """
 
     def __init__(
         self,
         optimizers: Sequence[ClippedOptimizer],
-        schedulers: Sequence[Any],
+        wanted: Callable[[Optimizer], Sequence[Any]],
         note: Callable[[str], None],
     ) -> None:
         self._optimizers = optimizers
-        # Of several that change one optimizer the last has the last word.
-        self._schedulers = {id(inner_of(s)): s for s in schedulers if hasattr(s, "optimizer")}
+        self._wanted = wanted
         self._note = note
 
     def now(self) -> tuple[float, float]:
@@ -39,8 +38,7 @@ class LearningRates:
         found = UNKNOWN, UNKNOWN
         highest = 0.0
         for optimizer in self._optimizers:
-            scheduler = self._schedulers.get(id(optimizer.inner))
-            wanted = getattr(scheduler, "_last_lr", ())
+            wanted = self._wanted(optimizer.inner)
             for i, group in enumerate(optimizer.inner.param_groups):
                 lr = group.get("lr")
                 if type(lr) is not float:
@@ -52,11 +50,6 @@ class LearningRates:
         return found
 
     def _number(self, lr: Any) -> float:
-        if lr is None:
-            return UNKNOWN
-        if not isinstance(lr, Tensor):
-            return float(lr)
-        if lr.device.type == "cpu" and lr.numel() == 1:
-            return float(lr)
-        self._note("the learning rate is a tensor on a device, and so not watched")
-        return UNKNOWN
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            self._note("the learning rate is a tensor on a device, and so not watched")
+        return number_of(lr)

@@ -4,7 +4,6 @@ After a rollback the first kind returns with the step count. The second goes wit
 the healer cannot turn back.
 """
 
-import gc
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,8 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, ReduceLROnPlate
 
 from heal.state.scheduler_state import listed, state_of
 from heal.state.training_state import copied
+from heal.step.drivers import inner_of, schedulers_of
+from heal.step.joint_rates import JointRates
 from zclip import ClippedOptimizer
 
 DRIVEN = ("lr", "momentum", "betas")  # what schedulers write into parameter groups
@@ -38,7 +39,8 @@ class Turn:
     step: int
     mark: tuple[Any, ...]
     states: list[tuple[Any, Any]]  # scheduler and its state
-    rates: Rates
+    rates: Rates  # nothing for optimizers that the healer's schedules drive too
+    shares: dict[int, list[float]]  # of these, by identity, see JointRates
 
 
 class Schedules:
@@ -98,6 +100,7 @@ class Schedules:
         self._counts = [getattr(s, "last_epoch", None) for s in self.stepped]
         self._surprises = [0] * len(self.stepped)
         self._has_begun = False
+        self._look_who_drives()
 
     @property
     def all(self) -> list[Any]:
@@ -124,12 +127,24 @@ class Schedules:
                     f"learning rate below {VANISHED:g} of its start; if it counts epochs, give it "
                     "as own_schedulers and step it yourself"
                 )
+        for joint in self._joint.values():
+            joint.after_turns()
+
+    def wanted(self, optimizer: Optimizer) -> Sequence[Any]:
+        """Return what the groups of a bare optimizer were last set to; empty if not known."""
+        joint = self._joint.get(id(optimizer))
+        if joint is not None:
+            return joint.wanted
+        return getattr(self._alone.get(id(optimizer)), "_last_lr", ())
 
     def before_step(self, step: int) -> None:
         """Note where own schedules are; turn them as they were turned before a rollback."""
         if not self._has_begun:
             self._has_begun = True
             self._find()
+            self._look_who_drives()  # anew, for a resume may have changed the rates
+        for joint in self._joint.values():
+            joint.before_step()
         if not (self._waiting or self.own or self._found):
             return
         while self._ahead and self._ahead[0].step <= step:
@@ -139,23 +154,30 @@ class Schedules:
         mark = self._mark()
         if not self._turns or self._turns[-1].mark != mark:
             states = [(s, copied(state_of(s))) for s in self._drivers()]
-            self._turns.append(Turn(step, mark, states, self._rates()))
+            self._turns.append(Turn(step, mark, states, self._rates(), self._shares()))
 
     def before_return(self) -> Callable[[int], None]:
         """Call this before state is returned to, and what it returns afterwards, with the step."""
         if self._has_begun:
             self._find()
-        present = Turn(0, (), [(s, copied(state_of(s))) for s in self._drivers()], self._rates())
+        for joint in self._joint.values():
+            joint.before_step()
+        states = [(s, copied(state_of(s))) for s in self._drivers()]
+        present = Turn(0, (), states, self._rates(), self._shares())
         before = [_driven(o.param_groups) for o in self._optimizers]
 
         def after_return(step: int) -> None:
             self._counts = [getattr(s, "last_epoch", None) for s in self.stepped]
+            self._return_shares(step)
             if self._replays or self.caller_repeats:
                 self._go_back_to(step)
             else:
+                self._turns = deque((t for t in self._turns if t.step < step), maxlen=MAX_TURNS)
                 self._install(present)
             self._adopt_late(before)
             self._tell_of_strangers(before)
+            for joint in self._joint.values():
+                joint.adopt()
 
         return after_return
 
@@ -176,15 +198,46 @@ class Schedules:
         for optimizer, groups in zip(self._optimizers, turn.rates, strict=True):
             for group, rates in zip(optimizer.param_groups, groups, strict=False):
                 _write(group, rates)
+        for o, shares in turn.shares.items():
+            self._joint[o].take_shares(shares)
+
+    def _shares(self) -> dict[int, list[float]]:
+        """What own schedules made of rates that the healer's schedules have a share in too."""
+        return {o: list(joint.shares) for o, joint in self._joint.items() if joint.is_mixed}
+
+    def _return_shares(self, step: int) -> None:
+        """Tell apart, in the rates of a snapshot that was returned to, what own schedules made.
+
+        A turn before the very step came after the snapshot of it.
+        """
+        earlier = [turn.shares for turn in self._turns if turn.step < step]
+        for o, joint in self._joint.items():
+            joint.shares = list(earlier[-1].get(o, ())) if earlier else [1.0] * len(joint.shares)
 
     def _drivers(self) -> list[Any]:
         return [*self._waiting, *self.own, *self._found]
+
+    def _look_who_drives(self) -> None:
+        """Tell optimizers with one schedule from those with several.
+
+        A schedule that does not say what it drives may drive any of them.
+        """
+        self._alone: dict[int, Any] = {}
+        self._joint: dict[int, JointRates] = {}
+        for optimizer in self._optimizers:
+            inner = optimizer.inner
+            stepped = [s for s in self.stepped if inner_of(s) in (inner, None)]
+            own = [s for s in self._drivers() if inner_of(s) in (inner, None)]
+            if len(stepped) + len(own) > 1:
+                self._joint[id(inner)] = JointRates(inner, stepped, own)
+            elif self._driving(optimizer, self.all):
+                (self._alone[id(inner)],) = self._driving(optimizer, self.all)
 
     def _driving(self, optimizer: ClippedOptimizer, schedulers: Sequence[Any]) -> list[Any]:
         return [s for s in schedulers if inner_of(s) is optimizer.inner]
 
     def _rates(self) -> Rates:
-        """What own schedules have set; nothing for optimizers that they do not drive.
+        """What own schedules have set; nothing for optimizers that they do not drive alone.
 
         The word of a schedule that is alone counts before that of the group, which a fault may
         have changed.
@@ -192,7 +245,9 @@ class Schedules:
         found: Rates = []
         for optimizer in self._optimizers:
             drivers = self._driving(optimizer, self._drivers())
-            groups = optimizer.param_groups if drivers else []
+            joint = self._joint.get(id(optimizer.inner))
+            is_mixed = joint is not None and joint.is_mixed
+            groups = optimizer.param_groups if drivers and not is_mixed else []
             rates = _driven(groups)
             if len(drivers) == 1 and drivers[0] not in self._found:
                 for rate, lr in zip(rates, getattr(drivers[0], "_last_lr", ()), strict=False):
@@ -218,8 +273,11 @@ class Schedules:
         """
         for optimizer in self._optimizers:
             known = self._driving(optimizer, [*self.all, *self._found])
-            if not known and hasattr(optimizer.inner.step, "_wrapped_by_lr_sched"):
-                self._found += schedulers_of(optimizer.inner)
+            if not hasattr(optimizer.inner.step, "_wrapped_by_lr_sched"):
+                continue
+            if all(isinstance(s, ReduceLROnPlateau) for s in known):  # then it is another's mark
+                found = schedulers_of(optimizer.inner)
+                self._found += [s for s in found if all(s is not k for k in known)]
 
     def _adopt_late(self, before: Rates) -> None:
         """Look for those without a mark where a rollback changed a rate, and only there.
@@ -260,30 +318,6 @@ class Schedules:
                     f"{raised[0][1]!r}, and no scheduler is known; if your code sets it, set it "
                     "again, or give a scheduler"
                 )
-
-
-def schedulers_of(optimizer: Optimizer) -> list[Any]:
-    """Return the torch schedulers that drive an optimizer, without those inside of others.
-
-    An optimizer does not know them: whoever refers to it is asked, which takes some 50 ms.
-    """
-    found = []
-    for holder in gc.get_referrers(optimizer):
-        if isinstance(holder, LRScheduler):
-            found.append(holder)
-        elif type(holder) is dict and holder.get("optimizer") is optimizer:
-            owners = gc.get_referrers(holder)
-            found += [o for o in owners if isinstance(o, LRScheduler) and vars(o) is holder]
-    inside = {id(part) for s in found for part in getattr(s, "_schedulers", ())}
-    return [s for s in found if id(s) not in inside and s.optimizer is optimizer]
-
-
-def inner_of(scheduler: Any) -> Any:
-    """Return the bare optimizer that a scheduler drives; None if it does not say."""
-    optimizer = getattr(scheduler, "optimizer", None)
-    if not isinstance(optimizer, ClippedOptimizer):
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's has it inside
-    return optimizer.inner if isinstance(optimizer, ClippedOptimizer) else optimizer
 
 
 def _driven(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ def test_presets_differ_from_the_defaults_in_these_values_only():
         return {k: v for k, v in config.to_dict().items() if v != default[k]}
 
     assert changed(HealingConfig.aggressive()) == {
-        "nan_patience": 1,
+        "nan_patience": 3,
         "zclip_z_threshold": 2.0,
         "max_recovery_attempts": 10,
     }
@@ -172,12 +172,15 @@ def test_command_lines_override():
     config = HealingConfig().override(words)
     assert (config.lag, config.lr_factor, config.zclip_enabled) == (3, 0.25, False)
     assert HealingConfig().override([]) == HealingConfig()
+    assert HealingConfig().override("lag=3") == HealingConfig(lag=3)
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("lag", "'lag' is no assignment; wanted key=value"),
+        ("lag", "'lag' is no assignment; wanted a str, key=value"),
+        (b"lag=1", "b'lag=1' is no assignment; wanted a str, key=value"),
+        (("lag", 1), "('lag', 1) is no assignment; wanted a str, key=value"),
         ("lagg=1", "wanted lag"),
         ("lag=two", "lag is 'two'; wanted a whole number"),
         ("lag=1e3", "lag is '1e3'"),
@@ -227,6 +230,13 @@ def test_a_number_that_is_too_large_is_refused_by_name_and_in_few_words(make, me
 def test_an_unknown_setting_is_named_with_its_value_and_the_nearest_that_is_known(make):
     with pytest.raises(ConfigError, match="nan_patence = 3: there is no such setting; wanted nan"):
         make()
+
+
+@pytest.mark.parametrize("key", [5, None, b"lag", ("lag",)])
+def test_a_name_that_is_no_text_is_shown_with_its_value(key):
+    with pytest.raises(ConfigError) as raised:
+        HealingConfig.from_dict({key: 1})
+    assert str(raised.value) == f"{key!r} = 1: wanted the name of a setting, a str"
 
 
 def test_a_file_that_is_not_text_is_named(tmp_path):

@@ -215,6 +215,24 @@ def test_several_optimizers_step_together():
         assert torch.equal(a, b)
 
 
+def test_an_optimizer_that_is_cleared_on_purpose_is_rolled_back_once_and_then_left_alone():
+    setup = regression(max_recovery_attempts=2)
+    healer, taken = setup.healer(), 0
+    while healer.last_step < 200:
+        for batch in healer.batches(setup.loader):
+            setup.optimizer.zero_grad()
+            loss = setup.train_step(batch)
+            loss.backward()
+            healer.step(loss)
+            taken += 1
+            if taken % 25 == 0:
+                setup.optimizer.state.clear()
+    plans = [plan for _, _, plan in healer.history]
+    assert [bool(plan) for plan in plans] == [True] + [False] * (len(plans) - 1)
+    assert len(plans) > 4
+    healer.exits.dismiss()
+
+
 def test_a_dry_run_changes_nothing():
     setup = regression()
     setup.scheduler = lr.CosineAnnealingLR(setup.optimizer, 50)

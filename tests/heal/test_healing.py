@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from heal import HealingConfig
 from heal.actions import CannotHeal, Halt, Rollback, ScaleLr
 from heal.chaos import Chaos, Fault
 from heal.exceptions import qualified_name
 from heal.exit_codes import ExitCode
-from tests.heal.runs import assert_same, fingerprint, regression
+from tests.heal.runs import QUICK, assert_same, fingerprint, regression
 
 lr = torch.optim.lr_scheduler
 
@@ -127,6 +128,24 @@ def test_factors_compound_survive_rollbacks_and_keep_to_the_floor():
     assert setup.optimizer.param_groups[0]["lr"] == 3e-3
 
 
+def test_a_rate_that_the_optimizer_finds_by_itself_is_not_lowered_and_that_is_noted():
+    transformers = pytest.importorskip("transformers.optimization")
+    setup = regression(nan_patience=2)
+    params = setup.model.parameters()
+    setup.optimizer = transformers.Adafactor(params, lr=None, relative_step=True, warmup_init=True)
+
+    taken = iter(range(100))
+
+    def train_step(batch):
+        return setup.train_step(batch) * (float("nan") if next(taken) in (20, 21) else 1.0)
+
+    healer = setup.healer()
+    healer.run(train_step, setup.loader, 60, progress=False)
+    assert healer.last_step == 59
+    (note,) = healer.notes
+    assert "Adafactor has parameter groups whose lr is None" in note
+
+
 def test_a_tightened_clip_is_loosened_again():
     setup = regression(lr_ramp_steps=5)
     healer = setup.healer()
@@ -136,6 +155,21 @@ def test_a_tightened_clip_is_loosened_again():
     assert 0 < clipper.max_norm < math.inf
     healer.run(setup.train_step, setup.loader, 25, progress=False)
     assert clipper.max_norm == math.inf
+
+
+@pytest.mark.parametrize("preset", [HealingConfig, HealingConfig.aggressive])
+def test_a_bad_batch_is_not_a_bad_model_whatever_the_preset(preset):
+    setup = regression()
+    setup.config = preset(**QUICK, zclip_enabled=False)
+    calls = iter(range(100))
+
+    def train_step(batch):
+        return setup.train_step(batch) * (float("nan") if next(calls) % 20 in (10, 11) else 1.0)
+
+    healer = setup.healer()
+    healer.run(train_step, setup.loader, 100, progress=False)
+    plans = {type(action).__name__ for _, _, plan in healer.history for action in plan}
+    assert plans == {"Refuse"}
 
 
 def test_a_hook_may_replace_the_plan_and_one_that_throws_is_contained(tmp_path):

@@ -286,6 +286,16 @@ def test_with_one_snapshot_and_no_window_the_run_ends_when_nothing_new_is_left()
     assert halt.exit_code == ExitCode.UNRECOVERABLE
 
 
+@pytest.mark.parametrize(("window", "most"), [(1, 500), (3, 500), (2000, 2000)])
+def test_the_window_of_skipped_batches_stops_growing_and_then_the_ladder_ends(window, most):
+    config = HealingConfig(skip_window=window, max_recovery_attempts=40)
+    *plans, (halt,) = climb(sick(Cause.DIVERGENCE), config, snapshots=[80])
+    skipped = [a.last_step - 90 for plan in plans for a in plan if isinstance(a, SkipBatches)]
+    assert (skipped[0], skipped[-1]) == (window, most)
+    assert len(plans) == len(set(plans)) < 13
+    assert halt.exit_code == ExitCode.UNRECOVERABLE
+
+
 def test_without_a_snapshot_a_clean_state_gets_the_gentle_rung_once():
     history = History()
     first = sick(NAN, streak=5, step=90, bad_step=86)

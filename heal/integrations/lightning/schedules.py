@@ -4,6 +4,8 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from heal.step.joint_rates import number_of
+
 
 class LightningSchedule:
     """A scheduler as the healer sees it: saved and returned with the weights, never stepped.
@@ -12,7 +14,8 @@ class LightningSchedule:
     taken after a step and a rollback after a later one agree about that. A snapshot taken before
     the first step does not: there the schedule is returned once more when Lightning has stepped it.
 
-    A schedule that counts epochs goes on, for epochs go on: only its learning rate is put back.
+    A schedule that counts epochs goes on, for epochs go on: only its learning rate is put back. Not
+    so where another drives the optimizer too: what it remembers is older than the other's turns.
 
     Args:
         config: Lightning's, with the scheduler and its interval.
@@ -31,7 +34,7 @@ class LightningSchedule:
     def state_dict(self) -> dict[str, Any]:
         """Return what a rollback needs."""
         if self.counts_epochs:
-            return {}
+            return {"is_followed": self._is_followed()}
         return {
             "scheduler": copy.deepcopy(self.scheduler.state_dict()),
             "lr": [group["lr"] for group in self.scheduler.optimizer.param_groups],
@@ -41,7 +44,8 @@ class LightningSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Return to a state, or, counting epochs, to its own present learning rate."""
         if self.counts_epochs:
-            self._set_lr(getattr(self.scheduler, "_last_lr", []))
+            if state.get("is_followed", True):
+                self._set_lr(getattr(self.scheduler, "_last_lr", []))
             return
         self.scheduler.load_state_dict(state["scheduler"])
         self._to_return = state if state["is_before_step"] else None
@@ -52,6 +56,13 @@ class LightningSchedule:
         if state is not None:
             self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
             self._set_lr(state["lr"])
+
+    def _is_followed(self) -> bool:
+        """Whether the groups have the rates that it set, as far as can be known without a wait."""
+        groups = self.scheduler.optimizer.param_groups
+        pairs = zip(groups, getattr(self.scheduler, "_last_lr", []), strict=False)
+        numbers = [(number_of(group["lr"]), number_of(lr)) for group, lr in pairs]
+        return not any(now < told or now > told for now, told in numbers)
 
     def _set_lr(self, rates: list[Any]) -> None:
         for group, lr in zip(self.scheduler.optimizer.param_groups, rates, strict=False):

@@ -79,6 +79,27 @@ def test_moments_that_are_gone_were_reset(gone):
     assert [f.cause for f in found] == [Cause.OPTIMIZER_RESET]
 
 
+def test_a_reset_that_comes_again_after_its_rollback_is_meant_and_only_told():
+    watch = calm_watch()
+    saved = json.loads(json.dumps(watch.state()))
+    (found,) = watch.observe_health(row(600, step_counters=(50.0,) * 4))
+    assert found.severity is Severity.ERROR
+    watch.load_state(saved)  # the rollback for it
+    for step in (700, 900, 1100):
+        (found,) = watch.observe_health(row(step, step_counters=(50.0,) * 4))
+        assert (found.cause, found.severity) == (Cause.OPTIMIZER_RESET, Severity.WARN)
+        assert watch.observe_health(row(step + 100, step_counters=(150.0,) * 4)) == []
+
+
+def test_what_is_known_of_resets_outlives_the_process():
+    watch = calm_watch()
+    watch.observe_health(row(600, step_counters=(50.0,) * 4))
+    resumed = Watch(HealingConfig())
+    resumed.load_state(json.loads(json.dumps(watch.state())))
+    (found,) = resumed.observe_health(row(700, step_counters=(60.0,) * 4))
+    assert found.severity is Severity.WARN
+
+
 def test_moments_that_faded_away_were_not():
     watch = calm_watch()
     for step in range(600, 2000, 100):

@@ -1,8 +1,12 @@
 """How much host memory snapshots take, and what they do when there is little."""
 
+import pytest
 import torch
+from torch import nn
 
+from heal.state.measured import count_bad
 from heal.state.snapshots import SnapshotRing
+from heal.state.training_state import TrainingState
 from tests.heal.state.snapshot_states import build, take, train
 
 
@@ -34,6 +38,39 @@ def test_frozen_weights_take_no_memory_until_they_change():
     state.notice_changes()
     assert sum(t.nbytes for t in state.tensors().values()) == everything
     assert not [key for key, _ in state.constants() if key[0] == "parameter"]
+
+
+class Overlapping(nn.Module):
+    """Parameters of one storage: a whole and a part of it, or two parts that overlap."""
+
+    def __init__(self, is_whole):
+        super().__init__()
+        memory = torch.randn(8, 4)
+        first, second = (memory[:4], memory) if is_whole else (memory[:5], memory[3:])
+        self.first, self.second = nn.Parameter(first), nn.Parameter(second)
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["a view of the other", "overlapping"])
+def test_parameters_that_share_memory_return_together(is_whole):
+    model = Overlapping(is_whole)
+    state = TrainingState(model, [])
+    saved = {key: tensor.clone() for key, tensor in state.tensors().items()}
+    wanted = [param.detach().clone() for param in model.parameters()]
+    with torch.no_grad():
+        model.first.add_(1)
+        model.second.mul_(2)
+    state.restore(saved, state.values())
+    for param, value in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(param, value)
+    (tensor,) = saved.values()
+    assert tensor.dtype is (torch.float32 if is_whole else torch.uint8)
+
+
+def test_nan_is_found_in_a_parameter_that_another_is_a_view_of():
+    model = Overlapping(True)
+    with torch.no_grad():
+        model.second[7, 0] = torch.nan
+    assert int(count_bad(TrainingState(model, []).tensors().items())) == 1
 
 
 def test_tied_weights_and_views_are_copied_once():

@@ -66,7 +66,7 @@ def test_a_leap_is_healed_by_a_rollback_and_the_schedule_goes_on(name):
 def test_without_a_schedule_a_leap_is_only_told():
     setup = regression()
     healer = setup.healer()
-    rates = LearningRates(healer.optimizers, [], healer.notes.append)
+    rates = LearningRates(healer.optimizers, lambda _: (), healer.notes.append)
     assert rates.now()[0] == 3e-3
     assert rates.now()[1] != rates.now()[1]
     params = setup.optimizer.param_groups[0]["params"]
@@ -84,7 +84,7 @@ def test_the_group_furthest_above_its_schedule_is_told_of():
     setup.optimizer, setup.scheduler = optimizer, schedules.ConstantLR(optimizer, 1.0)
     healer = setup.healer()
     optimizer.param_groups[1]["lr"] = 20.0
-    rates = LearningRates(healer.optimizers, [setup.scheduler], healer.notes.append)
+    rates = LearningRates(healer.optimizers, healer.parts.schedules.wanted, healer.notes.append)
     assert rates.now() == (20.0, 0.1)
     healer.exits.dismiss()
 
@@ -93,7 +93,7 @@ def test_a_rate_on_a_device_is_not_read_and_that_is_told():
     setup = regression()
     healer = setup.healer()
     told = []
-    rates = LearningRates(healer.optimizers, [], told.append)
+    rates = LearningRates(healer.optimizers, lambda _: (), told.append)
     with fake_cuda():
         setup.optimizer.param_groups[0]["lr"] = torch.empty((), device="cuda")
         lr, _ = rates.now()
