@@ -119,7 +119,10 @@ class Healer(Resuming, Lifetime, Probing):
     # What a hand-written loop calls.
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield the batches of one epoch; skips bad ones, moves on or rewinds after a rollback."""
+        """Yield the batches of one epoch; skips bad ones, moves on or rewinds after a rollback.
+
+        For training only, and one loop at a time: a loader for evaluation is iterated by itself.
+        """
         return self.parts.stream.epoch(loader)
 
     def attempt(self) -> AbstractContextManager[None]:

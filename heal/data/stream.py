@@ -18,6 +18,12 @@ from heal.data.pass_reader import AfterError, OnError, PassReader
 LOG_LENGTH = 10_000  # batches whose step is remembered, to find those that did harm
 NUM_PLACES = 256  # batches whose place is remembered, to name the samples of one that fails
 
+TWO_AT_ONCE = (
+    "a loop over batches() was asked for more after another batches() had begun; wanted one at a "
+    "time, for a run has one position in its data. Iterate the loader of an evaluation itself, "
+    "without batches(); to train on two loaders, use one batches(zip(first, second))"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
@@ -79,6 +85,7 @@ class BatchStream:
         self.ordinal = 0
         self.skipped = 0
         self.is_open = self.was_left = False
+        self._num_opened = 0
         self._reader: PassReader | None = None  # None before the first epoch
         self._furthest = -1  # the newest epoch that was begun; we are before it in a replay
         self._passes: weakref.WeakValueDictionary[int, LoaderPass] = weakref.WeakValueDictionary()
@@ -92,15 +99,22 @@ class BatchStream:
         """Yield the batches of one pass over the loader.
 
         After a rewind into an earlier epoch the rest of that one comes first.
+
+        Raises:
+            RuntimeError: another epoch was begun since the last batch. It would be that one's
+                batches that come. A loop that was left for good, as by ``break``, never asks.
         """
+        self._num_opened += 1
+        number = self._num_opened
         self.is_open = self.was_left = True
         try:
-            yield from self._rest_of_epoch(loader)
+            yield from self._rest_of_epoch(loader, number)
             self.was_left = False
         finally:
-            self.is_open = False
+            if number == self._num_opened:  # else it was left, and is only now collected
+                self.is_open = False
 
-    def _rest_of_epoch(self, loader: Any) -> Iterator[Any]:
+    def _rest_of_epoch(self, loader: Any, number: int) -> Iterator[Any]:
         own = self._furthest + 1
         if self._reader is None and self._rewind_to is not None:
             own = self._rewind_to.epoch  # resumed: an epoch that was begun elsewhere
@@ -113,6 +127,8 @@ class BatchStream:
         # Else the loop was left while something earlier was to be drawn again: that comes first.
         self._on_begin()
         while True:
+            if number != self._num_opened:
+                raise RuntimeError(TWO_AT_ONCE)
             try:
                 # Not by way of a name: it would keep the batch while the next one is read.
                 yield self._draw(loader)
