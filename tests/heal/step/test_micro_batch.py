@@ -95,6 +95,73 @@ def test_pieces_shrink_to_the_smallest_and_grow_back_ever_more_slowly():
     assert sizes == [4, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1]
 
 
+def sizes_of_pieces(sizes, fits, smallest):
+    """Train on batches of these sizes while no more than ``fits`` samples fit."""
+    model, seen = make(norm=True), []
+    micro = MicroBatcher(model, lambda: list(model.parameters()), smallest=smallest)
+
+    def train_step(x):
+        seen.append(len(x))
+        if len(x) > fits:
+            raise torch.OutOfMemoryError("out of memory")
+        return model(x).square().mean()
+
+    for size in sizes:
+        while True:
+            seen.clear()
+            try:
+                micro.backward([torch.randn(size, 2)], train_step, lambda loss: loss)
+                break
+            except torch.OutOfMemoryError:
+                assert micro.shrink()
+    return sorted(seen), micro
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits", "smallest", "pieces"),
+    [
+        ([16, 5], 4, 1, [2, 3]),  # as many as of a full batch would be of one sample each
+        ([16, 4], 4, 1, [4]),
+        ([16, 2], 4, 1, [2]),
+        ([6], 2, 2, [2, 2, 2]),
+        ([7], 3, 2, [2, 2, 3]),
+        ([16, 7], 4, 3, [3, 4]),
+        ([6, 16], 2, 1, [2] * 8),
+        ([16, 5], 5, 4, [5]),
+    ],
+)
+def test_what_fits_is_a_number_of_samples(sizes, fits, smallest, pieces):
+    seen, micro = sizes_of_pieces(sizes, fits, smallest)
+    assert seen == pieces
+    young = MicroBatcher(make(norm=True), list, smallest=smallest)
+    young.load_state(micro.state())
+    assert [young.parts_of(n) for n in range(1, 40)] == [micro.parts_of(n) for n in range(1, 40)]
+
+
+@pytest.mark.parametrize("samples", range(1, 40))
+@pytest.mark.parametrize("smallest", [1, 2, 3, 8])
+def test_every_shrink_makes_the_largest_piece_smaller_and_none_too_small(samples, smallest):
+    model = make()
+    micro = MicroBatcher(model, lambda: list(model.parameters()), smallest=smallest)
+    micro.largest_batch = samples
+    largest = samples
+    while micro.shrink():
+        parts = micro.parts_of(samples)
+        assert -(-samples // parts) < largest
+        assert samples // parts >= smallest
+        largest = -(-samples // parts)
+    assert micro.parts_of(samples) == max(1, samples // smallest) or largest < 2 * smallest
+
+
+def test_where_every_forward_is_a_message_all_ranks_have_equally_many_pieces():
+    model = make()
+    micro = MicroBatcher(model, lambda: list(model.parameters()))
+    micro.messages.are_in_every_forward, micro.largest_batch = True, 16
+    assert micro.shrink()
+    assert micro.shrink()
+    assert [micro.parts_of(n) for n in (16, 5, 4)] == [4, 4, 4]
+
+
 def test_nothing_keeps_the_tensors_of_a_failed_attempt():
     model = make()
     micro = MicroBatcher(model, lambda: list(model.parameters()))
