@@ -34,7 +34,8 @@ class MicroBatcher:
         parameters: whose gradients are cleared after a failure.
         smallest: fewest samples in a piece; a batch that has fewer is not cut.
         grow_steps: clean steps after which pieces grow again; 0 for never.
-        weigh: returns how much a piece counts; its number of samples if None.
+        weigh: returns how much a piece counts; its number of samples if None. A piece of weight 0
+            is left out.
         buffers: of the model, put back after a failure; made here if None.
 
     Attributes:
@@ -216,8 +217,15 @@ class MicroBatcher:
         if len(pieces) == 1:
             return [(batch, 1.0)]
         weights = [float(n if self.weigh is None else self.weigh(p)) for p, n in pieces]
+        if not any(weights):  # nothing counts: what the whole batch gives, in memory that fits
+            weights = [float(n) for _, n in pieces]
         whole = sum(weights)
-        return [(piece, w / whole) for (piece, _), w in zip(pieces, weights, strict=True)]
+        # The mean over nothing is NaN, also times zero. Only where others wait for it must it come.
+        return [
+            (piece, w / whole)
+            for (piece, _), w in zip(pieces, weights, strict=True)
+            if w or self.messages.are_in_every_forward
+        ]
 
 
 def _divided(samples: int, by: int) -> int:

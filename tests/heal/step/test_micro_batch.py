@@ -58,6 +58,24 @@ def test_tokens_that_are_padding_do_not_count_if_weighed():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("tokens", [[1.0, 1, 1, 0, 0, 0, 0], [0.0, 0, 0, 0, 0, 1, 1], [0.0] * 7])
+def test_a_piece_of_nothing_but_padding_does_not_spoil_the_step(tokens):
+    model, mask, found = make(), torch.tensor(tokens), []
+
+    def mean_over_tokens(batch):
+        x, m = batch
+        return (model(x).squeeze(1).square() * m).sum() / m.sum()
+
+    for pieces in (1, 3):
+        micro = MicroBatcher(model, lambda: list(model.parameters()), weigh=lambda b: b[1].sum())
+        micro.pieces = pieces
+        model.zero_grad()
+        loss = micro.backward([(X, mask)], mean_over_tokens, lambda loss: loss)
+        found.append([loss, *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
 def test_a_failed_attempt_leaves_no_trace():
     model = make(norm=True)
     micro = MicroBatcher(model, lambda: list(model.parameters()))
