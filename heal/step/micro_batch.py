@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from heal.data.own_copy import own_copy
 from heal.data.split import CannotSplit, count_samples, split
 from heal.state.buffer_copies import BufferCopies
 from heal.state.rng import RngState
@@ -105,7 +106,7 @@ class MicroBatcher:
             is_last = i == len(pieces) - 1
             with self.messages.held_back(until=is_last):
                 self.phase = "forward"
-                loss = train_step(piece)
+                loss = train_step(own_copy(piece))  # it may be tried again
                 if share != 1.0 or len(batches) > 1:
                     loss = loss * (share / len(batches))
                 self.phase = "backward"
@@ -129,7 +130,7 @@ class MicroBatcher:
         trace in the statistics of clipping. To be called after :meth:`undo`.
         """
         with self.messages.repeated():
-            loss = train_step(self.messages.sample())
+            loss = train_step(own_copy(self.messages.sample()))
             self.messages.are_under_way = True
             scale(loss * float("nan")).backward()
         self._buffers.put_back()
