@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heal.actions import CannotHeal
-from heal.data.epoch_start import EpochStart, advance_sampler, start_of
+from heal.data.epoch_start import EpochStart, advance_epochs, start_of
 from heal.data.loader_pass import LoaderPass, is_stateful
 from heal.data.pass_reader import AfterError, OnError, PassReader
 
@@ -221,10 +221,12 @@ class BatchStream:
         """Begin the epoch after one that was drawn again, over the loader that it had."""
         before = None if self._reader is None else self._reader.origin
         if before is not None:
-            if before.following is not None:
-                loader = before.following.loader
+            following = before.following
+            if following is not None:
+                loader = following.loader
             if before.loader is loader:
-                advance_sampler(loader, before.start)
+                then = None if following is None else following.start
+                advance_epochs(loader, before.start, then)
         self._begin_epoch(loader)
 
     def _read_from(self, origin: LoaderPass, epoch: int) -> PassReader:
