@@ -68,7 +68,8 @@ def _epoch_owners(loader: Any) -> dict[str, Any]:
     return dict(found.values())
 
 
-def _set_epochs(loader: Any, epochs: Mapping[str, int]) -> None:
+def set_epochs(loader: Any, epochs: Mapping[str, int]) -> None:
+    """Tell those in these places of a loader their epoch, if it is news to them."""
     for place, owner in _epoch_owners(loader).items():
         # A dataset may have much to do when it is told.
         if place in epochs and owner.epoch != epochs[place]:
@@ -84,13 +85,20 @@ def advance_epochs(loader: Any, start: EpochStart, following: EpochStart | None)
         following: how the second did; None if that was in another process.
     """
     if following is not None:
-        _set_epochs(loader, following.epochs)
+        set_epochs(loader, following.epochs)
     else:
-        _set_epochs(loader, {place: epoch + 1 for place, epoch in start.epochs.items()})
+        set_epochs(loader, {place: epoch + 1 for place, epoch in start.epochs.items()})
+
+
+def tell_next_epoch(loader: Any, before: EpochStart) -> None:
+    """Tell those who were not told otherwise since an epoch began that the next one does."""
+    owners = _epoch_owners(loader)
+    waiting = {p: e + 1 for p, e in before.epochs.items() if p in owners and owners[p].epoch == e}
+    set_epochs(loader, waiting)
 
 
 def return_to(loader: Any, start: EpochStart) -> None:
     """Have the next epoch begin like an earlier one."""
     start.rng.put_back()
     set_generators(loader, start.generators)
-    _set_epochs(loader, start.epochs)
+    set_epochs(loader, start.epochs)

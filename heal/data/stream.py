@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heal.actions import CannotHeal
-from heal.data.epoch_start import EpochStart, advance_epochs, start_of
+from heal.data.epoch_start import (
+    EpochStart,
+    advance_epochs,
+    set_epochs,
+    start_of,
+    tell_next_epoch,
+)
 from heal.data.loader_pass import LoaderPass, is_stateful
 from heal.data.pass_reader import AfterError, OnError, PassReader
 
@@ -95,10 +101,15 @@ class BatchStream:
         self._unwanted: set[int] = set()  # ordinals
         self._abandoned_from: int | None = None
 
-    def epoch(self, loader: Any) -> Iterator[Any]:
+    def epoch(self, loader: Any, *, tells_epoch: bool = False) -> Iterator[Any]:
         """Yield the batches of one pass over the loader.
 
         After a rewind into an earlier epoch the rest of that one comes first.
+
+        Args:
+            loader: what is passed over.
+            tells_epoch: call ``set_epoch`` of its samplers and dataset, from the second pass on,
+                unless somebody else did; for a loop over epochs that nobody else has a hold of.
 
         Raises:
             RuntimeError: another epoch was begun since the last batch. It would be that one's
@@ -108,13 +119,13 @@ class BatchStream:
         number = self._num_opened
         self.is_open = self.was_left = True
         try:
-            yield from self._rest_of_epoch(loader, number)
+            yield from self._rest_of_epoch(loader, number, tells_epoch)
             self.was_left = False
         finally:
             if number == self._num_opened:  # else it was left, and is only now collected
                 self.is_open = False
 
-    def _rest_of_epoch(self, loader: Any, number: int) -> Iterator[Any]:
+    def _rest_of_epoch(self, loader: Any, number: int, tells_epoch: bool) -> Iterator[Any]:
         own = self._furthest + 1
         if self._reader is None and self._rewind_to is not None:
             own = self._rewind_to.epoch  # resumed: an epoch that was begun elsewhere
@@ -123,6 +134,9 @@ class BatchStream:
             if self._reader is not None:
                 self._reader.end()  # where a ``break`` has left it, it ends when drawn again
             if self._rewind_to is None:
+                before = None if self._reader is None else self._reader.origin
+                if tells_epoch and before is not None and before.loader is loader:
+                    tell_next_epoch(loader, before.start)
                 self._begin_epoch(loader)
         # Else the loop was left while something earlier was to be drawn again: that comes first.
         self._on_begin()
@@ -302,4 +316,5 @@ class BatchStream:
             known = loader if now_in is None else now_in.origin.loader
             origin = LoaderPass(known, position.start)
         origin.start = position.start
+        set_epochs(origin.loader, position.start.epochs)  # not in the state that a loader keeps
         self._read_from(origin, position.epoch).go_to(position.index, position.loader_state)
