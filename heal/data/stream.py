@@ -269,8 +269,7 @@ class BatchStream:
             except Exception as error:
                 error.__traceback__ = None  # it would keep the loader's frames alive
                 told = self._on_error(error, *place[:2])
-                if told is AfterError.TRY_AGAIN:
-                    reader.try_again()
+                if told is AfterError.TRY_AGAIN and reader.try_again():
                     continue
                 self.ordinal += 1
                 reader.pass_over()

@@ -2,11 +2,19 @@
 
 import errno
 import json
+import random
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+)
 
 from heal import Healer
 from heal.actions import CannotHeal
@@ -116,6 +124,67 @@ def test_the_shuffle_of_an_epoch_survives_a_wait(tmp_path):
     nn.Linear(1, 1)
     assert seen == [[n for batch in bare for n in batch.tolist()] for _ in range(2)]
     assert waits == [30.0]
+
+
+class OwnGenerator(Sampler):
+    """Shuffles with a generator that nobody else knows."""
+
+    def __init__(self):
+        self.generator_of_mine, self.asked = random.Random(0), 0
+
+    def __iter__(self):
+        self.asked += 1
+        order = list(range(40))
+        self.generator_of_mine.shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return 40
+
+
+class InPlace(OwnGenerator):
+    """Shuffles what it has, so that every order follows from the one before."""
+
+    def __init__(self):
+        self.order, self.asked = list(range(40)), 0
+
+    def __iter__(self):
+        self.asked += 1
+        random.shuffle(self.order)
+        return iter(list(self.order))
+
+
+@pytest.mark.parametrize("kind", [OwnGenerator, InPlace])
+@pytest.mark.parametrize("error", [NETWORK, TORN])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_order_that_only_its_sampler_knows_is_left_as_it_is(kind, error, workers, tmp_path):
+    random.seed(3)
+    bare = DataLoader(Map(Failing(-1, error)), batch_size=4, sampler=kind())
+    expected = [[batch.tolist() for batch in bare] for _ in range(2)]
+    lost = next(batch for batch in expected[0] if 21 in batch)
+    random.seed(3)
+    failing = Map(Failing(21, error))
+    loader = DataLoader(failing, batch_size=4, sampler=kind(), num_workers=workers)
+    seen, waits, healer = train(loader, tmp_path)
+    assert seen[0] == [n for batch in expected[0] if batch != lost for n in batch]
+    assert loader.sampler.asked == 1
+    assert list(loader.sampler) == [n for batch in expected[1] for n in batch]
+    assert [d.evidence["samples"] for _, d, _ in healer.history] == [None]
+    if error is NETWORK:
+        assert waits == [30.0]
+        assert "its sampler gives another order when asked" in healer.notes[0]
+
+
+def test_samples_are_named_without_a_copy_of_the_data(tmp_path):
+    class Large(Map):
+        def __deepcopy__(self, memo):
+            raise MemoryError("no room for two")
+
+    data = Large(Failing(21, TORN))
+    loader = DataLoader(Subset(data, range(40)), batch_size=4, sampler=RandomSampler(data))
+    _, _, healer = train(loader, tmp_path)
+    ((_, diagnosis, _),) = healer.history
+    assert 21 in diagnosis.evidence["samples"]
 
 
 @pytest.mark.parametrize("dataset", [Stream, Map])
