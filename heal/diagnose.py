@@ -137,7 +137,9 @@ def diagnose(findings: Sequence[Finding], history: History) -> Diagnosis | None:
     )
 
 
-def diagnose_exception(exc: BaseException, *, step: int = -1, phase: str = "") -> Diagnosis:
+def diagnose_exception(
+    exc: BaseException, *, step: int = -1, phase: str = "", is_alone: bool = False
+) -> Diagnosis:
     """Return why a step raised: by the type of the exception first, by its message second.
 
     Args:
@@ -145,8 +147,9 @@ def diagnose_exception(exc: BaseException, *, step: int = -1, phase: str = "") -
         step: the step during which it was.
         phase: "data", "forward", "backward", "step" or "" if unknown. In the loader an error that
             is nobody else's is the data's; in the optimizer's step the state may be half updated.
+        is_alone: whether there is no other process that a loader could share a collective with.
     """
-    cause, confidence, matched = classify(exc, phase)
+    cause, confidence, matched = classify(exc, phase, is_alone=is_alone)
     evidence: dict[str, Any] = {
         "type": qualified_name(exc),
         "message": message_of(exc)[:MAX_MESSAGE],

@@ -46,6 +46,7 @@ MEMORY_TEXT = re.compile(
     r"|unable to (?:mmap|allocate)",
     re.IGNORECASE | re.DOTALL,
 )
+HOST_MEMORY_TEXT = re.compile(r"DefaultCPUAllocator|unable to mmap", re.IGNORECASE)
 NONFINITE_TEXT = re.compile(
     r"returned nan values|for gradients from .{0,40} is non-finite|loss is (?:nan|inf)",
     re.IGNORECASE,
@@ -126,6 +127,14 @@ BUG_TYPES = (
 )
 """Errors of the program: they come again with every batch, so that skipping one hides them."""
 
+BUG_OR_SAMPLE_TYPES = (AttributeError, AssertionError, PermissionError)
+"""Those that a dataset raises for a bad sample, too: an image that is None, a check that fails."""
+
+LOADER_PHASES = ("data", "open")
+
+FROM_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
+"""How torch begins what a worker has raised; the rest is its traceback, with paths in it."""
+
 
 def qualified_name(exc: BaseException) -> str:
     """Return the class as a person would import it; builtins by their bare name."""
@@ -143,29 +152,54 @@ def message_of(exc: BaseException) -> str:
         return ""
 
 
-def classify(exc: BaseException, phase: str = "") -> Match:
-    """Return the cause of an exception; that of what it was raised from if its own is unknown."""
-    match = _classify(exc, phase)
+def classify(exc: BaseException, phase: str = "", *, is_alone: bool = False) -> Match:
+    """Return the cause of an exception; that of what it was raised from if its own is unknown.
+
+    Args:
+        exc: what was raised.
+        phase: where, see :func:`heal.diagnose.diagnose_exception`.
+        is_alone: whether there is no other process that a loader could share a collective with.
+    """
+    match = _classify(exc, phase, is_alone)
     origin = exc.__cause__
     seen = {id(exc)}
     while match[0] is Cause.UNKNOWN and origin is not None and id(origin) not in seen:
         seen.add(id(origin))
-        found = _classify(origin, phase)
+        found = _classify(origin, phase, is_alone)
         if found[0] is not Cause.UNKNOWN:
             return found[0], min(found[1], BY_MESSAGE), f"raised from {found[2]}"
         origin = origin.__cause__
     return match
 
 
-def _classify(exc: BaseException, phase: str) -> Match:
+def _classify(exc: BaseException, phase: str, is_alone: bool) -> Match:
     if isinstance(exc, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         return Cause.UNKNOWN, BY_TYPE, type(exc).__name__
     text = message_of(exc)
-    for rule in (_stopping, _memory, _waiting, _nonfinite):
-        match = rule(exc, text)
-        if match is not None:
-            return match
-    return _data(exc, text, phase) or (Cause.UNKNOWN, GUESS, type(exc).__name__)
+    match = (
+        _stopping(exc, text, may_speak=not (is_alone and phase in LOADER_PHASES))
+        or _memory(exc, text)
+        or _waiting(exc)
+        or _nonfinite(exc, text)
+        or _data(exc, text, phase)
+        or (Cause.UNKNOWN, GUESS, type(exc).__name__)
+    )
+    return _of_one_sample(exc, text, match) if phase == "data" else match
+
+
+def _of_one_sample(exc: BaseException, text: str, match: Match) -> Match:
+    """Blame the data for what the loader raised, where elsewhere it would be something else.
+
+    A torn header may ask for terabytes, which no smaller micro-batch makes room for; one link may
+    be dead. If it is not one sample, too many fail in a row.
+    """
+    cause, confidence, matched = match
+    is_of_host = isinstance(exc, (MemoryError, OSError)) or HOST_MEMORY_TEXT.search(text)
+    is_dead_link = cause is Cause.UNKNOWN and _http_status(exc) is not None
+    is_bad_sample = cause is Cause.UNKNOWN and isinstance(exc, BUG_OR_SAMPLE_TYPES)
+    if (cause is Cause.OUT_OF_MEMORY and is_of_host) or is_dead_link or is_bad_sample:
+        return Cause.DATA_ERROR, min(confidence, BY_MESSAGE), matched
+    return match
 
 
 def _names(exc: BaseException) -> set[str]:
@@ -176,13 +210,22 @@ def _first(names: set[str], known: set[str]) -> str:
     return min(names & known, default="")
 
 
-def _stopping(exc: BaseException, text: str) -> Match | None:
-    """Errors after which the process, or its group, is of no more use."""
+def _stopping(exc: BaseException, text: str, may_speak: bool) -> Match | None:
+    """Errors after which the process, or its group, is of no more use.
+
+    Args:
+        exc: what was raised.
+        text: what it says.
+        may_speak: whether a word in the text is enough to tell of a collective.
+    """
     name = _first(_names(exc), COLLECTIVE_TYPES)
     if name:
         return Cause.COLLECTIVE_ERROR, BY_TYPE, name
-    # Errors of the network are looked at too: gloo and the store raise them by these types.
-    if isinstance(exc, (RuntimeError, OSError)):
+    # Errors of the network are looked at too: gloo and the store raise them by these types. But a
+    # file may lie in /data/collective, and workers of a loader take part in nothing.
+    is_of_file = isinstance(exc, OSError) and exc.filename is not None
+    may_speak = may_speak and not (is_of_file or FROM_WORKER.match(text))
+    if may_speak and isinstance(exc, (RuntimeError, OSError)):
         found = COLLECTIVE_TEXT.search(text)
         if found:
             return Cause.COLLECTIVE_ERROR, BY_MESSAGE, found.group()
@@ -206,7 +249,7 @@ def _memory(exc: BaseException, text: str) -> Match | None:
     return None
 
 
-def _waiting(exc: BaseException, text: str) -> Match | None:
+def _waiting(exc: BaseException) -> Match | None:
     """Errors that time may cure."""
     status = _http_status(exc)
     if status is not None:

@@ -119,7 +119,10 @@ class Healer(Resuming, Lifetime, Probing):
     # What a hand-written loop calls.
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield the batches of one epoch; skips bad ones, moves on or rewinds after a rollback."""
+        """Yield the batches of one epoch; skips bad ones, moves on or rewinds after a rollback.
+
+        For training only, and one loop at a time: a loader for evaluation is iterated by itself.
+        """
         return self.parts.stream.epoch(loader)
 
     def attempt(self) -> AbstractContextManager[None]:
@@ -245,7 +248,8 @@ class Healer(Resuming, Lifetime, Probing):
         Args:
             train_step: takes a batch and returns its mean loss; ``run`` backpropagates, so that it
                 can cut the batch when memory runs out.
-            loader: passed over again and again.
+            loader: passed over again and again; its samplers and dataset are told of each new epoch
+                by their ``set_epoch``, unless somebody else does.
             steps: optimizer steps in all, those already done included.
             accumulate: batches per step.
             weigh: how much a piece of a batch counts, if not by its samples; see MicroBatcher.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from heal.actions import Action, CannotHeal, Plan, Rollback, Run, action_to_json
+from heal.actions import Action, CannotHeal, Halt, Plan, Rollback, Run, action_to_json
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis, diagnose
@@ -67,6 +67,11 @@ class Treatment:
         diagnosis = diagnose(findings, self.history)
         self.history.note_findings(findings)
         return () if diagnosis is None else self.carry_out(diagnosis)
+
+    def would_halt(self, diagnosis: Diagnosis) -> bool:
+        """Return whether the policy has nothing left for a diagnosis; nothing is done."""
+        plan = decide(diagnosis, self.history, self._config, self._run.snapshots())
+        return any(isinstance(action, Halt) for action in plan)
 
     def carry_out(self, diagnosis: Diagnosis) -> Plan:
         """Decide on a diagnosis and do it.

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from heal.data.epoch_start import EpochStart, return_to, start_of
-from heal.data.sample_indices import sample_indices
+from heal.data.sample_indices import is_map_style, sample_indices
 from heal.state.rng import RngState
 
 
@@ -66,10 +66,21 @@ class LoaderPass:
         """Return which samples a batch has, by their index in the dataset; None if unknown."""
         return sample_indices(self.loader, self.start, index)
 
-    def can_fetch(self) -> bool:
-        """Return whether single batches can be read past the iterator, which then stays whole."""
-        is_map_style = isinstance(self.loader, DataLoader) and self.loader.batch_sampler is not None
-        return is_map_style and self.samples_of(0) is not None
+    def can_fetch(self, index: int) -> bool:
+        """Return whether a batch can be read past the iterator, which then stays whole."""
+        has_batches = isinstance(self.loader, DataLoader) and self.loader.batch_sampler is not None
+        return has_batches and self.samples_of(index) is not None
+
+    def can_read_again(self, index: int) -> bool:
+        """Return whether a batch that failed could be found again.
+
+        Where a sampler draws another order each time it is asked, the batch cannot; and its loader
+        must not be opened anew, for the rest of the epoch would be of that other order.
+        """
+        hangs_on_sampler = isinstance(self.loader, DataLoader) and is_map_style(self.loader)
+        if hangs_on_sampler and not is_stateful(self.loader):
+            return self.samples_of(index) is not None
+        return True
 
     def fetched(self, index: int) -> Any:
         """Read a batch in this process, past the iterator. It is not pinned, which costs time only.

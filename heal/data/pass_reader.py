@@ -81,9 +81,13 @@ class PassReader:
         self.origin.ended_at = self.index
         self._iterator = None
 
-    def try_again(self) -> None:
-        """Have the next :meth:`read` be for the batch that just failed."""
-        self._tries_again = True
+    def try_again(self) -> bool:
+        """Have the next :meth:`read` be for the batch that just failed; False if it is lost."""
+        self._tries_again = self.origin.can_read_again(self.index)
+        if not self._tries_again:
+            place = f"batch {self.index} of epoch {self.epoch}"
+            self._note(f"{place} cannot be read again: its sampler gives another order when asked")
+        return self._tries_again
 
     def pass_over(self) -> None:
         """Count the batch that just failed, and see that the rest can be read."""
@@ -119,7 +123,7 @@ class PassReader:
 
     def _read_again(self) -> Any:
         """Read the batch that failed once more. The iterator has moved past it, or is dead."""
-        if self.origin.can_fetch():
+        if self.origin.can_fetch(self.index):
             return self.origin.fetched(self.index)
         if self.origin.can_reopen:
             self._reopen()

@@ -4,20 +4,17 @@ Collating makes ``[inputs, targets]``, fields that each hold all samples; a ``co
 user's may leave ``[image, image, image, image]``. Both are lists of tensors.
 """
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
+
+from heal.data.agreed_length import agreed_length
+from heal.data.batch_fields import CannotSplit, outside_lists, rows, tensors_in
 
 MOST_FIELDS = 3  # anchor, positive and negative are alike; more entries of one kind may be samples
 MOST_CHANNELS = 4  # tensors of three dimensions with no more rows than this may be images
-
-
-class CannotSplit(TypeError):
-    """A batch is of a kind that cannot be cut, or it is not clear what its samples are."""
 
 
 class Guess(Enum):
@@ -31,8 +28,8 @@ class Guess(Enum):
 def count_samples(batch: Any) -> int:
     """Return the number of samples; 1 for a batch without tensors.
 
-    The first tensor that is in no list tells. If there is none, the lists do: their entries are
-    samples if the tensors in them cannot be fields, having several lengths.
+    The tensors that are in no list tell, by their majority. If there are none, the lists do: their
+    entries are samples if the tensors in them cannot be fields, having several lengths.
 
     Raises:
         CannotSplit: names what is not understood.
@@ -43,18 +40,17 @@ def count_samples(batch: Any) -> int:
         fields: list[Any] = list(batch)
     else:
         fields = [batch]
-    found = list(_outside_lists(fields))
-    direct = next((len(v) for v in found if isinstance(v, Tensor) and v.dim() > 0), None)
-    if direct is not None:
-        return direct
-    lists = [
-        v for v in found if not isinstance(v, Tensor) and next(tensors_in(v), None) is not None
-    ]
+    found = list(outside_lists(fields))
+    agreed = agreed_length(found)
+    if agreed is not None:
+        return agreed
+    lists = [v for v in found if isinstance(v, (list, tuple)) and has_tensors(v)]
     if _can_only_be_samples(lists):
         return len(lists[0])
     for entries in lists:
         _refuse_unclear(entries, guess(entries))
-    return next((len(t) for entries in lists for t in tensors_in(entries) if t.dim() > 0), 1)
+    agreed = agreed_length([t for entries in lists for t in tensors_in(entries)])
+    return 1 if agreed is None else agreed
 
 
 def are_samples(batch: Sequence[Any]) -> bool:
@@ -65,7 +61,7 @@ def are_samples(batch: Sequence[Any]) -> bool:
     Raises:
         CannotSplit: they may be either.
     """
-    if hasattr(batch, "_fields") or (isinstance(batch, tuple) and len(_rows(batch)) > 1):
+    if hasattr(batch, "_fields") or (isinstance(batch, tuple) and len(rows(batch)) > 1):
         return False
     if _can_only_be_samples([entry for entry in batch if isinstance(entry, (list, tuple))]):
         return False  # a list of lists of samples: (images, targets)
@@ -79,25 +75,16 @@ def guess(entries: Sequence[Any]) -> Guess:
     firsts = [next(tensors_in(entry), None) for entry in entries]
     if len(entries) < 2 or any(t is None for t in firsts) or not _are_alike(entries):
         return Guess.FIELDS
-    rows = _rows(entries)
-    if len(rows) > 1:
+    if len(rows(entries)) > 1:
         shapes = {t.shape[1:] for t in entries if isinstance(t, Tensor)}
         return Guess.SAMPLES if len(shapes) <= 1 else Guess.UNCLEAR
     may_be_images = all(t is not None and t.dim() == 3 and len(t) <= MOST_CHANNELS for t in firsts)
     return Guess.UNCLEAR if may_be_images or len(entries) > MOST_FIELDS else Guess.FIELDS
 
 
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield every tensor of a batch.
-
-    Raises:
-        CannotSplit: there is a PackedSequence, whose rows are steps in time and not samples.
-    """
-    if isinstance(batch, Tensor):
-        yield batch
-        return
-    for value in _entries(batch) if not isinstance(batch, (list, tuple)) else _checked(batch):
-        yield from tensors_in(value)
+def has_tensors(batch: Any) -> bool:
+    """Return whether there is a tensor in a batch."""
+    return next(tensors_in(batch), None) is not None
 
 
 def _can_only_be_samples(lists: Sequence[Sequence[Any]]) -> bool:
@@ -105,7 +92,7 @@ def _can_only_be_samples(lists: Sequence[Sequence[Any]]) -> bool:
     answers = [guess(entries) for entries in lists]
     if not lists or len({len(entries) for entries in lists}) > 1 or Guess.FIELDS in answers:
         return False
-    differ = len(set().union(*map(_rows, lists))) > 1
+    differ = len(set().union(*map(rows, lists))) > 1
     return Guess.SAMPLES in answers or (differ and len(lists[0]) > MOST_FIELDS)
 
 
@@ -116,14 +103,6 @@ def _refuse_unclear(entries: Sequence[Any], answer: Guess) -> None:
             f"{type(entries[0]).__name__} may be samples or fields; wanted a tensor beside it that "
             "tells the number of samples, or one tensor for all samples"
         )
-
-
-def _has_tensors(batch: Any) -> bool:
-    return next(tensors_in(batch), None) is not None
-
-
-def _rows(batch: Any) -> set[int]:
-    return {len(t) for t in tensors_in(batch) if t.dim() > 0}
 
 
 def _are_alike(entries: Sequence[Any]) -> bool:
@@ -139,29 +118,3 @@ def _kind(entry: Any) -> tuple[Any, ...]:
     if isinstance(entry, (list, tuple)):
         return type(entry), len(entry)
     return (type(entry),)
-
-
-def _outside_lists(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield tensors and outermost lists, through dicts, dataclasses and named tuples."""
-    for value in values:
-        is_list = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
-        if is_list or isinstance(value, Tensor):
-            yield value
-        else:
-            yield from _outside_lists(list(_entries(value)))
-
-
-def _entries(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        yield from batch.values()
-    elif isinstance(batch, (list, tuple)):
-        yield from _checked(batch)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield getattr(batch, field.name)
-
-
-def _checked(batch: Sequence[Any]) -> Sequence[Any]:
-    if isinstance(batch, PackedSequence):
-        raise CannotSplit("a PackedSequence cannot be cut: its rows are steps in time; pad instead")
-    return batch

@@ -8,13 +8,14 @@ import copy
 import dataclasses
 import itertools
 from collections import UserDict
-from collections.abc import Mapping, MutableMapping, Sized
+from collections.abc import Iterator, Mapping, MutableMapping, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from heal.data.sample_count import CannotSplit, are_samples, count_samples, tensors_in
+from heal.data.batch_fields import CannotSplit, is_array, rows, tensors_in
+from heal.data.sample_count import MOST_CHANNELS, are_samples, count_samples, has_tensors
 
 __all__ = ["CannotSplit", "count_samples", "num_samples", "split"]
 
@@ -22,7 +23,7 @@ __all__ = ["CannotSplit", "count_samples", "num_samples", "split"]
 def num_samples(batch: Any) -> int:
     """Return how many samples a batch has.
 
-    That is the length of its first tensor, or of its lists if their entries are samples. A batch
+    That is the length of most of its tensors, or of its lists if their entries are samples. A batch
     without tensors, or of which it is not clear, counts as one sample and cannot be cut.
     """
     try:
@@ -34,11 +35,11 @@ def num_samples(batch: Any) -> int:
 def split(batch: Any, parts: int) -> list[tuple[Any, int]]:
     """Cut a batch into at most ``parts`` pieces of nearly equal size.
 
-    Tensors whose first dimension is the number of samples are cut, as are lists, tuples and arrays
-    of that length; texts, numbers and all tensors of other lengths go whole into every piece.
-    Dicts, dataclasses, tuples, named tuples, lists and mappings like BatchEncoding stay what they
-    are. An outermost list or tuple is one of fields, as collating makes it, unless its entries can
-    only be samples.
+    Tensors whose first dimension is the number of samples are cut, as are arrays of that length and
+    lists and tuples if their entries are of one kind; texts, numbers and all tensors of other
+    lengths go whole into every piece. Dicts, dataclasses, tuples, named tuples, lists and mappings
+    like BatchEncoding stay what they are. An outermost list or tuple is one of fields, as collating
+    makes it, unless its entries can only be samples.
 
     Returns:
         Pieces in order, each with its number of samples; none is empty.
@@ -81,7 +82,7 @@ def _cut(value: Any, total: int, part: slice) -> Any:
             object.__setattr__(part_of, field.name, _cut(getattr(value, field.name), total, part))
         return part_of
     if type(value).__module__ == "numpy":
-        return value[part] if getattr(value, "ndim", 0) and len(value) == total else value
+        return value[part] if is_array(value) and len(value) == total else value
     if isinstance(value, (str, bytes)) or not _may_hold_samples(value):
         return value
     raise CannotSplit(
@@ -109,12 +110,27 @@ def _cut_mapping(value: Mapping[Any, Any], total: int, part: slice) -> Any:
 def _cut_sequence(value: list[Any] | tuple[Any, ...], total: int, part: slice) -> Any:
     if len(value) != total or hasattr(value, "_fields"):
         return _cut_fields(value, total, part)
-    rows = [len(v) if isinstance(v, Tensor) and v.dim() else -1 for v in value]
-    if total > 1 and all(n == total for n in rows):
+    kinds = {_coarse_kind(entry) for entry in value if entry is not None}
+    if len(kinds) > 1 and total in rows(value):
+        return _cut_fields(value, total, part)
+    if kinds == {float} and total <= MOST_CHANNELS:
         raise CannotSplit(
-            f"a {_name(value)} of {total} tensors of length {total} may be samples or fields"
+            f"{value} may be a number for each of {total} samples, or a size that all have; wanted "
+            "a tensor in the first case, and the size outside of the batch in the second"
+        )
+    if has_tensors(value) and all(rows(v) == {total} for v in value if v is not None):
+        raise CannotSplit(
+            f"a {_name(value)} of {total} entries with tensors of length {total} may be samples or "
+            "fields"
         )
     return value[part]
+
+
+def _coarse_kind(entry: Any) -> Any:
+    for kind, classes in ((float, (int, float)), (Mapping, Mapping), (list, (list, tuple))):
+        if isinstance(entry, classes):
+            return kind
+    return (Tensor, entry.dim()) if isinstance(entry, Tensor) else type(entry)
 
 
 def _cut_fields(value: list[Any] | tuple[Any, ...], total: int, part: slice) -> Any:
@@ -126,8 +142,17 @@ def _cut_fields(value: list[Any] | tuple[Any, ...], total: int, part: slice) -> 
 
 
 def _may_hold_samples(value: Any) -> bool:
-    attributes = getattr(value, "__dict__", {}).values() if not callable(value) else ()
-    return isinstance(value, Sized) or any(isinstance(a, Tensor) for a in attributes)
+    return isinstance(value, Sized) or any(has_tensors(held) for held in _attributes(value))
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    if callable(value):  # a function, or a module: what it has is its own
+        return
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(value, name, None)
 
 
 def _name(value: Any) -> str:

@@ -11,12 +11,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heal.actions import CannotHeal
-from heal.data.epoch_start import EpochStart, advance_sampler, start_of
+from heal.data.epoch_start import (
+    EpochStart,
+    advance_epochs,
+    set_epochs,
+    start_of,
+    tell_next_epoch,
+)
 from heal.data.loader_pass import LoaderPass, is_stateful
 from heal.data.pass_reader import AfterError, OnError, PassReader
 
 LOG_LENGTH = 10_000  # batches whose step is remembered, to find those that did harm
 NUM_PLACES = 256  # batches whose place is remembered, to name the samples of one that fails
+
+TWO_AT_ONCE = (
+    "a loop over batches() was asked for more after another batches() had begun; wanted one at a "
+    "time, for a run has one position in its data. Iterate the loader of an evaluation itself, "
+    "without batches(); to train on two loaders, use one batches(zip(first, second))"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +91,7 @@ class BatchStream:
         self.ordinal = 0
         self.skipped = 0
         self.is_open = self.was_left = False
+        self._num_opened = 0
         self._reader: PassReader | None = None  # None before the first epoch
         self._furthest = -1  # the newest epoch that was begun; we are before it in a replay
         self._passes: weakref.WeakValueDictionary[int, LoaderPass] = weakref.WeakValueDictionary()
@@ -88,19 +101,31 @@ class BatchStream:
         self._unwanted: set[int] = set()  # ordinals
         self._abandoned_from: int | None = None
 
-    def epoch(self, loader: Any) -> Iterator[Any]:
+    def epoch(self, loader: Any, *, tells_epoch: bool = False) -> Iterator[Any]:
         """Yield the batches of one pass over the loader.
 
         After a rewind into an earlier epoch the rest of that one comes first.
+
+        Args:
+            loader: what is passed over.
+            tells_epoch: call ``set_epoch`` of its samplers and dataset, from the second pass on,
+                unless somebody else did; for a loop over epochs that nobody else has a hold of.
+
+        Raises:
+            RuntimeError: another epoch was begun since the last batch. It would be that one's
+                batches that come. A loop that was left for good, as by ``break``, never asks.
         """
+        self._num_opened += 1
+        number = self._num_opened
         self.is_open = self.was_left = True
         try:
-            yield from self._rest_of_epoch(loader)
+            yield from self._rest_of_epoch(loader, number, tells_epoch)
             self.was_left = False
         finally:
-            self.is_open = False
+            if number == self._num_opened:  # else it was left, and is only now collected
+                self.is_open = False
 
-    def _rest_of_epoch(self, loader: Any) -> Iterator[Any]:
+    def _rest_of_epoch(self, loader: Any, number: int, tells_epoch: bool) -> Iterator[Any]:
         own = self._furthest + 1
         if self._reader is None and self._rewind_to is not None:
             own = self._rewind_to.epoch  # resumed: an epoch that was begun elsewhere
@@ -109,10 +134,15 @@ class BatchStream:
             if self._reader is not None:
                 self._reader.end()  # where a ``break`` has left it, it ends when drawn again
             if self._rewind_to is None:
+                before = None if self._reader is None else self._reader.origin
+                if tells_epoch and before is not None and before.loader is loader:
+                    tell_next_epoch(loader, before.start)
                 self._begin_epoch(loader)
         # Else the loop was left while something earlier was to be drawn again: that comes first.
         self._on_begin()
         while True:
+            if number != self._num_opened:
+                raise RuntimeError(TWO_AT_ONCE)
             try:
                 # Not by way of a name: it would keep the batch while the next one is read.
                 yield self._draw(loader)
@@ -205,10 +235,12 @@ class BatchStream:
         """Begin the epoch after one that was drawn again, over the loader that it had."""
         before = None if self._reader is None else self._reader.origin
         if before is not None:
-            if before.following is not None:
-                loader = before.following.loader
+            following = before.following
+            if following is not None:
+                loader = following.loader
             if before.loader is loader:
-                advance_sampler(loader, before.start)
+                then = None if following is None else following.start
+                advance_epochs(loader, before.start, then)
         self._begin_epoch(loader)
 
     def _read_from(self, origin: LoaderPass, epoch: int) -> PassReader:
@@ -237,8 +269,7 @@ class BatchStream:
             except Exception as error:
                 error.__traceback__ = None  # it would keep the loader's frames alive
                 told = self._on_error(error, *place[:2])
-                if told is AfterError.TRY_AGAIN:
-                    reader.try_again()
+                if told is AfterError.TRY_AGAIN and reader.try_again():
                     continue
                 self.ordinal += 1
                 reader.pass_over()
@@ -284,4 +315,5 @@ class BatchStream:
             known = loader if now_in is None else now_in.origin.loader
             origin = LoaderPass(known, position.start)
         origin.start = position.start
+        set_epochs(origin.loader, position.start.epochs)  # not in the state that a loader keeps
         self._read_from(origin, position.epoch).go_to(position.index, position.loader_state)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from heal.actions import CannotHeal, Rollback
-from heal.causes import Cause, Family
+from heal.causes import ABOUT, Cause, Family
 from heal.data.pass_reader import AfterError
 from heal.data.stream import BatchStream
 from heal.diagnose import Diagnosis, diagnose_exception
@@ -32,6 +33,9 @@ TOLD_AS = {
 
 NOT_FOR_ALL = (Cause.COLLECTIVE_ERROR, Cause.DEVICE_ERROR)
 """After these there is no message by which others could be told."""
+
+READ_WAITS = 3
+"""Waits for a batch that the disk does not give; then its file is at fault, and others may not."""
 
 
 class Owner(Protocol):
@@ -69,6 +73,8 @@ class Attempts:
         self._healer = healer
         self.is_stepping = False
         self._fatal: Exception | None = None
+        self._waited_after, self._read_waits = (-1, -1), 0
+        self._bad_files: set[str] = set()
 
     def take_step(self, train_step: TrainStep, batches: list[Any]) -> bool:
         """Do one step; False if its batches were given up.
@@ -129,7 +135,8 @@ class Attempts:
             index: of the batch; None if the epoch could not be opened. That has no cure but to
                 wait: there is no batch to give up, nor one that could be told of to other ranks.
         """
-        diagnosis, error = self.judge(error, "data" if index is not None else "open")
+        judged = self.judge(error, "open") if index is None else self.judge_read(error)
+        diagnosis, error = judged
         diagnosis.evidence["epoch"] = epoch
         if index is None:
             if diagnosis.family is not Family.WAIT or self._ranks.has_others:
@@ -228,12 +235,35 @@ class Attempts:
 
     def judge(self, error: Exception, phase: str) -> Failure:
         """Say what an exception of this step means, and let go of the memory that it holds."""
-        diagnosis = diagnose_exception(error, step=self._run.step, phase=phase)
+        diagnosis = diagnose_exception(
+            error, step=self._run.step, phase=phase, is_alone=self._ranks.is_alone
+        )
         if diagnosis.family is Family.MEMORY:
             # The traceback holds the frames, and these the tensors that fill the memory.
             error = error.with_traceback(None)
             error.__context__ = error.__cause__ = None
         return diagnosis, error
+
+    def judge_read(self, error: Exception) -> Failure:
+        """Say what an exception of the loader means; a disk that was waited for is not to blame.
+
+        One file that cannot be read costs its batch, within the limits of bad data.
+        """
+        diagnosis, error = self.judge(error, "data")
+        if diagnosis.cause is not Cause.STORAGE_ERROR:
+            return diagnosis, error
+        if self._waited_after != self._stream.newest:
+            self._waited_after, self._read_waits = self._stream.newest, 0
+        file = str(getattr(error, "filename", None) or "")
+        is_spent = self._read_waits >= READ_WAITS or self._treatment.would_halt(diagnosis)
+        if not is_spent and file not in self._bad_files:
+            self._read_waits += 1
+            return diagnosis, error
+        if file:
+            self._bad_files.add(file)  # it is not waited for again in the next epoch
+        cause, evidence = Cause.DATA_ERROR, {**diagnosis.evidence, "waits": self._read_waits}
+        about = ABOUT[cause].reference
+        return replace(diagnosis, cause=cause, evidence=evidence, reference=about), error
 
     def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
         """Carry out the plan; True if the same batches should be tried again."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from heal.data.loader_pass import loader_rewinder
+from heal.data.own_copy import own_copy
 from heal.state.rng import RngState
 from heal.state.training_state import TrainingState
 from heal.step.guarded_step import GuardedStep
@@ -99,7 +100,7 @@ def _attempt(
                 param.grad = None  # taken out, not zeroed: the gradients that were there stay whole
             total = 0.0
             for _ in range(accumulate):
-                loss = train_step(next(batches))
+                loss = train_step(own_copy(next(batches)))
                 problems += _problems_of(loss)
                 if problems:
                     return DryRunReport(problems=problems)

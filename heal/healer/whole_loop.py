@@ -36,7 +36,7 @@ class WholeLoop:
         return True
 
     def _epoch(self, waiting: list[Any]) -> None:
-        for batch in self.stream.epoch(self.loader):
+        for batch in self.stream.epoch(self.loader, tells_epoch=True):
             waiting.append(batch)
             if len(waiting) < self.accumulate:
                 continue

@@ -27,6 +27,7 @@ class GradientMessages:
 
     Attributes:
         are_under_way: whether a backward has begun whose messages others wait for.
+        are_in_every_forward: whether all ranks must call the model equally often in a step.
     """
 
     def __init__(self, model: Module) -> None:
@@ -34,6 +35,7 @@ class GradientMessages:
         self._model = model
         self._is_ddp = isinstance(model, DistributedDataParallel)
         self._is_sharded = not self._is_ddp and any(is_dtensor(p) for p in model.parameters())
+        self.are_in_every_forward = self._is_sharded
         self._was_called = False
         self._good: Any = None
         self._keeps = self._is_ddp or self._is_sharded

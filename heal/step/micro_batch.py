@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from heal.data.own_copy import own_copy
 from heal.data.split import CannotSplit, count_samples, split
 from heal.state.buffer_copies import BufferCopies
 from heal.state.rng import RngState
@@ -26,16 +27,20 @@ class MicroBatcher:
     a mean over something else, as tokens that are not padding, give ``weigh``. BatchNorm sees the
     statistics of its piece, and dropout draws other numbers.
 
+    What was found to fit is a number of samples: a batch with fewer than the one that ran out of
+    memory, as the last of an epoch, is cut into fewer pieces, not into smaller ones.
+
     Args:
         model: what is trained.
         parameters: whose gradients are cleared after a failure.
-        smallest: fewest samples in a piece.
+        smallest: fewest samples in a piece; a batch that has fewer is not cut.
         grow_steps: clean steps after which pieces grow again; 0 for never.
-        weigh: returns how much a piece counts; its number of samples if None.
+        weigh: returns how much a piece counts; its number of samples if None. A piece of weight 0
+            is left out.
         buffers: of the model, put back after a failure; made here if None.
 
     Attributes:
-        pieces: how many parts each batch is cut into.
+        pieces: how many parts a batch of full size is cut into.
         phase: "forward" or "backward", for whoever catches an exception.
         batch_at: which batch of the step is being computed, from 0; for the same.
         attempts: how often a step was tried.
@@ -64,6 +69,7 @@ class MicroBatcher:
         self._grow_steps = grow_steps
         self._clean_steps = self._growths = 0
         self.largest_batch = 0
+        self._full_size = 0  # samples of the batch that ``pieces`` was found for; 0 if not known
         self._rng: RngState | None = None
         self._buffers = BufferCopies(model) if buffers is None else buffers
         self.messages = GradientMessages(model)
@@ -100,7 +106,7 @@ class MicroBatcher:
             is_last = i == len(pieces) - 1
             with self.messages.held_back(until=is_last):
                 self.phase = "forward"
-                loss = train_step(piece)
+                loss = train_step(own_copy(piece))  # it may be tried again
                 if share != 1.0 or len(batches) > 1:
                     loss = loss * (share / len(batches))
                 self.phase = "backward"
@@ -124,7 +130,7 @@ class MicroBatcher:
         trace in the statistics of clipping. To be called after :meth:`undo`.
         """
         with self.messages.repeated():
-            loss = train_step(self.messages.sample())
+            loss = train_step(own_copy(self.messages.sample()))
             self.messages.are_under_way = True
             scale(loss * float("nan")).backward()
         self._buffers.put_back()
@@ -139,14 +145,32 @@ class MicroBatcher:
         if self._rng is not None:
             self._rng.put_back()
 
+    def parts_of(self, samples: int) -> int:
+        """Return how many pieces a batch of so many samples is to be cut into."""
+        if self.pieces == 1 or self.messages.are_in_every_forward:
+            return self.pieces  # one rank with fewer pieces than others would leave these waiting
+        parts = self.pieces
+        if self._full_size:
+            parts = _divided(samples, _divided(self._full_size, self.pieces))
+        return max(1, min(parts, samples // self._smallest))
+
     def shrink(self) -> bool:
         """Cut twice as fine; False if pieces are as small as they may be, or cannot be cut."""
         self._clean_steps = 0
         if self.cannot_cut:
             return False
-        if self.largest_batch and self.largest_batch // self.pieces <= self._smallest:
+        samples = self.largest_batch
+        if not samples or self.messages.are_in_every_forward:
+            if samples and samples // self.pieces <= self._smallest:
+                return False
+            self.pieces *= 2
+            return True
+        now = self.parts_of(samples)
+        finer = _divided(samples, max(1, min(2 * now, samples // self._smallest)))
+        if finer >= _divided(samples, now):
             return False
-        self.pieces *= 2
+        self._full_size = max(self._full_size, samples)
+        self.pieces = _divided(self._full_size, finer)
         return True
 
     def note_clean(self) -> None:
@@ -165,11 +189,11 @@ class MicroBatcher:
     def state(self) -> dict[str, int]:
         """Return how fine batches are cut, and when that is tried less fine."""
         counts = {"clean_steps": self._clean_steps, "growths": self._growths}
-        return {"pieces": self.pieces, **counts}
+        return {"pieces": self.pieces, "full_size": self._full_size, **counts}
 
     def load_state(self, state: Mapping[str, int]) -> None:
         """Go on with what :meth:`state` returned in another process."""
-        self.pieces = state["pieces"]
+        self.pieces, self._full_size = state["pieces"], state.get("full_size", 0)
         self._clean_steps, self._growths = state["clean_steps"], state["growths"]
 
     def _measure(self, batches: Sequence[Any]) -> None:
@@ -188,11 +212,23 @@ class MicroBatcher:
         if self.pieces == 1:
             return [(batch, 1.0)]
         try:
-            pieces = split(batch, self.pieces)
+            pieces = split(batch, self.parts_of(count_samples(batch)))
         except CannotSplit:
             return [(batch, 1.0)]  # another one could be; this one may fit as it is
         if len(pieces) == 1:
             return [(batch, 1.0)]
         weights = [float(n if self.weigh is None else self.weigh(p)) for p, n in pieces]
+        if not any(weights):  # nothing counts: what the whole batch gives, in memory that fits
+            weights = [float(n) for _, n in pieces]
         whole = sum(weights)
-        return [(piece, w / whole) for (piece, _), w in zip(pieces, weights, strict=True)]
+        # The mean over nothing is NaN, also times zero. Only where others wait for it must it come.
+        return [
+            (piece, w / whole)
+            for (piece, _), w in zip(pieces, weights, strict=True)
+            if w or self.messages.are_in_every_forward
+        ]
+
+
+def _divided(samples: int, by: int) -> int:
+    """Divide and round up."""
+    return -(-samples // by)

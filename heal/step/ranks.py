@@ -48,6 +48,7 @@ class Ranks:
     Attributes:
         size: how many they are; 1 without a process group.
         has_others: whether there is anyone to tell.
+        is_alone: whether there is no other process at all, be it of this group or not.
     """
 
     def __init__(self, device: torch.device, group: "ProcessGroup | None" = None) -> None:
@@ -55,6 +56,7 @@ class Ranks:
         self.group = group
         self.size = dist.get_world_size(group) if is_up else 1
         self.has_others = self.size > 1
+        self.is_alone = not is_up or dist.get_world_size() == 1
         self._lanes = torch.zeros(NUM_LANES, dtype=torch.float64, device=device)
         self._written = [0.0] * NUM_LANES
 

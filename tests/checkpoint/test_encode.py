@@ -74,6 +74,17 @@ def test_generators_and_positions_come_back():
     assert (back.epoch, back.start.sampler_epoch, back.loader_state) == (1, 4, {"epoch": 7})
 
 
+def test_a_position_of_a_first_checkpoint_is_read():
+    start = EpochStart(RngState.now(), (), None, (("dataset", 4),))
+    json, tensors = encode(start)
+    assert decode(json, tensors, HERE).epochs == {"dataset": 4}
+    del json["fields"]["other_epochs"]
+    assert decode(json, tensors, HERE).epochs == {}
+    del json["fields"]["generators"]
+    with pytest.raises(CheckpointRefused, match="fields of EpochStart"):
+        decode(json, tensors, HERE)
+
+
 def schedulers():
     def optimizer():
         return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)

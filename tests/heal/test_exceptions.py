@@ -190,6 +190,52 @@ def test_in_the_loader_an_error_that_is_nobody_elses_is_the_datas():
     assert diagnose_exception(NameError("x"), phase="data").cause is Cause.UNKNOWN
 
 
+ALLOCATOR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: 80 TB"
+BY_WORKER = "Caught FileNotFoundError in DataLoader worker process 0.\n{}: /data/collective/1.jpg"
+
+OF_ONE_SAMPLE = [
+    MemoryError("Unable to allocate 291. TiB for an array"),
+    RuntimeError(ALLOCATOR),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    urllib.error.HTTPError("u", 404, "Not Found", None, None),
+    with_status(HttpStatus("forbidden"), 403),
+    AssertionError("bad image"),
+    AttributeError("'NoneType' object has no attribute 'shape'"),
+    PermissionError(errno.EACCES, "Permission denied", "img_17.png"),
+    FileNotFoundError(errno.ENOENT, "No such file", "/data/collective/17.png"),
+    FileNotFoundError(BY_WORKER.format("FileNotFoundError")),
+    RuntimeError(BY_WORKER.format("RuntimeError")),
+]
+
+
+@pytest.mark.parametrize("exc", OF_ONE_SAMPLE, ids=lambda e: f"{type(e).__name__}-{str(e)[:30]}")
+def test_in_the_loader_what_one_sample_may_raise_is_the_datas(exc):
+    assert diagnose_exception(exc, phase="data").cause is DATA
+
+
+def test_what_waiting_or_room_on_the_device_cures_is_not_the_datas_in_the_loader_either():
+    gone = urllib.error.HTTPError("u", 503, "Service Unavailable", None, None)
+    assert diagnose_exception(gone, phase="data").cause is NET
+    on_device = RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0)")
+    assert diagnose_exception(on_device, phase="data").cause is OOM
+    assert diagnose_exception(RuntimeError(WATCHDOG), phase="data").cause is COLLECTIVE
+
+
+@pytest.mark.parametrize("phase", ["", "data", "forward"])
+def test_a_file_fails_in_no_collective(phase):
+    lost = FileNotFoundError(errno.ENOENT, "No such file", "/data/nccl/17.png")
+    assert diagnose_exception(lost, phase=phase).cause is DATA
+
+
+def test_the_loader_of_a_process_without_others_fails_in_no_collective():
+    torn = RuntimeError("no annotation of the collective 17")
+    assert diagnose_exception(torn, phase="data").cause is COLLECTIVE
+    assert diagnose_exception(torn, phase="data", is_alone=True).cause is DATA
+    assert diagnose_exception(torn, phase="open", is_alone=True).cause is UNKNOWN
+    assert diagnose_exception(torn, phase="forward", is_alone=True).cause is COLLECTIVE
+    assert diagnose_exception(Dist("NCCL"), phase="data", is_alone=True).cause is COLLECTIVE
+
+
 def test_types_outrank_messages():
     assert (
         diagnose_exception(TorchOOM("x")).confidence

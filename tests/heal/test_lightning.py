@@ -322,6 +322,16 @@ def test_out_of_memory_is_healed_in_smaller_pieces():
     assert last_losses(module) < 1.2 * bare_loss()
 
 
+def test_a_batch_that_the_first_attempt_took_apart_is_whole_in_the_second():
+    def pops(module, batch):
+        loss = module.loss((batch.pop(0), batch.pop(0)))
+        raise ConnectionError("no route to host") if loss.isfinite() else ValueError(loss)
+
+    callback = healing(backoff_seconds=0.0)
+    module, bare = Module(faults={9: pops}), Module()
+    assert_same(outcome(module, fit(module, callback)), outcome(bare, fit(bare)))
+
+
 def test_pieces_give_the_gradient_of_the_whole_batch():
     class Plain(Module):
         def __init__(self, **settings):

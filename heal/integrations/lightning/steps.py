@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from heal.actions import CannotHeal
+from heal.data.own_copy import own_copy
 from heal.loop import Healer
 from heal.state.rng import RngState
 
@@ -93,6 +94,9 @@ class HealedSteps:
         if not self._heals_errors or not hasattr(closure, "_step_fn"):
             return True, closure()
         attempts, micro = self._healer.parts.attempts, self._healer.parts.micro
+        arguments = closure._step_fn.args[0]
+        # The first attempt has the batch itself: hooks may look for what it wrote there.
+        as_it_came = own_copy(arguments.get("batch"))
         while True:
             rng = RngState.now()
             self._buffers.begin()
@@ -111,6 +115,8 @@ class HealedSteps:
                 loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
                 closure._result = loop.output_result_cls(None)
                 return False, None
+            if "batch" in arguments:  # not if training_step draws from the loader itself
+                arguments["batch"] = own_copy(as_it_came)
 
     def _in_pieces(self, closure: Any) -> Tensor:
         """Forward and backward of a batch that does not fit whole, with Lightning's hooks."""

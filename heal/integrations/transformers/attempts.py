@@ -168,7 +168,8 @@ class TrainerAttempts(Attempts):
         adds = adds_up(trainer, num_items_in_batch)
         backward, online_step = accelerator.backward, getattr(trainer, "_step", None)
         losses: list[Tensor] = []
-        for piece, share in in_pieces(prepared, self._micro.pieces, self._is_paired):
+        parts = self._micro.parts_of(self._micro.largest_batch)
+        for piece, share in in_pieces(prepared, parts, self._is_paired):
             weight = 1.0 if adds else share
             patches = Patches()
             patches.set(trainer, "_prepare_inputs", lambda _, piece=piece: piece)

@@ -55,16 +55,22 @@ def in_pieces(inputs: Any, parts: int, paired: bool) -> list[tuple[Any, float]]:
 
 def count_samples(inputs: Any, paired: bool) -> int:
     """Return how many pieces a batch could be cut into."""
-    return num_samples(inputs) // (2 if paired else 1)
+    return _num_pairs(inputs) if paired else num_samples(inputs)
 
 
 def _paired_pieces(inputs: dict[str, Any], parts: int) -> list[tuple[Any, float]]:
-    half = num_samples(inputs) // 2
+    half = _num_pairs(inputs)
     rows = split(torch.arange(half), parts)
     return [
         ({name: _rows(value, index, half) for name, value in inputs.items()}, count / half)
         for index, count in rows
     ]
+
+
+def _num_pairs(inputs: dict[str, Any]) -> int:
+    """Count by the first tensor, that of tokens: log-probabilities are half as long."""
+    tokens = (v for v in inputs.values() if isinstance(v, Tensor) and v.dim() > 0)
+    return next((len(v) // 2 for v in tokens), 1)
 
 
 def _rows(value: Any, index: Tensor, half: int) -> Any:

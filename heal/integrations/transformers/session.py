@@ -11,7 +11,6 @@ from heal.config import HealingConfig
 from heal.detectors.preference import ACCURACY, MARGIN
 from heal.detectors.progress import Plateau
 from heal.detectors.rewards import REWARD
-from heal.diagnose import diagnose_exception
 from heal.hearing.log_watch import LogWatch
 from heal.integrations.transformers.attempts import TrainerAttempts
 from heal.integrations.transformers.batches import TrainerBatches
@@ -303,9 +302,9 @@ class Session:
 
     def _waits(self, error: Exception) -> bool:
         """Wait if that may cure an error of the loader; True if it was waited."""
-        diagnosis = diagnose_exception(error, step=self.healer.parts.run.step, phase="data")
+        assert self._attempts is not None
+        diagnosis, error = self._attempts.judge_read(error)
         if diagnosis.family is not Family.WAIT:
             return False
-        assert self._attempts is not None
-        self._attempts.treat(error, "data")
+        self._attempts.heal(diagnosis, error)
         return True

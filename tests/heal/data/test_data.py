@@ -193,3 +193,34 @@ def test_a_batch_is_let_go_before_the_next_one_is_read():
     for tensor in stream.epoch(batch() for _ in range(3)):
         del tensor
     assert alive == [0, 0, 0]
+
+
+def test_two_epochs_at_once_are_refused_and_never_mixed():
+    first, second = [(torch.tensor([i]),) for i in range(3)], [(torch.tensor([9]),)] * 3
+    stream, _, _ = make_stream()
+    pairs = zip(stream.epoch(first), stream.epoch(second), strict=False)
+    assert drawn(next(pairs)) == [(0,), (9,)]
+    with pytest.raises(RuntimeError, match="one at a time"):
+        next(pairs)
+
+
+def test_an_evaluation_does_not_end_the_epoch_without_a_word():
+    stream, _, _ = make_stream()
+    training = stream.epoch([(torch.tensor([i]),) for i in range(3)])
+    next(training)
+    assert len(drawn(stream.epoch([(torch.tensor([9]),)] * 3))) == 3
+    with pytest.raises(RuntimeError, match="Iterate the loader of an evaluation itself"):
+        next(training)
+
+
+def test_a_loop_that_was_left_but_not_collected_is_in_nobodys_way():
+    loader = [(torch.tensor([i]),) for i in range(3)]
+    stream, _, _ = make_stream()
+    left = stream.epoch(loader)
+    next(left)
+    again = stream.epoch(loader)
+    assert drawn([next(again)]) == [(0,)]
+    left.close()
+    assert stream.is_open
+    assert drawn(again) == [(1,), (2,)]
+    assert not stream.is_open

@@ -1,14 +1,24 @@
 """Loaders that fail: what comes back with time is waited for, what is lost is told of."""
 
+import errno
 import json
+import random
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+)
 
 from heal import Healer
 from heal.actions import CannotHeal
+from heal.causes import Cause
 from heal.exit_codes import ExitCode
 from tests.heal.runs import quick
 
@@ -116,6 +126,67 @@ def test_the_shuffle_of_an_epoch_survives_a_wait(tmp_path):
     assert waits == [30.0]
 
 
+class OwnGenerator(Sampler):
+    """Shuffles with a generator that nobody else knows."""
+
+    def __init__(self):
+        self.generator_of_mine, self.asked = random.Random(0), 0
+
+    def __iter__(self):
+        self.asked += 1
+        order = list(range(40))
+        self.generator_of_mine.shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return 40
+
+
+class InPlace(OwnGenerator):
+    """Shuffles what it has, so that every order follows from the one before."""
+
+    def __init__(self):
+        self.order, self.asked = list(range(40)), 0
+
+    def __iter__(self):
+        self.asked += 1
+        random.shuffle(self.order)
+        return iter(list(self.order))
+
+
+@pytest.mark.parametrize("kind", [OwnGenerator, InPlace])
+@pytest.mark.parametrize("error", [NETWORK, TORN])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_order_that_only_its_sampler_knows_is_left_as_it_is(kind, error, workers, tmp_path):
+    random.seed(3)
+    bare = DataLoader(Map(Failing(-1, error)), batch_size=4, sampler=kind())
+    expected = [[batch.tolist() for batch in bare] for _ in range(2)]
+    lost = next(batch for batch in expected[0] if 21 in batch)
+    random.seed(3)
+    failing = Map(Failing(21, error))
+    loader = DataLoader(failing, batch_size=4, sampler=kind(), num_workers=workers)
+    seen, waits, healer = train(loader, tmp_path)
+    assert seen[0] == [n for batch in expected[0] if batch != lost for n in batch]
+    assert loader.sampler.asked == 1
+    assert list(loader.sampler) == [n for batch in expected[1] for n in batch]
+    assert [d.evidence["samples"] for _, d, _ in healer.history] == [None]
+    if error is NETWORK:
+        assert waits == [30.0]
+        assert "its sampler gives another order when asked" in healer.notes[0]
+
+
+def test_samples_are_named_without_a_copy_of_the_data(tmp_path):
+    class Large(Map):
+        def __deepcopy__(self, memo):
+            raise MemoryError("no room for two")
+
+    data = Large(Failing(21, TORN))
+    loader = DataLoader(Subset(data, range(40)), batch_size=4, sampler=RandomSampler(data))
+    _, _, healer = train(loader, tmp_path)
+    ((_, diagnosis, _),) = healer.history
+    assert 21 in diagnosis.evidence["samples"]
+
+
 @pytest.mark.parametrize("dataset", [Stream, Map])
 def test_a_network_that_stays_away_ends_the_run_within_its_budget(dataset, tmp_path):
     loader = DataLoader(dataset(Failing(21, NETWORK, times=1000)), batch_size=4)
@@ -123,6 +194,62 @@ def test_a_network_that_stays_away_ends_the_run_within_its_budget(dataset, tmp_p
         train(loader, tmp_path)
     assert halted.value.exit_code == ExitCode.NETWORK
     assert len(events(tmp_path, "recovery")) < 20
+
+
+def torn_file(number):
+    return OSError(errno.EIO, "Input/output error", f"/data/{number}.jpg")
+
+
+class Files(Dataset):
+    """Some files cannot be read, ever."""
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        if i in self.bad:
+            raise torn_file(i)
+        return torch.tensor(float(i))
+
+
+def test_a_file_that_stays_unreadable_costs_its_batch_and_not_the_run(tmp_path):
+    seen, waits, healer = train(DataLoader(Files({21, 33}), batch_size=4), tmp_path, epochs=2)
+    assert seen == [[float(i) for i in range(40) if i // 4 not in (5, 8)]] * 2
+    assert waits == [30.0, 60.0, 120.0, 240.0, 480.0, 600.0]  # none of them in the second epoch
+    skipped = [d for _, d, _ in healer.history if d.cause is Cause.DATA_ERROR]
+    assert [d.evidence["samples"] for d in skipped] == [[*range(20, 24)], [*range(32, 36)]] * 2
+
+
+def test_a_disk_that_is_gone_ends_the_run_within_the_limits_of_bad_data(tmp_path):
+    with pytest.raises(CannotHeal) as halted:
+        train(DataLoader(Files(range(8, 40)), batch_size=4), tmp_path)
+    assert halted.value.exit_code == ExitCode.BAD_DATA
+
+
+@pytest.mark.parametrize("dataset", [Stream, Map])
+def test_a_disk_that_comes_back_costs_nothing(dataset, tmp_path):
+    loader = DataLoader(dataset(Failing(21, torn_file(21), times=2)), batch_size=4)
+    seen, waits, _ = train(loader, tmp_path)
+    assert seen == [[float(i) for i in range(40)]]
+    assert waits == [30.0, 60.0]
+
+
+@pytest.mark.parametrize("error", [AssertionError("no boxes"), MemoryError("291 TiB")])
+def test_what_a_dataset_raises_for_every_sample_ends_the_run(error, tmp_path):
+    seen, _, healer = train(DataLoader(Map(Failing(21, error)), batch_size=4), tmp_path)
+    assert len(seen[0]) == 36
+    assert healer.micro_batches == 1
+
+    class Always(Map):
+        def __getitem__(self, i):
+            raise error
+
+    with pytest.raises(CannotHeal) as halted:
+        train(DataLoader(Always(None), batch_size=4), tmp_path)
+    assert halted.value.exit_code == ExitCode.BAD_DATA
 
 
 def test_a_generator_that_an_error_has_ended_is_opened_anew(tmp_path):

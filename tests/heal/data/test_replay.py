@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from heal import Healer
 from heal.actions import Rollback
@@ -63,7 +63,56 @@ def other_loaders():
     ]
 
 
+class ToldBatches:
+    """A batch sampler whose order hangs on the epoch that it was told, and on nothing else."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(NUM_SAMPLES, generator=generator).view(-1, BATCH).tolist())
+
+
+class ToldDataset(TensorDataset):
+    """Adds the epoch that it was told to every sample."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, i):
+        return (super().__getitem__(i)[0] + 10 * self.epoch,)
+
+
+def told(place):
+    data = (ToldDataset if place == "dataset" else TensorDataset)(torch.arange(NUM_SAMPLES))
+    if place == "batch_sampler":
+        loader = DataLoader(data, batch_sampler=ToldBatches())
+    elif place == "sampler":
+        sampler = DistributedSampler(data, num_replicas=1, rank=0)
+        loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
+    else:
+        loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    return loader, getattr(loader, place)
+
+
+def told_before_each_epoch(place):
+    loader, owner = told(place)
+    for epoch in range(4):
+        owner.set_epoch(2 * epoch)
+        yield loader
+
+
 CASES = {
+    "batch sampler told": (lambda: told_before_each_epoch("batch_sampler"), lambda e, s: False),
+    "dataset told": (lambda: told_before_each_epoch("dataset"), lambda e, s: False),
+    "sampler told": (lambda: told_before_each_epoch("sampler"), lambda e, s: False),
+    "sampler never told": (lambda: [told("sampler")[0]] * 4, lambda e, s: False),
     "another loader in each epoch": (other_loaders, lambda epoch, step: False),
     "epochs left by break": (same_loader, lambda epoch, step: step >= 13 * (epoch + 1)),
 }

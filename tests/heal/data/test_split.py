@@ -65,6 +65,14 @@ BATCHES = {
     "array": ((X, np.arange(7)), lambda b: b[0] + 0 * torch.from_numpy(b[1])[:, None]),
     "texts beside a tensor": ((TEXTS, X), lambda b: b[1]),
     "pairs of fields": ([{"ids": X}, {"ids": X}], lambda b: b[1]["ids"]),
+    "weights of classes first": ({"w": torch.ones(10), "x": X, "y": X}, lambda b: b["x"]),
+    "one number first": ({"temperature": torch.ones(1), "x": X}, lambda b: b["x"]),
+    "an empty tensor first": ((torch.ones(0, 4), X), lambda b: b[1]),
+    "a mask for all samples first": ((torch.ones(1, 2), X), lambda b: b[1]),
+    "a square mask first": ((torch.ones(2, 2), X), lambda b: b[1]),
+    "names of classes": ({"x": X, "classes": list("cats and dogs")}, lambda b: b["x"]),
+    "fields of one list": ({"views": [X, X], "x": X, "w": torch.ones(10)}, lambda b: b["views"][1]),
+    "a number per sample": ({"x": X, "lengths": [2, 3, 5, 7, 11, 13, 17]}, lambda b: b["x"]),
 }
 
 LISTS = {
@@ -126,11 +134,50 @@ def test_two_fields_of_two_samples_are_cut_as_fields():
     assert [tuple(piece[1].shape) for piece, _ in pieces] == [(1, 2), (1, 2)]
 
 
+def test_a_list_of_several_kinds_that_is_as_long_as_the_batch_is_one_of_fields():
+    y = X[:2, 0]
+    pieces = split({"x": X[:2], "targets": [y, (y,)]}, 2)
+    assert [piece["targets"] for piece, _ in pieces] == [[y[:1], (y[:1],)], [y[1:], (y[1:],)]]
+    several = [{"boxes": X[:5]}, {"no_boxes": True}]
+    assert [p["targets"] for p, _ in split({"x": X[:2], "targets": several}, 2)] == [
+        several[:1],
+        several[1:],
+    ]
+    optional = [X[:3], None]
+    assert [p["boxes"] for p, _ in split({"x": X[:2], "boxes": optional}, 2)] == [
+        optional[:1],
+        optional[1:],
+    ]
+
+
+def test_a_batch_of_one_beside_longer_tensors_is_one():
+    tokens = torch.ones(1, 100)
+    assert num_samples({"ids": tokens, "labels": tokens, "weights": torch.ones(10)}) == 1
+
+
 class Graph:
     """As of a library that we do not know."""
 
     def __init__(self):
         self.nodes = X
+
+
+class Slots:
+    __slots__ = ("mask",)
+
+    def __init__(self):
+        self.mask = X
+
+
+class Store:
+    def __init__(self):
+        self.store = {"mask": X}
+
+
+@dataclass
+class Sequences:
+    ids: torch.Tensor
+    cu_seqlens: torch.Tensor
 
 
 UNCLEAR = {
@@ -144,8 +191,26 @@ UNCLEAR = {
     "set": {"x": X, "names": set(TEXTS)},
     "sparse": (X, torch.eye(7).to_sparse()),
     "lists of several lengths": (IMAGES, targets()[:5]),
+    "time first": (torch.zeros(10, 4, 3), torch.zeros(4)),
+    "time first in a list": {"pair": [torch.zeros(10, 4, 3), torch.zeros(4)]},
+    "one sample beside weights": (torch.zeros(1, 3), torch.zeros(10)),
+    "weights beside views": {"w": torch.zeros(10), "views": [X, X]},
+    "graphs": {"x": X, "edge_index": torch.zeros(2, 7), "batch": torch.zeros(7)},
+    "sequences": {"ids": X, "cu_seqlens": torch.tensor([0, 3, 7])},
+    "sequences in a dataclass": Sequences(X, torch.tensor([0, 3, 7])),
+    "a size": {"x": X[:2], "image_size": (224, 224)},
+    "fields of dicts, as many as samples": {"x": X[:2], "sides": [{"a": X[:2]}, {"a": X[:2]}]},
+    "slots": {"x": X, "mask": Slots()},
+    "a store": {"x": X, "mask": Store()},
 }
-NAMED = {"unknown object": "Graph", "PackedSequence": "PackedSequence", "set": "set"}
+NAMED = {
+    "unknown object": "Graph",
+    "PackedSequence": "PackedSequence",
+    "set": "set",
+    "time first": "lengths 4, 10 .* first axis",
+    "graphs": "edge_index",
+    "slots": "Slots",
+}
 
 
 @pytest.mark.parametrize("kind", UNCLEAR)

@@ -58,6 +58,24 @@ def test_tokens_that_are_padding_do_not_count_if_weighed():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("tokens", [[1.0, 1, 1, 0, 0, 0, 0], [0.0, 0, 0, 0, 0, 1, 1], [0.0] * 7])
+def test_a_piece_of_nothing_but_padding_does_not_spoil_the_step(tokens):
+    model, mask, found = make(), torch.tensor(tokens), []
+
+    def mean_over_tokens(batch):
+        x, m = batch
+        return (model(x).squeeze(1).square() * m).sum() / m.sum()
+
+    for pieces in (1, 3):
+        micro = MicroBatcher(model, lambda: list(model.parameters()), weigh=lambda b: b[1].sum())
+        micro.pieces = pieces
+        model.zero_grad()
+        loss = micro.backward([(X, mask)], mean_over_tokens, lambda loss: loss)
+        found.append([loss, *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
 def test_a_failed_attempt_leaves_no_trace():
     model = make(norm=True)
     micro = MicroBatcher(model, lambda: list(model.parameters()))
@@ -93,6 +111,73 @@ def test_pieces_shrink_to_the_smallest_and_grow_back_ever_more_slowly():
         micro.note_clean()
         sizes.append(micro.pieces)
     assert sizes == [4, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1]
+
+
+def sizes_of_pieces(sizes, fits, smallest):
+    """Train on batches of these sizes while no more than ``fits`` samples fit."""
+    model, seen = make(norm=True), []
+    micro = MicroBatcher(model, lambda: list(model.parameters()), smallest=smallest)
+
+    def train_step(x):
+        seen.append(len(x))
+        if len(x) > fits:
+            raise torch.OutOfMemoryError("out of memory")
+        return model(x).square().mean()
+
+    for size in sizes:
+        while True:
+            seen.clear()
+            try:
+                micro.backward([torch.randn(size, 2)], train_step, lambda loss: loss)
+                break
+            except torch.OutOfMemoryError:
+                assert micro.shrink()
+    return sorted(seen), micro
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits", "smallest", "pieces"),
+    [
+        ([16, 5], 4, 1, [2, 3]),  # as many as of a full batch would be of one sample each
+        ([16, 4], 4, 1, [4]),
+        ([16, 2], 4, 1, [2]),
+        ([6], 2, 2, [2, 2, 2]),
+        ([7], 3, 2, [2, 2, 3]),
+        ([16, 7], 4, 3, [3, 4]),
+        ([6, 16], 2, 1, [2] * 8),
+        ([16, 5], 5, 4, [5]),
+    ],
+)
+def test_what_fits_is_a_number_of_samples(sizes, fits, smallest, pieces):
+    seen, micro = sizes_of_pieces(sizes, fits, smallest)
+    assert seen == pieces
+    young = MicroBatcher(make(norm=True), list, smallest=smallest)
+    young.load_state(micro.state())
+    assert [young.parts_of(n) for n in range(1, 40)] == [micro.parts_of(n) for n in range(1, 40)]
+
+
+@pytest.mark.parametrize("samples", range(1, 40))
+@pytest.mark.parametrize("smallest", [1, 2, 3, 8])
+def test_every_shrink_makes_the_largest_piece_smaller_and_none_too_small(samples, smallest):
+    model = make()
+    micro = MicroBatcher(model, lambda: list(model.parameters()), smallest=smallest)
+    micro.largest_batch = samples
+    largest = samples
+    while micro.shrink():
+        parts = micro.parts_of(samples)
+        assert -(-samples // parts) < largest
+        assert samples // parts >= smallest
+        largest = -(-samples // parts)
+    assert micro.parts_of(samples) == max(1, samples // smallest) or largest < 2 * smallest
+
+
+def test_where_every_forward_is_a_message_all_ranks_have_equally_many_pieces():
+    model = make()
+    micro = MicroBatcher(model, lambda: list(model.parameters()))
+    micro.messages.are_in_every_forward, micro.largest_batch = True, 16
+    assert micro.shrink()
+    assert micro.shrink()
+    assert [micro.parts_of(n) for n in (16, 5, 4)] == [4, 4, 4]
 
 
 def test_nothing_keeps_the_tensors_of_a_failed_attempt():
