@@ -24,13 +24,20 @@ def generators(loader: Any) -> list[Any]:
     return list({id(g): g for g in found if g is not None}.values())
 
 
+def generator_states(loader: Any) -> tuple[Any, ...]:
+    """Return how the generators that a loader and its samplers own are now."""
+    return tuple(g.get_state() for g in generators(loader))
+
+
+def set_generators(loader: Any, states: tuple[Any, ...]) -> None:
+    """Have the generators of a loader go on from what :func:`generator_states` returned."""
+    for generator, state in zip(generators(loader), states, strict=True):
+        generator.set_state(state)
+
+
 def start_of(loader: Any) -> EpochStart:
     """Return how an epoch over the loader would begin now."""
-    return EpochStart(
-        RngState.now(),
-        tuple(g.get_state() for g in generators(loader)),
-        _sampler_epoch(loader),
-    )
+    return EpochStart(RngState.now(), generator_states(loader), _sampler_epoch(loader))
 
 
 def _sampler_epoch(loader: Any) -> int | None:
@@ -48,7 +55,6 @@ def advance_sampler(loader: Any, start: EpochStart | None) -> None:
 def return_to(loader: Any, start: EpochStart) -> None:
     """Have the next epoch begin like an earlier one."""
     start.rng.put_back()
-    for generator, state in zip(generators(loader), start.generators, strict=True):
-        generator.set_state(state)
+    set_generators(loader, start.generators)
     if start.sampler_epoch is not None:
         loader.sampler.set_epoch(start.sampler_epoch)

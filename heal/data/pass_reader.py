@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from heal.actions import CannotHeal
-from heal.data.epoch_start import return_to
+from heal.data.epoch_start import generator_states, return_to, set_generators
 from heal.data.loader_pass import LoaderPass
 from heal.state.rng import RngState
 
@@ -61,6 +61,8 @@ class PassReader:
         self.index = index
         loader = self.origin.loader
         if index == self.origin.ended_at:
+            # Samplers draw once more at their end: what comes after it follows from that.
+            set_generators(loader, self.origin.generators_at_end)
             return
         if loader_state is None:
             self._reopen()
@@ -76,10 +78,18 @@ class PassReader:
         finally:
             now.put_back()
 
+    @property
+    def was_left_here(self) -> bool:
+        """Whether the pass, drawn for the first time, was left before the batch that comes next."""
+        return self.origin.was_left and self.index == self.origin.ended_at
+
     def end(self) -> None:
         """The pass is exhausted, or left for good."""
+        if self._iterator is not None:
+            self.origin.was_left = True
+            self._iterator = None
         self.origin.ended_at = self.index
-        self._iterator = None
+        self.origin.generators_at_end = generator_states(self.origin.loader)
 
     def try_again(self) -> None:
         """Have the next :meth:`read` be for the batch that just failed."""
@@ -99,6 +109,13 @@ class PassReader:
             StopIteration: the pass is over.
             Exception: the batch cannot be read.
         """
+        try:
+            return self._read()
+        except StopIteration:
+            self._iterator, self.origin.was_left = None, False
+            raise
+
+    def _read(self) -> Any:
         if self._iterator is None:
             raise StopIteration
         if self._tries_again:

@@ -225,7 +225,7 @@ class BatchStream:
             if self._abandoned_from is not None or len(self._step_of) > LOG_LENGTH:
                 self._prune_log()
             reader, ordinal = self._reader, self.ordinal
-            if reader is None or reader.index == reader.origin.ended_at:
+            if reader is None or reader.was_left_here:
                 raise StopIteration
             place = reader.epoch, reader.index, reader.origin
             try:
