@@ -113,6 +113,12 @@ def _saved_fields(record: type) -> list[str]:
     return [f.name for f in dataclasses.fields(record) if f.metadata.get("is_saved", True)]
 
 
+def _needed_fields(record: type) -> set[str]:
+    """Those without a default. The others came later: older checkpoints do not have them."""
+    found = dataclasses.fields(record)
+    return {f.name for f in found if f.default is dataclasses.MISSING}
+
+
 _MAPPINGS: dict[type, str] = {
     dict: "dict",
     collections.OrderedDict: "OrderedDict",
@@ -208,7 +214,7 @@ class _Decoder:
 
     def record(self, value: Mapping[str, Any]) -> Any:
         kind, depth, fields = RECORDS[value[TAG]], self.depth, value["fields"]
-        if set(fields) != set(_saved_fields(kind)):
+        if not _needed_fields(kind) <= set(fields) <= set(_saved_fields(kind)):
             raise CheckpointRefused(f"{self.path}: the fields of {value[TAG]} are {list(fields)}")
         return kind(**{name: self.decode(entry, depth) for name, entry in fields.items()})
 

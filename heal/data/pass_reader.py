@@ -56,27 +56,48 @@ class PassReader:
         loader, start = self.origin.loader, self.origin.start
         self._iterator = self._opened(lambda: iter(loader), lambda: return_to(loader, start))
 
-    def go_to(self, index: int, loader_state: Any) -> None:
-        """Open the pass at another place. A loader that keeps its own position is given it."""
+    def go_to(
+        self, index: int, loader_state: Any, generators: tuple[Any, ...] | None, is_over: bool
+    ) -> None:
+        """Open the pass at another place.
+
+        Args:
+            index: the number of the batch that comes next there.
+            loader_state: given to a loader that keeps its own position; None for any other.
+            generators: of such a loader, at that place; None if they are not known.
+            is_over: whether the pass had ended there.
+        """
         self.index = index
-        loader = self.origin.loader
-        if index == self.origin.ended_at:
+        if loader_state is not None:
+            self._load(loader_state, generators)
+            if is_over:
+                self._iterator = None  # the loader took what follows its end for the next epoch
+        elif index == self.origin.ended_at:
             # Samplers draw once more at their end: what comes after it follows from that.
-            set_generators(loader, self.origin.generators_at_end)
-            return
-        if loader_state is None:
+            set_generators(self.origin.loader, self.origin.generators_at_end)
+        else:
             self._reopen()
-            return
-        now = RngState.now()
+
+    def _load(self, loader_state: Any, generators: tuple[Any, ...] | None) -> None:
+        """Give a loader its own position. Its samplers may not keep one: they are drawn again."""
+        loader, start, now = self.origin.loader, self.origin.start, RngState.now()
 
         def load() -> None:
+            return_to(loader, start)
             loader.load_state_dict(loader_state)
 
         try:
             load()
             self._iterator = self._opened(lambda: iter(loader), load)
+            if generators is not None:
+                set_generators(loader, generators)
         finally:
             now.put_back()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to read, and the loader was asked."""
+        return self._iterator is None
 
     @property
     def was_left_here(self) -> bool:

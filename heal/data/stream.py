@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heal.actions import CannotHeal
-from heal.data.epoch_start import EpochStart, advance_sampler, start_of
+from heal.data.epoch_start import EpochStart, advance_sampler, generator_states, start_of
 from heal.data.loader_pass import LoaderPass, is_stateful
 from heal.data.pass_reader import AfterError, OnError, PassReader
 
@@ -28,6 +28,9 @@ class DataPosition:
     ordinal: int
     start: EpochStart | None
     loader_state: Any = field(default=None, repr=False)
+    generators: tuple[Any, ...] | None = field(default=None, repr=False)
+    """The loader's own, here: its state leaves out what it drew from them besides its order."""
+    is_over: bool = False
     origin: LoaderPass | None = field(
         default=None, repr=False, compare=False, metadata={"is_saved": False}
     )
@@ -132,8 +135,9 @@ class BatchStream:
             return DataPosition(-1, 0, self.ordinal, None)
         origin = reader.origin
         state = origin.loader.state_dict() if is_stateful(origin.loader) else None
-        start, ordinal = origin.start, self.ordinal
-        return DataPosition(reader.epoch, reader.index, ordinal, start, state, origin)
+        drawn = reader.epoch, reader.index, self.ordinal
+        own = state, generator_states(origin.loader), reader.is_over
+        return DataPosition(*drawn, origin.start, *own, origin)
 
     def rewind(self, position: DataPosition) -> None:
         """Return to a position; the loader is touched when the next batch is asked for."""
@@ -284,4 +288,5 @@ class BatchStream:
             known = loader if now_in is None else now_in.origin.loader
             origin = LoaderPass(known, position.start)
         origin.start = position.start
-        self._read_from(origin, position.epoch).go_to(position.index, position.loader_state)
+        own = position.loader_state, position.generators, position.is_over
+        self._read_from(origin, position.epoch).go_to(position.index, *own)
