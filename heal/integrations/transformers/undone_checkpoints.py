@@ -4,6 +4,7 @@ At least one sound checkpoint stays, if there was one, whatever kills the run ne
 """
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class UndoneCheckpoints:
 
     Args:
         trainer: about to take its first step.
-        note: told of what cannot be renamed; it is left.
+        note: told of what cannot be renamed or removed; it is left.
     """
 
     def __init__(self, trainer: Any, note: Callable[[str], None]) -> None:
@@ -39,11 +40,17 @@ class UndoneCheckpoints:
     def after_save(self) -> list[Path]:
         """Count a checkpoint of the trainer's present step; what it replaces is put aside.
 
+        As many of those put aside stay, for the post-mortem, as the trainer keeps good ones.
+
         Returns:
             What was put aside, by its present name.
         """
         self._steps.add(self._trainer.state.global_step)
-        return self.put_aside(self._bad_step)
+        renamed = self.put_aside(self._bad_step)
+        limit = self._trainer.args.save_total_limit
+        if limit and limit > 0 and self._trainer.args.should_save:
+            self._remove_abandoned(limit)
+        return renamed
 
     def put_aside(self, bad_step: int) -> list[Path]:
         """Rename checkpoints of steps after the trainer's present one.
@@ -75,3 +82,13 @@ class UndoneCheckpoints:
         if best is not None and not os.path.isdir(best):
             state.best_metric = state.best_model_checkpoint = state.best_global_step = None
         return renamed
+
+    def _remove_abandoned(self, keep: int) -> None:
+        folder = Path(self._trainer.args.output_dir)
+        found = [p for p in folder.glob(f"{ABANDONED}{PREFIX_CHECKPOINT_DIR}-*") if p.is_dir()]
+        found.sort(key=lambda path: (path.stat().st_mtime, path.name))  # when it was saved
+        for path in found[: max(0, len(found) - keep)]:
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                self._note(f"cannot remove {path}: {error}")

@@ -155,6 +155,30 @@ def test_one_that_cannot_be_renamed_does_not_keep_the_others(tmp_path, monkeypat
     assert "checkpoint-6 was taken back, and cannot be renamed: not yours" in notes[0]
 
 
+def test_as_many_of_those_put_aside_stay_as_the_trainer_keeps(tmp_path):
+    trainer = trainer_in(tmp_path, limit=2)
+    checkpoints, _, _ = rolled_back(trainer, [4], to=4)
+    for day, step in enumerate((8, 12, 100, 8)):
+        rolled_back(trainer, [step], to=4, checkpoints=checkpoints)
+        newest = max(tmp_path.glob("abandoned-*"), key=lambda path: path.stat().st_mtime)
+        os.utime(newest, (day, day))
+    rolled_back(trainer, [5], to=5, checkpoints=checkpoints)
+    assert names(tmp_path) == [
+        "abandoned-checkpoint-100",
+        "abandoned-checkpoint-8",
+        "checkpoint-4",
+        "checkpoint-5",
+    ]
+
+
+def test_a_trainer_that_keeps_all_keeps_those_put_aside(tmp_path):
+    trainer = trainer_in(tmp_path)
+    checkpoints, _, _ = rolled_back(trainer, [4], to=4)
+    for _ in range(3):
+        rolled_back(trainer, [8], to=4, checkpoints=checkpoints)
+    assert len(list(tmp_path.glob("abandoned-*"))) == 3
+
+
 def test_what_was_best_before_is_best_again(tmp_path):
     trainer = tiny.plain(tmp_path)
     position, state = TrainerPosition(trainer, replays=False), trainer.state
