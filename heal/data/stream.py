@@ -143,6 +143,11 @@ class BatchStream:
         """Return to a position; the loader is touched when the next batch is asked for."""
         self._rewind_to = position
 
+    @property
+    def will_rewind(self) -> bool:
+        """Whether the next batch is one of an earlier position."""
+        return self._rewind_to is not None
+
     def resume(self, position: DataPosition, unwanted: Iterable[int]) -> None:
         """Begin where another process was, which no batch was drawn from yet."""
         self._rewind_to = position if position.start is not None else None
