@@ -44,11 +44,13 @@ class Treatment:
         history: what was tried; survives rollbacks.
         catch_up: called before a plan is made, so that all is known that can be.
         log: the step that came next, diagnosis and plan of everything that was found.
+        treated: what the plan is for that is being carried out; None when there is none.
     """
 
     def __init__(self, run: Run, config: HealingConfig, journal: Journal) -> None:
         self.history = History()
         self.log: deque[tuple[int, Diagnosis, Plan]] = deque(maxlen=MAX_LOGGED)
+        self.treated: Diagnosis | None = None
         self.hook: Hook | None = None
         self.catch_up: Callable[[], None] = lambda: None
         self.tell: Callable[[Diagnosis, Plan], None] = lambda diagnosis, plan: None
@@ -88,10 +90,12 @@ class Treatment:
         at, before = self._run.step, self._knobs()
         began = time.monotonic()
         effects: list[bool] = []
+        self.treated = diagnosis
         try:
             for action in plan:
                 effects.append(self._apply(action))
         finally:  # also if the plan was to halt: the journal tells why
+            self.treated = None
             self.history.note_plan(diagnosis, plan, effects, unheard=at - self._config.lag)
             self.log.append((at, diagnosis, plan))
             self._write_down(diagnosis, plan, effects, time.monotonic() - began, at, before)

@@ -19,6 +19,8 @@ class LoaderPass:
         loader: what is passed over.
         start: how the generators were just before.
         ended_at: how many batches it had when it was exhausted or left; None until then.
+        was_left: whether it was left, as by ``break``, and not asked for more than it has.
+        generators_at_end: how those of its loader were when it had ended.
         following: the pass that came next, None until then.
     """
 
@@ -26,6 +28,8 @@ class LoaderPass:
         self.loader = loader
         self.start = start
         self.ended_at: int | None = None
+        self.was_left = False
+        self.generators_at_end: tuple[Any, ...] = ()
         self.following: LoaderPass | None = None
 
     @property

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from heal.actions import CannotHeal
-from heal.data.epoch_start import return_to
+from heal.data.epoch_start import generator_states, return_to, set_generators
 from heal.data.loader_pass import LoaderPass
 from heal.state.rng import RngState
 
@@ -56,30 +56,61 @@ class PassReader:
         loader, start = self.origin.loader, self.origin.start
         self._iterator = self._opened(lambda: iter(loader), lambda: return_to(loader, start))
 
-    def go_to(self, index: int, loader_state: Any) -> None:
-        """Open the pass at another place. A loader that keeps its own position is given it."""
+    def go_to(
+        self, index: int, loader_state: Any, generators: tuple[Any, ...] | None, is_over: bool
+    ) -> None:
+        """Open the pass at another place.
+
+        Args:
+            index: the number of the batch that comes next there.
+            loader_state: given to a loader that keeps its own position; None for any other.
+            generators: of such a loader, at that place; None if they are not known.
+            is_over: whether the pass had ended there.
+        """
         self.index = index
-        loader = self.origin.loader
-        if index == self.origin.ended_at:
-            return
-        if loader_state is None:
+        if loader_state is not None:
+            self._load(loader_state, generators)
+            if is_over:
+                self._iterator = None  # the loader took what follows its end for the next epoch
+        elif index == self.origin.ended_at:
+            # Samplers draw once more at their end: what comes after it follows from that.
+            set_generators(self.origin.loader, self.origin.generators_at_end)
+        else:
             self._reopen()
-            return
-        now = RngState.now()
+
+    def _load(self, loader_state: Any, generators: tuple[Any, ...] | None) -> None:
+        """Give a loader its own position. Its samplers may not keep one: they are drawn again."""
+        loader, start, now = self.origin.loader, self.origin.start, RngState.now()
 
         def load() -> None:
+            return_to(loader, start)
             loader.load_state_dict(loader_state)
 
         try:
             load()
             self._iterator = self._opened(lambda: iter(loader), load)
+            if generators is not None:
+                set_generators(loader, generators)
         finally:
             now.put_back()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to read, and the loader was asked."""
+        return self._iterator is None
+
+    @property
+    def was_left_here(self) -> bool:
+        """Whether the pass, drawn for the first time, was left before the batch that comes next."""
+        return self.origin.was_left and self.index == self.origin.ended_at
+
     def end(self) -> None:
         """The pass is exhausted, or left for good."""
+        if self._iterator is not None:
+            self.origin.was_left = True
+            self._iterator = None
         self.origin.ended_at = self.index
-        self._iterator = None
+        self.origin.generators_at_end = generator_states(self.origin.loader)
 
     def try_again(self) -> bool:
         """Have the next :meth:`read` be for the batch that just failed; False if it is lost."""
@@ -103,6 +134,13 @@ class PassReader:
             StopIteration: the pass is over.
             Exception: the batch cannot be read.
         """
+        try:
+            return self._read()
+        except StopIteration:
+            self._iterator, self.origin.was_left = None, False
+            raise
+
+    def _read(self) -> Any:
         if self._iterator is None:
             raise StopIteration
         if self._tries_again:

@@ -14,6 +14,7 @@ from heal.actions import CannotHeal
 from heal.data.epoch_start import (
     EpochStart,
     advance_epochs,
+    generator_states,
     set_epochs,
     start_of,
     tell_next_epoch,
@@ -40,6 +41,9 @@ class DataPosition:
     ordinal: int
     start: EpochStart | None
     loader_state: Any = field(default=None, repr=False)
+    generators: tuple[Any, ...] | None = field(default=None, repr=False)
+    """The loader's own, here: its state leaves out what it drew from them besides its order."""
+    is_over: bool = False
     origin: LoaderPass | None = field(
         default=None, repr=False, compare=False, metadata={"is_saved": False}
     )
@@ -162,12 +166,18 @@ class BatchStream:
             return DataPosition(-1, 0, self.ordinal, None)
         origin = reader.origin
         state = origin.loader.state_dict() if is_stateful(origin.loader) else None
-        start, ordinal = origin.start, self.ordinal
-        return DataPosition(reader.epoch, reader.index, ordinal, start, state, origin)
+        drawn = reader.epoch, reader.index, self.ordinal
+        own = state, generator_states(origin.loader), reader.is_over
+        return DataPosition(*drawn, origin.start, *own, origin)
 
     def rewind(self, position: DataPosition) -> None:
         """Return to a position; the loader is touched when the next batch is asked for."""
         self._rewind_to = position
+
+    @property
+    def will_rewind(self) -> bool:
+        """Whether the next batch is one of an earlier position."""
+        return self._rewind_to is not None
 
     def resume(self, position: DataPosition, unwanted: Iterable[int]) -> None:
         """Begin where another process was, which no batch was drawn from yet."""
@@ -257,7 +267,7 @@ class BatchStream:
             if self._abandoned_from is not None or len(self._step_of) > LOG_LENGTH:
                 self._prune_log()
             reader, ordinal = self._reader, self.ordinal
-            if reader is None or reader.index == reader.origin.ended_at:
+            if reader is None or reader.was_left_here:
                 raise StopIteration
             place = reader.epoch, reader.index, reader.origin
             try:
@@ -316,4 +326,5 @@ class BatchStream:
             origin = LoaderPass(known, position.start)
         origin.start = position.start
         set_epochs(origin.loader, position.start.epochs)  # not in the state that a loader keeps
-        self._read_from(origin, position.epoch).go_to(position.index, position.loader_state)
+        own = position.loader_state, position.generators, position.is_over
+        self._read_from(origin, position.epoch).go_to(position.index, *own)

@@ -10,6 +10,7 @@ from torch import Tensor
 from heal.actions import CannotHeal, Rollback
 from heal.causes import ABOUT, Cause, Family
 from heal.data.pass_reader import AfterError
+from heal.data.step_batches import StepBatches
 from heal.data.stream import BatchStream
 from heal.diagnose import Diagnosis, diagnose_exception
 from heal.exit_codes import ExitCode
@@ -76,25 +77,29 @@ class Attempts:
         self._waited_after, self._read_waits = (-1, -1), 0
         self._bad_files: set[str] = set()
 
-    def take_step(self, train_step: TrainStep, batches: list[Any]) -> bool:
+    def take_step(self, train_step: TrainStep, batches: StepBatches) -> bool:
         """Do one step; False if its batches were given up.
 
         Raises:
+            NoMoreBatches: there are none.
             CannotHeal: healing is at its end.
             Exception: what was raised, if there is no cure for its kind.
         """
         while True:
             for optimizer in self._guarded.optimizers:
                 optimizer.zero_grad()
-            loss, failure = self._try_backward(train_step, batches)
+            loss, failure = self._try_all(train_step, batches)
             if failure is not None:
                 # The except block is left: nothing holds the frames whose tensors must be freed.
                 self._micro.undo()
                 if self._ranks.has_others:
+                    batches.draw_rest()  # others do: all must be at one place in the data
                     self._stand_in(failure, train_step)
                 elif self.heal(*failure):
                     continue
                 else:
+                    if not self._stream.will_rewind:
+                        batches.draw_rest()
                     return False
             failure = self._try_step(loss)
             if failure is None:
@@ -166,15 +171,31 @@ class Attempts:
         if self._fatal is not None:
             raise self._fatal from halt
 
-    def _try_backward(
-        self, train_step: TrainStep, batches: list[Any]
+    def _try_all(
+        self, train_step: TrainStep, batches: StepBatches
+    ) -> tuple[Tensor | None, Failure | None]:
+        """Forward and backward of every batch, as soon as it is drawn, until one fails."""
+        loss: Tensor | None = None
+        for at in range(batches.count):
+            rng = batches.turn(at)  # not tried: what the loader raises was judged there
+            if at == 0:
+                self._micro.begin_step(rng)
+            else:
+                self._micro.note_drawn(rng)
+            loss, failure = self._try_add(train_step, batches.drawn[: at + 1], batches)
+            if failure is not None:
+                return None, failure
+        return loss, None
+
+    def _try_add(
+        self, train_step: TrainStep, so_far: list[Any], batches: StepBatches
     ) -> tuple[Tensor | None, Failure | None]:
         try:
-            return self._micro.backward(batches, train_step, self._scale()), None
+            return self._micro.add(so_far, batches.count, train_step, self._scale()), None
         except Exception as error:
             diagnosis, raised = self.judge(error, self._micro.phase)
         if diagnosis.family is Family.DATA:
-            back = len(batches) - 1 - self._micro.batch_at
+            back = len(batches.drawn) - 1 - self._micro.batch_at
             diagnosis.evidence.update(self._stream.identity(back))
         elif diagnosis.family is Family.MEMORY and self._micro.cannot_cut:
             diagnosis.evidence["cannot_be_cut"] = self._micro.cannot_cut

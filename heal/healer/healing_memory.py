@@ -1,5 +1,6 @@
 """What healing knows of a run, for checkpoints: ours, those of a trainer and those of Lightning."""
 
+import copy
 from typing import Any
 
 from heal.hearing.listener import Listener
@@ -64,10 +65,19 @@ class HealingMemory:
 
         Raises:
             ValueError: it is of another version of this library.
+            Exception: it cannot be used. All is as it was, for who goes on then learns anew.
         """
         version = state.get("version", 1)  # that of Lightning had none
         if version != VERSION:
             raise ValueError(f"healing state is of version {version}; wanted {VERSION}")
+        before = copy.deepcopy(self.state_dict())
+        try:
+            self._load(state)
+        except Exception:
+            self._load(before)
+            raise
+
+    def _load(self, state: dict[str, Any]) -> None:
         for optimizer, clip in zip(self._guarded.optimizers, state["clip"], strict=True):
             optimizer.clipper.load_state_dict(clip)
         self._guarded.watch.state.copy_(state["loss"])

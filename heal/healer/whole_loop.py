@@ -1,9 +1,11 @@
 """The whole loop: epochs, accumulation, attempts and the progress bar."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from heal.data.step_batches import NoMoreBatches, StepBatches
 from heal.data.stream import BatchStream
 from heal.healer.attempts import Attempts
 from heal.healer.progress import Progress
@@ -27,24 +29,23 @@ class WholeLoop:
 
     def train(self) -> bool:
         """Train to the end; False if the loader has no batches."""
-        waiting: list[Any] = []  # batches of a step that an epoch ended in go into the next
-        while self.run.step < self.steps:
-            before = self.stream.ordinal
-            self._epoch(waiting)
-            if self.stream.ordinal == before:
-                return False
+        with closing(self._all_epochs()) as source:
+            while self.run.step < self.steps:
+                try:
+                    self._step(StepBatches(source, self.accumulate))
+                except NoMoreBatches:
+                    return False
         return True
 
-    def _epoch(self, waiting: list[Any]) -> None:
-        for batch in self.stream.epoch(self.loader, tells_epoch=True):
-            waiting.append(batch)
-            if len(waiting) < self.accumulate:
-                continue
-            batches = waiting.copy()
-            waiting.clear()
-            if self.attempts.take_step(self.train_step, batches):
-                self.bar.update(self.run.step)
-                if self.on_step is not None:
-                    self.on_step(self.run.step - 1)
-            if self.run.step >= self.steps:
-                return
+    def _step(self, batches: StepBatches) -> None:
+        if self.attempts.take_step(self.train_step, batches):
+            self.bar.update(self.run.step)
+            if self.on_step is not None:
+                self.on_step(self.run.step - 1)
+
+    def _all_epochs(self) -> Generator[Any, None, None]:
+        """Yield batches without end, unless an epoch has none: a step may begin in one epoch."""
+        before = -1
+        while self.stream.ordinal != before:
+            before = self.stream.ordinal
+            yield from self.stream.epoch(self.loader, tells_epoch=True)

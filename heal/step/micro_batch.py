@@ -71,6 +71,7 @@ class MicroBatcher:
         self.largest_batch = 0
         self._full_size = 0  # samples of the batch that ``pieces`` was found for; 0 if not known
         self._rng: RngState | None = None
+        self._total: Tensor | None = None  # what there is of the mean loss of a step
         self._buffers = BufferCopies(model) if buffers is None else buffers
         self.messages = GradientMessages(model)
 
@@ -87,41 +88,71 @@ class MicroBatcher:
         Returns:
             The mean loss, detached, on the device.
         """
+        self.begin_step(RngState.now())
+        for at in range(len(batches)):
+            loss = self.add(batches[: at + 1], len(batches), train_step, scale)
+        return loss
+
+    def begin_step(self, rng: RngState) -> None:
+        """Begin to add up the batches of a step; see :meth:`begin`."""
         self.attempts += 1
-        self.begin()
+        self._total = None
+        self.begin(rng)
+
+    def add(
+        self,
+        batches: Sequence[Any],
+        count: int,
+        train_step: TrainStep,
+        scale: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Accumulate the share of one more batch; arguments are those of :meth:`backward`.
+
+        Args:
+            batches: of the step so far; all but the last were added.
+            count: how many the step has.
+
+        Returns:
+            What there is of the mean loss.
+        """
         if not self.largest_batch:
             self._measure(batches)
+        self.batch_at = len(batches) - 1
         try:
-            return self._backward(batches, train_step, scale)
+            return self._add(batches[-1], count, train_step, scale)
         except Exception:
             self._measure(batches)  # anew, but not in healthy steps: it takes time
             raise
 
-    def _backward(
-        self, batches: Sequence[Any], train_step: TrainStep, scale: Callable[[Tensor], Tensor]
+    def _add(
+        self, batch: Any, count: int, train_step: TrainStep, scale: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        total: Tensor | None = None
-        pieces = [(b, *cut) for b, batch in enumerate(batches) for cut in self._weighted(batch)]
-        for i, (self.batch_at, piece, share) in enumerate(pieces):
-            is_last = i == len(pieces) - 1
+        pieces = self._weighted(batch)
+        for i, (piece, share) in enumerate(pieces):
+            is_last = self.batch_at == count - 1 and i == len(pieces) - 1
             with self.messages.held_back(until=is_last):
                 self.phase = "forward"
                 loss = train_step(own_copy(piece))  # it may be tried again
-                if share != 1.0 or len(batches) > 1:
-                    loss = loss * (share / len(batches))
+                if share != 1.0 or count > 1:
+                    loss = loss * (share / count)
                 self.phase = "backward"
                 self.messages.are_under_way |= is_last
                 scale(loss).backward()
-                total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        self.messages.note_good(batches[-1])
-        return total
+                total = self._total
+                self._total = loss.detach() if total is None else total + loss.detach()
+        assert self._total is not None
+        self.messages.note_good(batch)
+        return self._total
 
-    def begin(self) -> None:
+    def begin(self, rng: RngState | None = None) -> None:
         """Remember generators and buffers, to be put back by :meth:`undo`."""
-        self._rng = RngState.now()
+        self._rng = RngState.now() if rng is None else rng
         self._buffers.begin()
         self.messages.begin()
+
+    def note_drawn(self, rng: RngState) -> None:
+        """Another batch was drawn: what that took from the generators is not put back."""
+        self._rng = rng
 
     def stand_in(self, train_step: TrainStep, scale: Callable[[Tensor], Tensor]) -> None:
         """Take part in the messages of a step that failed here, with NaN for a gradient.

@@ -85,6 +85,16 @@ def test_a_position_of_a_first_checkpoint_is_read():
         decode(json, tensors, HERE)
 
 
+def test_a_position_that_was_saved_before_it_had_all_its_fields_is_read():
+    json, tensors = encode(DataPosition(1, 2, 3, None, generators=(torch.zeros(2),), is_over=True))
+    del json["fields"]["generators"], json["fields"]["is_over"]
+    back = decode(json, tensors, HERE)
+    assert (back.index, back.generators, back.is_over) == (2, None, False)
+    del json["fields"]["index"]
+    with pytest.raises(CheckpointRefused, match="the fields of DataPosition"):
+        decode(json, tensors, HERE)
+
+
 def schedulers():
     def optimizer():
         return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)

@@ -112,10 +112,10 @@ class SelfHealingCallback(TrainerCallback):
         session = self.session
         if session is None:
             return
-        session.saved_steps.add(state.global_step)
         folder = checkpoint_folder(self._trainer, state.global_step)
         if args.should_save and folder.is_dir():
             session.healer.parts.notes.contain(lambda: save_healing(session, folder))
+        session.note_save()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.detach()

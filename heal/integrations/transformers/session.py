@@ -24,7 +24,7 @@ from heal.integrations.transformers.prepared import (
     known_to_schedulers,
     raise_lr_at_chance,
 )
-from heal.integrations.transformers.undone_checkpoints import put_undone_aside
+from heal.integrations.transformers.undone_checkpoints import UndoneCheckpoints
 from heal.journal.notes import LEFT_OUT
 from heal.loop import Healer
 from heal.state.rng import RngState
@@ -50,7 +50,6 @@ class Session:
         position: where the trainer is.
         stopped: why the run was told to stop, if it was; it was saved first.
         batches: the trainer's, if they are drawn through the healer.
-        saved_steps: those that the trainer saved a checkpoint of.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Session:
         self._has_hooks = False  # whether the trainer tells of the beginning of its steps
         self._retries = retries
         self.stopped: CannotHeal | None = None
-        self.saved_steps: set[int] = set()
+        self._checkpoints = UndoneCheckpoints(trainer, self.healer.parts.notes.add)
         self._patches = patches
         accelerator = trainer.accelerator
         self._guard = TrainerGuard(
@@ -223,15 +222,24 @@ class Session:
             on_restore(saved)
             if self._has_hooks:
                 self.position.put_back(saved["trainer"])
-                self.healer.parts.notes.contain(self._put_checkpoints_aside)
+                self.healer.parts.notes.contain(self._undo_checkpoints)
             self.log_watch.load_state(saved["log"])
 
         run.healing_state, run.on_restore = save, restore
 
-    def _put_checkpoints_aside(self) -> None:
+    def note_save(self) -> None:
+        """The trainer has saved a checkpoint of its present step."""
+        self.healer.parts.notes.contain(lambda: self._tell_aside(self._checkpoints.after_save()))
+
+    def _undo_checkpoints(self) -> None:
         """Also those that were saved before the damage: the run will save these steps anew."""
+        treated = self.healer.parts.treatment.treated
+        bad_step = self.trainer.state.global_step if treated is None else treated.bad_step
+        self._tell_aside(self._checkpoints.put_aside(bad_step))
+
+    def _tell_aside(self, paths: Sequence[Path]) -> None:
         step = self.trainer.state.global_step
-        for path in put_undone_aside(self.trainer, self.saved_steps):
+        for path in paths:
             self.healer.journal.event("checkpoint_abandoned", step, path=str(path))
 
     def _take_over_batches(self) -> None:

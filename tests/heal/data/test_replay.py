@@ -42,7 +42,7 @@ def trained(epochs, spoil_at, is_over=lambda epoch, step: False):
                 with torch.no_grad():
                     model[0].weight[0, 0] = float("nan")
             seen[healer.last_step + 1] = batch.tolist()
-            loss = model(batch.float().view(1, 4)).square().mean() * 1e-5
+            loss = model(batch.float().view(-1, 4)).square().mean() * 1e-5
             loss.backward()
             healer.step(loss)
             healer.parts.guarded.optimizers[0].zero_grad()
@@ -108,13 +108,29 @@ def told_before_each_epoch(place):
         yield loader
 
 
+def own_generator(batch_size=16, **options):
+    """Ten batches an epoch: there are snapshots of the very end of one, and of the middle."""
+    data, generator = TensorDataset(torch.arange(160)), torch.Generator().manual_seed(3)
+    return [DataLoader(data, batch_size, shuffle=True, generator=generator, **options)] * 4
+
+
+def to_the_end(epoch, step):
+    return False
+
+
 CASES = {
-    "batch sampler told": (lambda: told_before_each_epoch("batch_sampler"), lambda e, s: False),
-    "dataset told": (lambda: told_before_each_epoch("dataset"), lambda e, s: False),
-    "sampler told": (lambda: told_before_each_epoch("sampler"), lambda e, s: False),
-    "sampler never told": (lambda: [told("sampler")[0]] * 4, lambda e, s: False),
-    "another loader in each epoch": (other_loaders, lambda epoch, step: False),
+    "batch sampler told": (lambda: told_before_each_epoch("batch_sampler"), to_the_end),
+    "dataset told": (lambda: told_before_each_epoch("dataset"), to_the_end),
+    "sampler told": (lambda: told_before_each_epoch("sampler"), to_the_end),
+    "sampler never told": (lambda: [told("sampler")[0]] * 4, to_the_end),
+    "another loader in each epoch": (other_loaders, to_the_end),
     "epochs left by break": (same_loader, lambda epoch, step: step >= 13 * (epoch + 1)),
+    "a generator of the loader's own": (own_generator, to_the_end),
+    "its own generator and workers": (lambda: own_generator(num_workers=2), to_the_end),
+    "its own generator, left by break at a snapshot": (
+        lambda: own_generator(batch_size=8),
+        lambda epoch, step: step >= 10 * (epoch + 1),
+    ),
 }
 
 

@@ -67,6 +67,18 @@ def test_another_version_is_refused_before_anything_is_changed():
     assert plain(new.parts.memory.state_dict()) == before
 
 
+@pytest.mark.parametrize("torn", ["clip", "loss", "history", "healing", "run", "step"])
+def test_what_cannot_be_used_leaves_no_half_of_it(torn):
+    old, (_, _, new) = healed_run(), build()
+    before = plain(new.parts.memory.state_dict())
+    saved = old.parts.memory.state_dict()
+    del saved[torn]
+    with pytest.raises(KeyError, match=torn):
+        new.parts.memory.load_state_dict(saved)
+    assert plain(new.parts.memory.state_dict()) == before
+    assert new.optimizers[0].lr_scale == 1.0
+
+
 @pytest.mark.parametrize("half", [np.float64(0.5), np.float32(0.5), torch.tensor(0.5)], ids=repr)
 def test_numbers_that_a_hook_computed_can_be_read_again_without_running_code(half, tmp_path):
     model, _, healer = build(nan_patience=2)
