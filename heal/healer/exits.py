@@ -91,19 +91,32 @@ class Exits:
         """Hear of a signal. A loop that is under way stops after a step, which saves more.
 
         Elsewhere, as in an evaluation, no step may come: the postmortem is written at once, and the
-        signal takes its course. A handler that was there before knows better: it has its turn.
+        signal takes its course. A handler that was there before knows better: it has its turn; and
+        so has another healer that is training, which hears of the same signal.
         """
         healer, shutdown = self._healer(), self._shutdown
         if self._is_entered and healer is not None:
             healer.request_stop()
         elif shutdown is None or shutdown.is_handled_by_others:
             self._told = self._told or (0 if shutdown is None else shutdown.signal)
-        elif healer is not None and healer.is_in_loop:
+        elif healer is not None and self.is_training:
             healer.request_stop()
+        elif any(other.is_training for other in _OPEN):
+            self._told = self._told or shutdown.signal
+            shutdown.stand_back()
         else:
             number = shutdown.signal
             self._finish(Ending(None, ExitReason.SIGTERM, SIGNAL_BASE + number))
             os.kill(os.getpid(), number)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether signals come here, to a run that will take a step and stop after it."""
+        healer = self._healer()
+        is_heard = self._shutdown is not None and not self._closed
+        if healer is None or not is_heard or os.getpid() != self._process:
+            return False
+        return self._is_entered or healer.is_in_loop
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the postmortem, once, and give the signals back; then no deadline runs any more."""
@@ -158,6 +171,7 @@ class Exits:
                 run_dir=self._journal.run_dir,
             )
             self._shutdown.install()
+            _OPEN.add(self)
 
     def _ending(self) -> Ending:
         error, healer = uncaught(), self._healer()
@@ -203,9 +217,14 @@ class Exits:
         if threading.current_thread() is not threading.main_thread():
             return None
         shutdown, self._shutdown = self._shutdown, None
+        _OPEN.discard(self)
         if shutdown is not None:
             shutdown.restore()
         return shutdown
+
+
+_OPEN: "weakref.WeakSet[Exits]" = weakref.WeakSet()
+"""Those that hear of signals: several, if a loop was left to itself and another one began."""
 
 
 def _exit_code(error: BaseException | None) -> int:
