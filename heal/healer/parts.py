@@ -111,7 +111,7 @@ class Parts:
             state, guarded, config, self.stream, self.micro, note, given.sleep
         )
         run.schedules, notes.step = self.schedules, lambda: run.step
-        self.treatment = Treatment(run, config, journal)
+        self.treatment = Treatment(run, config, journal, note)
         rates = LearningRates(wrapped, self.schedules.all, note)
         self.listener = Listener(run, guarded, self.treatment, config, rates, given.clock, note)
         self.listener.cluster = ClusterWatch(

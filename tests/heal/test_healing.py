@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from heal.actions import CannotHeal, Halt, Rollback, ScaleLr
+from heal.actions import (
+    Backoff,
+    CannotHeal,
+    ClearCache,
+    Halt,
+    Refuse,
+    Rollback,
+    ScaleLr,
+    ShrinkBatch,
+    SkipBatches,
+)
 from heal.chaos import Chaos, Fault
 from heal.exceptions import qualified_name
 from heal.exit_codes import ExitCode
@@ -159,6 +169,21 @@ def test_a_hook_may_replace_the_plan_and_one_that_throws_is_contained(tmp_path):
     assert [e["event"] for e in events].count("hook_failed") == 2
 
 
+@pytest.mark.parametrize("answer", ["nonsense", Halt("no tuple"), None], ids=repr)
+def test_a_hook_that_fails_is_noted_without_a_run_dir_too(answer):
+    setup = regression()
+    healer = setup.healer()
+
+    @healer.on_instability
+    def hook(diagnosis, plan):
+        return 1 / 0 if answer is None else answer
+
+    strike(setup, [Fault("nan_loss", at=20)], 30, healer)
+    (note,) = healer.notes
+    assert note.startswith("the hook of on_instability failed, the plan was kept")
+    assert ("ZeroDivisionError" if answer is None else "TypeError") in note
+
+
 def test_healing_that_fails_itself_is_left_out_and_said(monkeypatch):
     setup, bare = regression(), None
     healer = setup.healer()
@@ -228,6 +253,93 @@ def test_healing_ends_within_its_budget(name, tmp_path):
     assert page["recovery_actions"][-1]["actions"] == ["halt"]
     assert {"failure", "diagnosis", "actions"} <= set(page["recovery_actions"][0])
     assert page["running_time_seconds"] > 0
+
+
+ANSWERS = {
+    "nothing": (),
+    "a cleared cache": (ClearCache(),),
+    "a refusal": (Refuse(),),
+    "a wait": (Backoff(0),),
+    "a smaller batch": (ShrinkBatch(),),
+    "another batch": (SkipBatches(0, 0),),
+}
+RAISED = {
+    "oom_forward": ExitCode.OUT_OF_MEMORY,
+    "network_error": ExitCode.NETWORK,
+    "bad_batch": ExitCode.BAD_DATA,
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("kind", RAISED)
+def test_healing_ends_whatever_the_hook_answers_to_an_exception(kind, answer):
+    setup = regression()
+    healer, asked = setup.healer(), []
+
+    @healer.on_instability
+    def hook(diagnosis, plan):
+        asked.append(diagnosis)
+        if len(asked) > 200:
+            raise KeyboardInterrupt  # endless: nothing else gets past a hook
+        return ANSWERS[answer]
+
+    halt = halted(setup, [Fault(kind, at=20, times=FOREVER)], healer=healer)
+    assert halt.exit_code == RAISED[kind]
+    assert halt.__cause__ is not None
+    assert healer.last_step == 19
+
+
+def test_a_mistake_is_raised_whatever_the_hook_answers():
+    setup = regression()
+    healer, calls = setup.healer(), []
+    healer.on_instability(lambda diagnosis, plan: ())
+
+    class Mistake(Exception):
+        pass
+
+    def train_step(batch):
+        calls.append(batch)
+        raise Mistake("of mine")
+
+    with pytest.raises(Mistake, match="of mine"):
+        healer.run(train_step, setup.loader, 5, progress=False)
+    assert len(calls) == setup.config.max_consecutive_data_errors + 1
+
+
+def test_numbers_that_are_raised_as_an_error_end_the_run_too():
+    setup = regression(max_consecutive=8)
+    healer = setup.healer()
+    healer.on_instability(lambda diagnosis, plan: ())
+
+    def train_step(batch):
+        raise FloatingPointError("loss is nan")
+
+    with pytest.raises(CannotHeal, match="9 batches in a row were given up") as caught:
+        healer.run(train_step, setup.loader, 5, progress=False)
+    assert caught.value.exit_code == ExitCode.NONFINITE
+
+
+def test_batches_that_a_hook_gives_up_count_only_in_a_row():
+    setup = regression()
+    healer = setup.healer()
+    healer.on_instability(lambda diagnosis, plan: ())
+    faults = [Fault("oom_forward", at=at, times=2) for at in range(5, 50, 5)]
+    strike(setup, faults, 60, healer)
+    assert healer.last_step == 59
+
+
+def test_a_spent_budget_is_no_matter_for_the_hook():
+    setup = regression(nan_action="skip", max_consecutive=8)
+    healer, seen = setup.healer(), []
+
+    @healer.on_instability
+    def hook(diagnosis, plan):
+        seen.extend(plan)
+        return (Refuse(),)
+
+    halt = halted(setup, [Fault("nan_loss", at=10, times=FOREVER)], healer=healer)
+    assert halt.exit_code == ExitCode.NONFINITE
+    assert isinstance(seen[-1], Halt)
 
 
 def test_success_leaves_a_postmortem_in_the_run_dir(tmp_path):
