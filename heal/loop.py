@@ -196,8 +196,8 @@ class Healer(Resuming, Lifetime, Probing):
         With several ranks it must answer alike on each. A halt because a limit is reached (exit
         codes 41 and 43 to 46) is shown to it and cannot be replaced: healing always ends. What was
         raised and gets a plan without a cure costs the batch, ``max_consecutive_data_errors`` times
-        in a row at most. If it throws, or returns what is no plan, the plan is kept and
-        :attr:`notes` says so.
+        in a row at most. If it throws, or returns what is no plan (or one with NaN in it), the plan
+        is kept and :attr:`notes` says so.
         """
         self.parts.treatment.hook = hook
         return hook

@@ -5,7 +5,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from heal.actions import Action, CannotHeal, Halt, Plan, Rollback, Run, action_to_json
+from heal.actions import (
+    Action,
+    CannotHeal,
+    Halt,
+    Plan,
+    Rollback,
+    Run,
+    SkipBatches,
+    action_to_json,
+)
 from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis, diagnose
@@ -17,6 +26,7 @@ from heal.policy import EXIT_CODES, decide
 Hook = Callable[[Diagnosis, Plan], Plan | None]
 """Sees what is wrong and what is planned; returns another plan, or None to agree."""
 
+MAX_AHEAD = 10_000  # steps whose batches a hook may have skipped before they come
 MAX_LOGGED = 1000  # entries kept in memory; the journal has them all
 
 MAY_BE_IN_SNAPSHOTS = (
@@ -163,11 +173,22 @@ class Treatment:
             answer = tuple(answer)
             if not all(isinstance(action, get_args(Action)) for action in answer):
                 raise TypeError(f"the hook returned {answer!r}; wanted a tuple of actions")
+            self._check_skips(answer)
             return answer
         except Exception as error:
             self._journal.event("hook_failed", self._run.step, error=repr(error))
             self._note(f"the hook of on_instability failed, the plan was kept: {error!r}")
             return plan
+
+    def _check_skips(self, answer: Plan) -> None:
+        """Refuse to pass over what no trouble explains: every batch of it would be drawn."""
+        furthest = self._run.step + MAX_AHEAD
+        for action in answer:
+            if isinstance(action, SkipBatches) and action.last_step > furthest:
+                raise ValueError(
+                    f"SkipBatches: last_step is {action.last_step}; wanted at most {furthest}, "
+                    f"{MAX_AHEAD} steps ahead"
+                )
 
     def _write_down(
         self,

@@ -184,6 +184,22 @@ def test_a_hook_that_fails_is_noted_without_a_run_dir_too(answer):
     assert ("ZeroDivisionError" if answer is None else "TypeError") in note
 
 
+@pytest.mark.parametrize(
+    "junk", [lambda: ScaleLr(math.nan), lambda: SkipBatches(0, 10**7)], ids=["nan", "far ahead"]
+)
+def test_junk_in_the_plan_of_a_hook_is_noted_and_the_plan_is_done(junk, tmp_path):
+    setup = regression()
+    healer = setup.healer(run_dir=tmp_path)
+    healer.on_instability(lambda diagnosis, plan: (*plan, junk()))
+    strike(setup, [Fault("corrupt_weight", at=40)], 80, healer)
+    assert any(isinstance(a, Rollback) for _, _, plan in healer.history for a in plan)
+    assert healer.last_step == 79
+    assert len(healer.parts.stream.unwanted()) < 100
+    assert all(torch.isfinite(p).all() for p in setup.model.parameters())
+    assert "wanted" in healer.notes[0]
+    assert "hook_failed" in (tmp_path / "events.jsonl").read_text()
+
+
 def test_healing_that_fails_itself_is_left_out_and_said(monkeypatch):
     setup, bare = regression(), None
     healer = setup.healer()
