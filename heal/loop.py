@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,11 @@ from torch.optim import Optimizer
 from heal.actions import CannotHeal
 from heal.config import HealingConfig
 from heal.exit_codes import ExitCode
+from heal.healer.arguments import (
+    checked_config,
+    checked_optimizers,
+    refuse_config_as_scheduler,
+)
 from heal.healer.dry_run import DryRunReport, dry_run
 from heal.healer.exits import Exits
 from heal.healer.lifetime import Lifetime
@@ -48,7 +53,8 @@ class Healer(Resuming, Lifetime, Probing):
         optimizer: one, or several that step together; best built with ``fused=True``.
         scheduler: one, several or None: stepped by ``step``, once per step, be it refused or not.
             A ReduceLROnPlateau is left to you, who have its metric.
-        config: how patient to be, and how hard to push back.
+        config: how patient to be, and how hard to push back; a dict is read by
+            :meth:`HealingConfig.from_dict`.
         own_schedulers: those that you step yourself, say once per epoch: saved, never stepped. They
             go with your loop: see :class:`heal.step.schedules.Schedules`.
         scaler: a GradScaler; ``step`` then steps and updates it.
@@ -68,6 +74,7 @@ class Healer(Resuming, Lifetime, Probing):
 
     Raises:
         TypeError: an argument is not what it should be.
+        ValueError: there is no optimizer, one is given twice, or a setting is wrong.
         OSError: ``checkpoint_dir`` cannot be made; a ``run_dir`` that cannot is only told of.
 
     Example:
@@ -84,7 +91,7 @@ class Healer(Resuming, Lifetime, Probing):
         model: Module,
         optimizer: Optimizer | Sequence[Optimizer],
         scheduler: Any = None,
-        config: HealingConfig | None = None,
+        config: HealingConfig | Mapping[str, Any] | None = None,
         *,
         own_schedulers: Any = None,
         scaler: Any = None,
@@ -98,7 +105,9 @@ class Healer(Resuming, Lifetime, Probing):
     ) -> None:
         if not isinstance(model, Module):
             raise TypeError(f"model is {type(model).__name__}; wanted a torch Module")
-        self.config = config if config is not None else HealingConfig()
+        refuse_config_as_scheduler(scheduler)
+        self.config = checked_config(config)
+        optimizers = checked_optimizers(optimizer)
         self.model = model
         self.journal = Journal(run_dir, rank)
         notes = Notes(self.journal)
@@ -106,7 +115,7 @@ class Healer(Resuming, Lifetime, Probing):
         attach(self.journal, trackers, self.config.to_dict(), notes.add)
         schedulers = scheduler, own_schedulers
         given = Given(
-            model, optimizer, schedulers, self.config, scaler, process_group, sleep, clock
+            model, optimizers, schedulers, self.config, scaler, process_group, sleep, clock
         )
         self.parts = Parts(given, self.journal, notes, self)
         note_stateless(self.parts.schedules.given, notes.add)

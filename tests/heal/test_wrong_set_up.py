@@ -5,6 +5,7 @@ import errno
 import pytest
 import torch
 
+from heal import Healer, HealingConfig
 from heal.actions import Rollback
 from heal.chaos import Chaos, Fault
 from tests.heal.runs import regression
@@ -28,6 +29,41 @@ def test_a_run_dir_that_cannot_be_made_costs_the_journal_and_not_the_run(tmp_pat
     healer = regression().run(20, run_dir=in_the_way / "run")
     assert healer.last_step == 19
     assert str(in_the_way / "run") in capsys.readouterr().err
+
+
+def test_settings_may_be_a_dict():
+    setup = regression()
+    setup.config = {"nan_patience": 7}
+    healer = setup.healer()
+    healer.exits.dismiss()
+    assert healer.config == HealingConfig(nan_patience=7)
+
+
+def parts_of_a_healer(**changes):
+    setup = regression()
+    return {"model": setup.model, "optimizer": setup.optimizer, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"config": "heal.toml"}, TypeError, "config is str; wanted a HealingConfig or a dict"),
+        ({"config": {"nan_patienc": 7}}, ValueError, "nan_patienc"),
+        ({"scheduler": HealingConfig()}, TypeError, r"Healer\(model, optimizer, config=...\)"),
+        ({"optimizer": []}, ValueError, "optimizer is an empty list"),
+        ({"optimizer": ["adam"]}, TypeError, r"optimizer\[0\] is str; wanted a torch Optimizer"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named(changes, kind, message):
+    with pytest.raises(kind, match=message):
+        Healer(**parts_of_a_healer(**changes))
+
+
+def test_an_optimizer_that_is_given_twice_is_refused():
+    given = parts_of_a_healer()
+    given["optimizer"] = [given["optimizer"]] * 2
+    with pytest.raises(ValueError, match=r"optimizer\[1\], AdamW, is given twice"):
+        Healer(**given)
 
 
 class OwnSchedule:
