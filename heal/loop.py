@@ -3,6 +3,7 @@
 ``step`` and ``batches`` serve a hand-written loop; ``run`` is the whole loop.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -257,7 +258,8 @@ class Healer(Resuming, Lifetime, Probing):
         Args:
             train_step: takes a batch and returns its mean loss; ``run`` backpropagates, so that it
                 can cut the batch when memory runs out.
-            loader: passed over again and again.
+            loader: passed over again and again. If nothing comes any more, as from a generator in a
+                second epoch, the run ends early, and a note and standard error say so.
             steps: optimizer steps in all, those already done included.
             accumulate: batches per step.
             weigh: how much a piece of a batch counts, if not by its samples; see MicroBatcher.
@@ -283,8 +285,10 @@ class Healer(Resuming, Lifetime, Probing):
                 bar,
                 on_step,
             )
-            if not loop.train():
-                parts.notes.add("the loader has no batches; not all steps were done")
+            shortfall = loop.train()
+            if shortfall is not None:
+                parts.notes.add(shortfall)
+                print(f"heal: {shortfall}", file=sys.stderr)
             elif parts.books.durable is not None:
                 parts.books.durable.save_last()
 
@@ -294,5 +298,8 @@ class Healer(Resuming, Lifetime, Probing):
         """Try ``steps`` steps and take them back: all of the model, optimizer, generators, loader.
 
         What ``train_step`` changes elsewhere, as a teacher that is no part of the model, stays so.
+
+        Raises:
+            ValueError: ``steps`` or ``accumulate`` is less than 1: nothing would be tried.
         """
         return dry_run(self.parts.state, self.parts.guarded, train_step, loader, steps, accumulate)

@@ -66,6 +66,33 @@ def test_an_optimizer_that_is_given_twice_is_refused():
         Healer(**given)
 
 
+def test_a_loader_that_can_be_passed_over_once_ends_the_run_early_and_that_is_said(capsys):
+    setup = regression()
+    healer = setup.healer()
+    healer.run(setup.train_step, (batch for batch in setup.loader), 100, progress=False)
+    (note,) = healer.notes
+    assert note.startswith("the loader gave 16 batches and then none; 16 of 100 steps were done")
+    assert "generators" in note
+    assert capsys.readouterr().err == f"heal: {note}\n"
+
+
+def test_a_loader_without_batches_is_said_to_have_none(capsys):
+    setup = regression()
+    healer = setup.healer()
+    healer.run(setup.train_step, [], 10, progress=False)
+    assert healer.notes == ["the loader has no batches; 0 of 10 steps were done"]
+    assert healer.notes[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("told", [{"steps": 0}, {"steps": -1}, {"accumulate": 0}])
+def test_a_dry_run_of_nothing_is_refused(told):
+    setup = regression()
+    healer = setup.healer()
+    healer.exits.dismiss()
+    with pytest.raises(ValueError, match="wanted 1 or more of each"):
+        healer.dry_run(setup.train_step, setup.loader, **told)
+
+
 class OwnSchedule:
     """Somebody's own: it sets the learning rate and knows nothing of state dicts."""
 
