@@ -170,8 +170,9 @@ class Treatment:
             answer = self.hook(diagnosis, plan)
             if answer is None or _is_budget_spent(plan):
                 return plan
+            is_text = isinstance(answer, str)  # an empty one would pass for an empty plan
             answer = tuple(answer)
-            if not all(isinstance(action, get_args(Action)) for action in answer):
+            if is_text or not all(isinstance(action, get_args(Action)) for action in answer):
                 raise TypeError(f"the hook returned {answer!r}; wanted a tuple of actions")
             self._check_skips(answer)
             return answer
@@ -186,8 +187,8 @@ class Treatment:
         for action in answer:
             if isinstance(action, SkipBatches) and action.last_step > furthest:
                 raise ValueError(
-                    f"SkipBatches: last_step is {action.last_step}; wanted at most {furthest}, "
-                    f"{MAX_AHEAD} steps ahead"
+                    f"SkipBatches: last_step is {action.last_step}; wanted at most {MAX_AHEAD} "
+                    "steps ahead of the run"
                 )
 
     def _write_down(

@@ -169,7 +169,7 @@ def test_a_hook_may_replace_the_plan_and_one_that_throws_is_contained(tmp_path):
     assert [e["event"] for e in events].count("hook_failed") == 2
 
 
-@pytest.mark.parametrize("answer", ["nonsense", Halt("no tuple"), None], ids=repr)
+@pytest.mark.parametrize("answer", ["nonsense", "", Halt("no tuple"), None], ids=repr)
 def test_a_hook_that_fails_is_noted_without_a_run_dir_too(answer):
     setup = regression()
     healer = setup.healer()
