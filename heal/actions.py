@@ -11,7 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from heal.exit_codes import ExitCode
+from heal.plan_numbers import check_above_zero, check_count, check_number
 from heal.state.plain_values import plain
+
+MAX_EXIT_CODE = 255  # a shell sees no more of it than a byte
 
 
 class Run(Protocol):
@@ -108,6 +111,9 @@ class TightenClip:
 
     factor: float
 
+    def __post_init__(self) -> None:
+        check_above_zero(self, "factor")
+
     def apply(self, run: Run) -> bool:
         run.tighten_clip(self.factor)
         return True
@@ -137,6 +143,11 @@ class ScaleLr:
     floor: float = 0.01
     ramp_steps: int = 200
 
+    def __post_init__(self) -> None:
+        check_above_zero(self, "factor")
+        check_number(self, "floor", most=1.0)
+        check_count(self, "ramp_steps")
+
     def apply(self, run: Run) -> bool:
         before = run.lr_scale
         run.scale_lr(self.factor, self.floor, self.ramp_steps)
@@ -152,6 +163,9 @@ class Rollback:
     """
 
     before_step: int
+
+    def __post_init__(self) -> None:
+        check_count(self, "before_step")
 
     def apply(self, run: Run) -> bool:
         good_step = newest_snapshot(run.snapshots(), self.before_step)
@@ -170,6 +184,10 @@ class SkipBatches:
     first_step: int
     last_step: int
 
+    def __post_init__(self) -> None:
+        check_count(self, "first_step")
+        check_count(self, "last_step")
+
     def apply(self, run: Run) -> bool:
         run.skip_batches(self.first_step, self.last_step)
         return True
@@ -183,6 +201,9 @@ class ShrinkBatch:
     """
 
     halving: int = 1
+
+    def __post_init__(self) -> None:
+        check_count(self, "halving")
 
     def apply(self, run: Run) -> bool:
         return run.shrink_micro_batch()
@@ -211,6 +232,9 @@ class Backoff:
 
     seconds: float
 
+    def __post_init__(self) -> None:
+        check_number(self, "seconds")
+
     def apply(self, run: Run) -> bool:
         run.sleep(self.seconds)
         return True
@@ -230,6 +254,9 @@ class WatchClosely:
 
     steps: int
 
+    def __post_init__(self) -> None:
+        check_count(self, "steps")
+
     def apply(self, run: Run) -> bool:
         run.watch_closely(self.steps)
         return True
@@ -241,6 +268,10 @@ class PerturbWeights:
 
     std: float
     seed: int
+
+    def __post_init__(self) -> None:
+        check_number(self, "std", most=1.0)
+        check_count(self, "seed")
 
     def apply(self, run: Run) -> bool:
         run.perturb_weights(self.std, self.seed)
@@ -257,6 +288,10 @@ class AnchorWeights:
     strength: float
     steps: int
 
+    def __post_init__(self) -> None:
+        check_number(self, "strength")
+        check_count(self, "steps")
+
     def apply(self, run: Run) -> bool:
         return run.anchor_weights(self.strength, self.steps)
 
@@ -267,6 +302,9 @@ class Halt:
 
     reason: str
     exit_code: int = ExitCode.UNRECOVERABLE
+
+    def __post_init__(self) -> None:
+        check_count(self, "exit_code", most=MAX_EXIT_CODE)
 
     def apply(self, run: Run) -> bool:
         raise CannotHeal(self.reason, self.exit_code)

@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from heal.chaos.faults import Chaos, Fault
+from heal.chaos import Chaos, Fault
 from heal.config import HealingConfig
 from heal.demo_gpt import build, evaluate
 from heal.drill import COLUMNS, Drill, Outcome, standard_faults
@@ -30,6 +30,7 @@ class Demonstration:
     """What the demonstration found."""
 
     outcomes: list[Outcome]
+    num_not_struck: int
     healed_loss: float
     undisturbed_loss: float
     first_loss: float
@@ -74,7 +75,13 @@ def demonstrate(
     drill.run(model.loss, loader, steps, progress)
     healed = evaluate(model, loader)
     found = Demonstration(
-        drill.outcomes, healed, undisturbed, first, unprotected, time.monotonic() - began
+        drill.outcomes,
+        len(drill.not_struck),
+        healed,
+        undisturbed,
+        first,
+        unprotected,
+        time.monotonic() - began,
     )
     console.print(outcome_table(drill.outcomes))
     _print_losses(console, found)

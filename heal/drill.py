@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.optim import Optimizer
+
 from heal.actions import Plan, Refuse, Rollback, SkipBatches
-from heal.chaos.faults import Chaos, Fault, Strike
+from heal.chaos import Chaos, Fault, Strike
 from heal.diagnose import Diagnosis
 from heal.step.micro_batch import TrainStep
 
@@ -30,9 +33,36 @@ STANDARD: tuple[tuple[str, float, int, float | None], ...] = (
 )
 
 
-def standard_faults(steps: int) -> list[Fault]:
-    """Return a dozen faults spread over a run of so many steps."""
-    return [Fault(kind, int(steps * at), times, 0.0, size) for kind, at, times, size in STANDARD]
+def standard_faults(steps: int, optimizers: Sequence[Optimizer] = ()) -> list[Fault]:
+    """Return a dozen faults spread over a run of so many steps.
+
+    Args:
+        steps: of the run.
+        optimizers: that are trained with. If none of them counts its steps, as SGD does not, a
+            reset is left out: momentum that was cleared has grown back before anybody looks.
+    """
+    can_see_reset = not optimizers or any(_counts_steps(optimizer) for optimizer in optimizers)
+    return [
+        Fault(kind, int(steps * at), times, 0.0, size)
+        for kind, at, times, size in STANDARD
+        if kind != "reset_optimizer" or can_see_reset
+    ]
+
+
+def _counts_steps(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer keeps a count of steps, by a step of another one of its kind.
+
+    Its own state is empty before the first step. Where none can be made it is taken to count.
+    """
+    optimizer = getattr(optimizer, "inner", optimizer)
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    try:
+        alike = type(optimizer)([weight], **optimizer.defaults)
+        alike.step()
+    except Exception:
+        return True
+    return "step" in alike.state[weight]
 
 
 def parse_fault(word: str) -> Fault:
@@ -111,6 +141,7 @@ class Drill:
     Attributes:
         outcomes: one per fault, in the order in which they struck.
         missed: the kinds of faults that nobody noticed.
+        not_struck: the faults that did not happen, so that nothing can be said of them.
         losses: number of the attempt and loss of each piece of a batch, a number or not.
     """
 
@@ -130,7 +161,10 @@ class Drill:
 
         Raises:
             CannotHeal: healing came to its end.
+            ValueError: there is no step to take.
         """
+        if steps < 1:
+            raise ValueError(f"steps is {steps}; wanted 1 or more")
         began = time.monotonic()
         self._healer.parts.run.watch_closely(steps)
 
@@ -151,6 +185,10 @@ class Drill:
     @property
     def missed(self) -> list[str]:
         return [outcome.strike.fault.kind for outcome in self.outcomes if outcome.is_missed]
+
+    @property
+    def not_struck(self) -> list[Fault]:
+        return self._chaos.not_struck
 
     def _collect(self) -> None:
         """Make an outcome of every fault that struck, also of those that nobody noticed."""

@@ -3,8 +3,9 @@
 ``step`` and ``batches`` serve a hand-written loop; ``run`` is the whole loop.
 """
 
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from torch.optim import Optimizer
 from heal.actions import CannotHeal
 from heal.config import HealingConfig
 from heal.exit_codes import ExitCode
+from heal.healer.arguments import (
+    checked_config,
+    checked_optimizers,
+    refuse_config_as_scheduler,
+)
 from heal.healer.dry_run import DryRunReport, dry_run
 from heal.healer.exits import Exits
 from heal.healer.lifetime import Lifetime
@@ -48,7 +54,8 @@ class Healer(Resuming, Lifetime, Probing):
         optimizer: one, or several that step together; best built with ``fused=True``.
         scheduler: one, several or None: stepped by ``step``, once per step, be it refused or not.
             A ReduceLROnPlateau is left to you, who have its metric.
-        config: how patient to be, and how hard to push back.
+        config: how patient to be, and how hard to push back; a dict is read by
+            :meth:`HealingConfig.from_dict`.
         own_schedulers: those that you step yourself, say once per epoch: saved, never stepped. They
             go with your loop: see :class:`heal.step.schedules.Schedules`.
         scaler: a GradScaler; ``step`` then steps and updates it.
@@ -68,6 +75,7 @@ class Healer(Resuming, Lifetime, Probing):
 
     Raises:
         TypeError: an argument is not what it should be.
+        ValueError: there is no optimizer, one is given twice, or a setting is wrong.
         OSError: ``checkpoint_dir`` cannot be made; a ``run_dir`` that cannot is only told of.
 
     Example:
@@ -84,7 +92,7 @@ class Healer(Resuming, Lifetime, Probing):
         model: Module,
         optimizer: Optimizer | Sequence[Optimizer],
         scheduler: Any = None,
-        config: HealingConfig | None = None,
+        config: HealingConfig | Mapping[str, Any] | None = None,
         *,
         own_schedulers: Any = None,
         scaler: Any = None,
@@ -98,7 +106,9 @@ class Healer(Resuming, Lifetime, Probing):
     ) -> None:
         if not isinstance(model, Module):
             raise TypeError(f"model is {type(model).__name__}; wanted a torch Module")
-        self.config = config if config is not None else HealingConfig()
+        refuse_config_as_scheduler(scheduler)
+        self.config = checked_config(config)
+        optimizers = checked_optimizers(optimizer)
         self.model = model
         self.journal = Journal(run_dir, rank)
         notes = Notes(self.journal)
@@ -106,7 +116,7 @@ class Healer(Resuming, Lifetime, Probing):
         attach(self.journal, trackers, self.config.to_dict(), notes.add)
         schedulers = scheduler, own_schedulers
         given = Given(
-            model, optimizer, schedulers, self.config, scaler, process_group, sleep, clock
+            model, optimizers, schedulers, self.config, scaler, process_group, sleep, clock
         )
         self.parts = Parts(given, self.journal, notes, self)
         note_stateless(self.parts.schedules.given, notes.add)
@@ -197,7 +207,11 @@ class Healer(Resuming, Lifetime, Probing):
     def on_instability(self, hook: Hook) -> Hook:
         """Have ``hook(diagnosis, plan)`` see every plan; what it returns, if not None, is done.
 
-        With several ranks it must answer alike on each.
+        With several ranks it must answer alike on each. A halt because a limit is reached (exit
+        codes 41 and 43 to 46) is shown to it and cannot be replaced: healing always ends. What was
+        raised and gets a plan without a cure costs the batch, ``max_consecutive_data_errors`` times
+        in a row at most. If it throws, or returns what is no plan (or one with NaN in it), the plan
+        is kept and :attr:`notes` says so.
         """
         self.parts.treatment.hook = hook
         return hook
@@ -249,7 +263,9 @@ class Healer(Resuming, Lifetime, Probing):
             train_step: takes a batch and returns its mean loss; ``run`` backpropagates, so that it
                 can cut the batch when memory runs out.
             loader: passed over again and again; its samplers and dataset are told of each new epoch
-                by their ``set_epoch``, unless somebody else does.
+                by their ``set_epoch``, unless somebody else does. If nothing comes any more, as
+                from a generator in a second epoch, the run ends early, and a note and standard
+                error say so.
             steps: optimizer steps in all, those already done included.
             accumulate: batches per step.
             weigh: how much a piece of a batch counts, if not by its samples; see MicroBatcher.
@@ -275,8 +291,10 @@ class Healer(Resuming, Lifetime, Probing):
                 bar,
                 on_step,
             )
-            if not loop.train():
-                parts.notes.add("the loader has no batches; not all steps were done")
+            shortfall = loop.train()
+            if shortfall is not None:
+                parts.notes.add(shortfall)
+                print(f"heal: {shortfall}", file=sys.stderr)
             elif parts.books.durable is not None:
                 parts.books.durable.save_last()
 
@@ -286,5 +304,8 @@ class Healer(Resuming, Lifetime, Probing):
         """Try ``steps`` steps and take them back: all of the model, optimizer, generators, loader.
 
         What ``train_step`` changes elsewhere, as a teacher that is no part of the model, stays so.
+
+        Raises:
+            ValueError: ``steps`` or ``accumulate`` is less than 1: nothing would be tried.
         """
         return dry_run(self.parts.state, self.parts.guarded, train_step, loader, steps, accumulate)

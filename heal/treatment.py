@@ -6,17 +6,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from heal.actions import Action, CannotHeal, Halt, Plan, Rollback, Run, action_to_json
-from heal.causes import Cause, Finding, Severity
+from heal.actions import (
+    Action,
+    CannotHeal,
+    Halt,
+    Plan,
+    Rollback,
+    Run,
+    SkipBatches,
+    action_to_json,
+)
+from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis, diagnose
+from heal.exit_codes import ExitCode
 from heal.history import NONFINITE, History
 from heal.journal.journal import Journal
-from heal.policy import decide
+from heal.policy import EXIT_CODES, decide
 
 Hook = Callable[[Diagnosis, Plan], Plan | None]
 """Sees what is wrong and what is planned; returns another plan, or None to agree."""
 
+MAX_AHEAD = 10_000  # steps whose batches a hook may have skipped before they come
 MAX_LOGGED = 1000  # entries kept in memory; the journal has them all
 
 MAY_BE_IN_SNAPSHOTS = (
@@ -32,6 +43,16 @@ MAY_BE_IN_SNAPSHOTS = (
 """Trouble that begins before it is seen. What the device refused is in no snapshot."""
 
 
+SPENT = (
+    ExitCode.BUDGET_SPENT,
+    ExitCode.NONFINITE,
+    ExitCode.OUT_OF_MEMORY,
+    ExitCode.BAD_DATA,
+    ExitCode.NETWORK,
+)
+"""Codes of halts that count something: a hook that could replace them could heal for ever."""
+
+
 class Treatment:
     """Carries out what the policy decides, and remembers it.
 
@@ -39,6 +60,7 @@ class Treatment:
         run: what is treated.
         config: how patient to be.
         journal: told of every diagnosis.
+        note: told of a hook or an action that failed; without a run_dir nobody reads the journal.
 
     Attributes:
         history: what was tried; survives rollbacks.
@@ -47,7 +69,13 @@ class Treatment:
         treated: what the plan is for that is being carried out; None when there is none.
     """
 
-    def __init__(self, run: Run, config: HealingConfig, journal: Journal) -> None:
+    def __init__(
+        self,
+        run: Run,
+        config: HealingConfig,
+        journal: Journal,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.history = History()
         self.log: deque[tuple[int, Diagnosis, Plan]] = deque(maxlen=MAX_LOGGED)
         self.treated: Diagnosis | None = None
@@ -57,6 +85,8 @@ class Treatment:
         self._run = run
         self._config = config
         self._journal = journal
+        self._note = note
+        self._num_given_up = 0  # batches in a row
 
     def treat(self, findings: Sequence[Finding]) -> Plan:
         """Treat what detectors found in one record; return what was done.
@@ -101,6 +131,28 @@ class Treatment:
             self._write_down(diagnosis, plan, effects, time.monotonic() - began, at, before)
         return plan
 
+    def give_up_batch(self, diagnosis: Diagnosis) -> None:
+        """Count a batch that is given up because the plan has no cure for what it raised.
+
+        Raises:
+            CannotHeal: so many failed in a row that it is not the batches.
+        """
+        self._num_given_up += 1
+        is_numeric = diagnosis.family is Family.NUMERIC
+        config = self._config
+        most = config.max_consecutive if is_numeric else config.max_consecutive_data_errors
+        if self._num_given_up > most:
+            other = ExitCode.NONFINITE if is_numeric else ExitCode.UNRECOVERABLE
+            raise CannotHeal(
+                f"{diagnosis.cause.value} at step {diagnosis.step}: {self._num_given_up} batches "
+                f"in a row were given up, for the plans had no cure; wanted at most {most}",
+                EXIT_CODES.get(diagnosis.cause, other),
+            )
+
+    def note_batch_worked(self) -> None:
+        """Hear that a step was taken: what was given up before it does not count any more."""
+        self._num_given_up = 0
+
     def note_moves(self, moves: Sequence[tuple[int, str, str]]) -> None:
         """Write down that the forecast finds the run in another condition."""
         for step, before, after in moves:
@@ -121,6 +173,7 @@ class Treatment:
             self._journal.event(
                 "action_failed", self._run.step, error=repr(error), **action_to_json(action)
             )
+            self._note(f"{type(action).__name__} failed and was left out: {error!r}")
             return False
 
     def _ask_hook(self, diagnosis: Diagnosis, plan: Plan) -> Plan:
@@ -128,15 +181,28 @@ class Treatment:
             return plan
         try:
             answer = self.hook(diagnosis, plan)
-            if answer is None:
+            if answer is None or _is_budget_spent(plan):
                 return plan
+            is_text = isinstance(answer, str)  # an empty one would pass for an empty plan
             answer = tuple(answer)
-            if not all(isinstance(action, get_args(Action)) for action in answer):
+            if is_text or not all(isinstance(action, get_args(Action)) for action in answer):
                 raise TypeError(f"the hook returned {answer!r}; wanted a tuple of actions")
+            self._check_skips(answer)
             return answer
         except Exception as error:
             self._journal.event("hook_failed", self._run.step, error=repr(error))
+            self._note(f"the hook of on_instability failed, the plan was kept: {error!r}")
             return plan
+
+    def _check_skips(self, answer: Plan) -> None:
+        """Refuse to pass over what no trouble explains: every batch of it would be drawn."""
+        furthest = self._run.step + MAX_AHEAD
+        for action in answer:
+            if isinstance(action, SkipBatches) and action.last_step > furthest:
+                raise ValueError(
+                    f"SkipBatches: last_step is {action.last_step}; wanted at most {MAX_AHEAD} "
+                    "steps ahead of the run"
+                )
 
     def _write_down(
         self,
@@ -163,6 +229,11 @@ class Treatment:
             self.tell(diagnosis, plan)
         except Exception as error:
             self._journal.event("telling_failed", self._run.step, error=repr(error))
+
+
+def _is_budget_spent(plan: Plan) -> bool:
+    """Tell whether a plan ends the run because patience is at its end: healing always ends."""
+    return any(isinstance(action, Halt) and action.exit_code in SPENT for action in plan)
 
 
 def is_suspect(findings: Sequence[Finding]) -> bool:

@@ -1,5 +1,6 @@
 """Breaks a run on purpose: faults by step or by rate, seeded, for drills and tests."""
 
-from heal.chaos.faults import KINDS, Chaos, Fault, Strike
+from heal.chaos.chaos import Chaos
+from heal.chaos.faults import KINDS, Fault, Strike
 
 __all__ = ["KINDS", "Chaos", "Fault", "Strike"]

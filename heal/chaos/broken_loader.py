@@ -1,4 +1,4 @@
-"""A loader that fails where it is told to, for :mod:`heal.chaos.faults`."""
+"""A loader that fails where it is told to, for :mod:`heal.chaos.chaos`."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from heal.chaos.faults import Chaos, Fault
+    from heal.chaos.chaos import Chaos
+    from heal.chaos.faults import Fault
 
 LARGEST_FACTOR = 1e4  # growth stops somewhere; by then every run has diverged
 DRIFT_RAMP = 100  # attempts in which a drift grows to its full rate

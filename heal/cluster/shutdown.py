@@ -72,9 +72,14 @@ class ShutdownHandler:
 
     @property
     def is_handled_by_others(self) -> bool:
-        """Whether somebody had a handler for that signal before us, which is called as well."""
-        previous = self._previous.get(self._asked)
-        return callable(previous) and previous is not signal.default_int_handler
+        """Whether somebody had a handler for that signal before us, which is called as well.
+
+        One that serves another healer, as ours does this one, is nobody else's: past these.
+        """
+        previous = self._before(self._asked)
+        while (ours := _handler_of(previous)) and type(ours._healer) is type(self._healer):
+            previous = ours._before(self._asked)
+        return _answers(previous)
 
     @property
     def signal(self) -> int:
@@ -135,6 +140,10 @@ class ShutdownHandler:
         self._agreement.close()
         _INSTALLED.discard(self)
 
+    def stand_back(self) -> None:
+        """Leave the stop, and its deadline, to another handler that was asked for it as well."""
+        self._deadline.disarm()
+
     def leave_to_parent(self) -> None:
         """In a child that was forked: signals are its own affair, and our pipe is its parent's."""
         self._give_back()
@@ -175,14 +184,34 @@ class ShutdownHandler:
                 os.kill(os.getpid(), number)
             return
         self._note(number)
-        previous = self._previous.get(number)
-        if callable(previous) and previous is not signal.default_int_handler:
+        previous = self._before(number)
+        if _answers(previous):
             previous(number, frame)
+
+    def _before(self, number: int) -> Any:
+        """The handler from before, past those of ours that have given their signals back.
+
+        Such a one would let the signal take its course, which is for the newest to decide.
+        """
+        previous = self._previous.get(number)
+        while (ours := _handler_of(previous)) and ours._is_released:
+            previous = ours._previous.get(number)
+        return previous
 
     def _note(self, number: int) -> None:
         self._asked = self._asked or number
         if self._healer is not None:
             self._healer.request_stop()
+
+
+def _answers(handler: Any) -> bool:
+    return callable(handler) and handler is not signal.default_int_handler
+
+
+def _handler_of(handler: Any) -> ShutdownHandler | None:
+    """Whose method a handler of signals is; None if it is none of ours."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, ShutdownHandler) else None
 
 
 _INSTALLED: "weakref.WeakSet[ShutdownHandler]" = weakref.WeakSet()

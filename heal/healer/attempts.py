@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from heal.actions import CannotHeal, Rollback
+from heal.actions import Backoff, CannotHeal, CheckpointActivations, Plan, Rollback, ShrinkBatch
 from heal.causes import ABOUT, Cause, Family
 from heal.data.pass_reader import AfterError
 from heal.data.step_batches import StepBatches
@@ -15,7 +15,7 @@ from heal.data.stream import BatchStream
 from heal.diagnose import Diagnosis, diagnose_exception
 from heal.exit_codes import ExitCode
 from heal.journal.journal import Journal
-from heal.policy import EXIT_CODES
+from heal.policy import EXIT_CODES, MAX_HALVINGS
 from heal.run import TorchRun
 from heal.step.guarded_step import GuardedStep
 from heal.step.micro_batch import MicroBatcher, TrainStep
@@ -37,6 +37,13 @@ NOT_FOR_ALL = (Cause.COLLECTIVE_ERROR, Cause.DEVICE_ERROR)
 
 READ_WAITS = 3
 """Waits for a batch that the disk does not give; then its file is at fault, and others may not."""
+
+
+CURES: dict[Family, tuple[type, ...]] = {
+    Family.MEMORY: (ShrinkBatch, CheckpointActivations),
+    Family.WAIT: (Backoff,),
+}
+"""What makes it worth trying the same batches again; a plan of the policy has one, or halts."""
 
 
 class Owner(Protocol):
@@ -103,7 +110,7 @@ class Attempts:
                     return False
             failure = self._try_step(loss)
             if failure is None:
-                self._micro.note_clean()
+                self._worked()
                 return True
             self.heal(*failure)  # never tried again: some weights may be updated already
             return False
@@ -120,7 +127,7 @@ class Attempts:
         except Exception as error:
             failure = self.judge(error, "step" if self.is_stepping else "forward")
         if failure is None:
-            self._micro.note_clean()
+            self._worked()
             return
         if failure[0].family is Family.DATA:
             failure[0].evidence.update(self._stream.identity())
@@ -290,11 +297,25 @@ class Attempts:
         """Carry out the plan; True if the same batches should be tried again."""
         try:
             plan = self._treatment.carry_out(diagnosis)
+            undone = any(isinstance(action, Rollback) for action in plan)
+            is_cured = self._is_cured(diagnosis.family, plan)
+            if not (undone or is_cured or diagnosis.family is Family.DATA):  # these are counted
+                self._treatment.give_up_batch(diagnosis)
         except CannotHeal as halt:
             if diagnosis.cause is Cause.UNKNOWN:
                 raise error from None
             halt.__cause__ = error
             self._healer.close(halt)
             raise halt from error
-        undone = any(isinstance(action, Rollback) for action in plan)
-        return diagnosis.family in (Family.MEMORY, Family.WAIT) and not undone
+        return is_cured and not undone
+
+    def _is_cured(self, family: Family, plan: Plan) -> bool:
+        """Whether the same batches may do now: a hook may have left out the cure, or repeat it."""
+        incident = self._treatment.history.open_incident(family)
+        is_endless = incident is not None and len(incident.plans) > MAX_HALVINGS + 1
+        is_cure = any(isinstance(action, CURES.get(family, ())) for action in plan)
+        return is_cure and not is_endless
+
+    def _worked(self) -> None:
+        self._micro.note_clean()
+        self._treatment.note_batch_worked()

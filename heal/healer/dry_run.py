@@ -47,7 +47,12 @@ def dry_run(
     ``train_step`` holds the model that it was made with, so that a copy of the model would not
     be the one that it trains. Frozen weights are put back too, for a forward may write to them, as
     to a teacher's; meanwhile a copy of them is in host memory.
+
+    Raises:
+        ValueError: there is nothing to try.
     """
+    if steps < 1 or accumulate < 1:
+        raise ValueError(f"steps is {steps}, accumulate is {accumulate}; wanted 1 or more of each")
     if hasattr(loader, "__next__"):
         problem = "the loader is an iterator: what a dry run draws from it would be missing later"
         return DryRunReport(problems=[problem])

@@ -64,6 +64,7 @@ class Exits:
         self._closed = False
         self._is_entered = False
         self._told = 0  # a signal that somebody else sees to
+        self._unanswered = 0  # a signal after which no step has stopped the run yet
         self._shutdown: ShutdownHandler | None = None
         self._facts: dict[str, Any] = {}  # of a healer that is gone
         self._process = os.getpid()
@@ -84,32 +85,53 @@ class Exits:
 
     def catch_signals(self) -> None:
         """Stop all ranks after a step when one is told to; see :class:`ShutdownHandler`."""
-        self._closed, self._is_entered = False, True
+        self._closed, self._is_entered, self._unanswered = False, True, 0
         self._install()
 
     def request_stop(self) -> None:
         """Hear of a signal. A loop that is under way stops after a step, which saves more.
 
         Elsewhere, as in an evaluation, no step may come: the postmortem is written at once, and the
-        signal takes its course. A handler that was there before knows better: it has its turn.
+        signal takes its course. A handler that was there before knows better: it has its turn; and
+        so has another healer that is training, which hears of the same signal.
         """
         healer, shutdown = self._healer(), self._shutdown
         if self._is_entered and healer is not None:
-            healer.request_stop()
+            self._ask(healer)
         elif shutdown is None or shutdown.is_handled_by_others:
             self._told = self._told or (0 if shutdown is None else shutdown.signal)
-        elif healer is not None and healer.is_in_loop:
-            healer.request_stop()
+        elif healer is not None and self.is_training:
+            self._ask(healer)
+        elif any(other.is_training for other in _OPEN):
+            self._told = self._told or shutdown.signal
+            shutdown.stand_back()
         else:
             number = shutdown.signal
             self._finish(Ending(None, ExitReason.SIGTERM, SIGNAL_BASE + number))
             os.kill(os.getpid(), number)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether signals come here, to a run that will take a step and stop after it."""
+        healer = self._healer()
+        is_heard = self._shutdown is not None and not self._closed
+        if healer is None or not is_heard or os.getpid() != self._process:
+            return False
+        return self._is_entered or healer.is_in_loop
+
     def close(self, error: BaseException | None = None) -> None:
         """Write the postmortem, once, and give the signals back; then no deadline runs any more."""
         if isinstance(error, CannotHeal):
             end_with_own_code()
-        self._finish(Ending.by(error))
+        is_told = error is None and self._unanswered
+        self._finish(Ending(None, ExitReason.SIGTERM, None) if is_told else Ending.by(error))
+
+    def late_stop(self) -> CannotHeal | None:
+        """Return the stop that a signal asked for after the last step; None if none did."""
+        if not self._unanswered:
+            return None
+        name = signal.Signals(self._unanswered).name
+        return CannotHeal(f"told to stop by {name} after the last step", ExitCode.PREEMPTED)
 
     def dismiss(self) -> None:
         """Write no postmortem: this run is watched, not trained, by its healer."""
@@ -146,6 +168,10 @@ class Exits:
             return
         self._journal.draft_postmortem(**self._page(EXITED))
 
+    def _ask(self, healer: "Healer") -> None:
+        self._unanswered = 0 if self._shutdown is None else self._shutdown.signal
+        healer.request_stop()
+
     def _install(self) -> None:
         healer = self._healer()
         if healer is None or threading.current_thread() is not threading.main_thread():
@@ -158,12 +184,13 @@ class Exits:
                 run_dir=self._journal.run_dir,
             )
             self._shutdown.install()
+            _OPEN.add(self)
 
     def _ending(self) -> Ending:
         error, healer = uncaught(), self._healer()
         if error is not None:
             return Ending.by(error)
-        if self._told:
+        if self._told or self._unanswered:
             return Ending(None, ExitReason.SIGTERM, None)
         in_order = self._program.returned()
         if in_order is None:
@@ -176,8 +203,8 @@ class Exits:
             self._closed = True
             self._write(ending)
             atexit.unregister(self.at_exit)
-        if shutdown is not None:
-            shutdown.finish()
+        if shutdown is not None and (ending.error is not None or not self._unanswered):
+            shutdown.finish()  # else the stop is still to come, and its deadline runs on
 
     def _write(self, ending: Ending) -> None:
         healer, error = self._healer(), ending.error
@@ -203,9 +230,14 @@ class Exits:
         if threading.current_thread() is not threading.main_thread():
             return None
         shutdown, self._shutdown = self._shutdown, None
+        _OPEN.discard(self)
         if shutdown is not None:
             shutdown.restore()
         return shutdown
+
+
+_OPEN: "weakref.WeakSet[Exits]" = weakref.WeakSet()
+"""Those that hear of signals: several, if a loop was left to itself and another one began."""
 
 
 def _exit_code(error: BaseException | None) -> int:

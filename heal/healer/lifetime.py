@@ -28,7 +28,14 @@ class Lifetime(Readout):
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.close(error)
+        halt = self.exits.late_stop() if error is None else None
+        if halt is None:
+            self.close(error)
+            return
+        if self.parts.books.durable is not None and not self.has_others:  # they are past saving
+            self.parts.books.durable.save_last()
+        self.close(halt)
+        raise halt
 
     def __del__(self) -> None:
         exits = vars(self).get("exits")  # none where the arguments were refused

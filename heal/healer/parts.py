@@ -50,7 +50,7 @@ class Given:
     """
 
     model: Module
-    optimizer: Optimizer | Sequence[Optimizer]
+    optimizers: Sequence[Optimizer]
     schedulers: tuple[Any, Any]
     config: HealingConfig
     scaler: Any
@@ -86,12 +86,10 @@ class Parts:
 
     def __init__(self, given: Given, journal: Journal, notes: Notes, owner: Owner) -> None:
         model, config, note, group = given.model, given.config, notes.add, given.process_group
-        optimizer = given.optimizer
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         buffers = BufferCopies(model, note)
         self.notes = notes
         self.guarded = guarded = GuardedStep(
-            optimizers, config, model.named_parameters(), given.scaler, group, note, buffers
+            given.optimizers, config, model.named_parameters(), given.scaler, group, note, buffers
         )
         wrapped, extra = guarded.optimizers, {"loss": guarded.watch.state}
         self.schedules = Schedules(*given.schedulers, wrapped, config.data == "replay", note)
@@ -111,7 +109,7 @@ class Parts:
             state, guarded, config, self.stream, self.micro, note, given.sleep
         )
         run.schedules, notes.step = self.schedules, lambda: run.step
-        self.treatment = Treatment(run, config, journal)
+        self.treatment = Treatment(run, config, journal, note)
         rates = LearningRates(wrapped, self.schedules.wanted, note)
         self.listener = Listener(run, guarded, self.treatment, config, rates, given.clock, note)
         self.listener.cluster = ClusterWatch(

@@ -27,15 +27,25 @@ class WholeLoop:
     bar: Progress
     on_step: Callable[[int], None] | None
 
-    def train(self) -> bool:
-        """Train to the end; False if the loader has no batches."""
+    def train(self) -> str | None:
+        """Train to the end; return why not all steps could be done, None if they were."""
         with closing(self._all_epochs()) as source:
             while self.run.step < self.steps:
                 try:
                     self._step(StepBatches(source, self.accumulate))
                 except NoMoreBatches:
-                    return False
-        return True
+                    return self._shortfall()
+        return None
+
+    def _shortfall(self) -> str:
+        done = f"{self.run.step} of {self.steps} steps were done"
+        if not self.stream.ordinal:
+            return f"the loader has no batches; {done}"
+        return (
+            f"the loader gave {self.stream.ordinal} batches and then none; {done}. Iterables that "
+            "can be passed over once, such as generators, end a run with their first epoch: wanted "
+            "a loader that begins anew, or fewer steps"
+        )
 
     def _step(self, batches: StepBatches) -> None:
         if self.attempts.take_step(self.train_step, batches):

@@ -4,7 +4,9 @@ A journal never raises: a full or read-only disk must not end a run that trains 
 and says so once.
 """
 
+import errno
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +16,7 @@ from typing import Any
 from heal.diagnose import Diagnosis
 from heal.journal.json_lines import dumps, now, read_all, read_events
 from heal.journal.postmortem import (
+    DIRECTORY_MODE,
     SCHEMA_VERSION,
     ExitReason,
     exit_reason,
@@ -43,7 +46,14 @@ MAX_BYTES = 64 * 2**20
 MAX_RECOVERIES = 1000
 """Entries of the postmortem; ``events.jsonl`` has them all."""
 
-DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
+FILE_MODE = 0o600
+OPEN_FLAGS = (
+    os.O_WRONLY
+    | os.O_APPEND
+    | os.O_CREAT
+    | getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)  # to open a pipe that nobody reads would wait for ever
+)
 
 
 class Journal:
@@ -80,6 +90,7 @@ class Journal:
         self._started = time.monotonic()
         self._files: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
+        self._torn: set[str] = set()  # files whose last line is cut short, as by a full disk
         if self.run_dir is not None:
             try:
                 self.run_dir.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -183,7 +194,14 @@ class Journal:
         try:
             data = (dumps(line) + "\n").encode()
             descriptor = self._open(name, path, len(data))
-            self._sizes[name] += os.write(descriptor, data)
+            if name in self._torn:
+                data = b"\n" + data  # do not join on to it
+            written = os.write(descriptor, data)
+            self._sizes[name] += written
+            if written < len(data):
+                self._torn.add(name)
+                raise OSError(errno.ENOSPC, f"{written} of {len(data)} bytes were written")
+            self._torn.discard(name)
         except Exception as error:  # not only OSError: details may hold what JSON cannot
             self.report_failure(path, error)
 
@@ -192,10 +210,14 @@ class Journal:
             os.close(self._files.pop(name))
             os.replace(path, path.with_suffix(path.suffix + ".1"))
         if name not in self._files:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-            descriptor = os.open(path, flags, FILE_MODE)
+            descriptor = os.open(path, OPEN_FLAGS, FILE_MODE)
+            about = os.fstat(descriptor)
+            if not stat.S_ISREG(about.st_mode):
+                os.close(descriptor)
+                raise OSError(errno.EINVAL, "it is no regular file")
             self._files[name] = descriptor
-            size = os.fstat(descriptor).st_size
+            self._torn.discard(name)
+            size = about.st_size
             if size and not _ends_whole(path):
                 os.write(descriptor, b"\n")  # a crash tore the last line: do not join on to it
             self._sizes[name] = size

@@ -20,6 +20,7 @@ from heal.journal.json_lines import dumps, encodable, now
 
 SCHEMA_VERSION = 1
 POSTMORTEM = "postmortem.json"
+DIRECTORY_MODE = 0o700
 
 
 class Diary(Protocol):
@@ -122,8 +123,9 @@ def write_postmortem(
 ) -> Path | None:
     """Write ``postmortem.json``, whole or not at all; return where it is, None if nowhere.
 
-    Never raises. Without a run_dir only a failure is written, to the working directory; ranks
-    other than 0 write ``postmortem.rank3.json`` and so on.
+    Never raises. A run_dir that was removed is made again. Without one only a failure is written,
+    to the working directory, and there too if the run_dir cannot be written; ranks other than 0
+    write ``postmortem.rank3.json`` and so on.
 
     Args:
         journal: says where, and for how long the run has been going.
@@ -158,16 +160,18 @@ def write_postmortem(
     is_failure = reason != ExitReason.COMPLETED.value and (
         reason != ExitReason.EXITED.value or bool(exit_code)
     )
-    if journal.run_dir is None and not is_failure:
-        return None
-    folder = journal.run_dir or Path.cwd()
     stem, suffix = POSTMORTEM.split(".")
     name = f"{stem}.rank{journal.rank}.{suffix}" if journal.rank else POSTMORTEM
-    try:
-        return _replace(folder / name, dumps({**additions, **page}))
-    except Exception as error:
-        journal.report_failure(folder / name, error)
-        return None
+    folders = [] if journal.run_dir is None else [journal.run_dir]
+    if is_failure:
+        folders.append(Path())
+    for folder in folders:
+        try:
+            folder.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            return _replace(folder.absolute() / name, dumps({**additions, **page}))
+        except Exception as error:
+            journal.report_failure(folder / name, error)
+    return None
 
 
 def _replace(path: Path, text: str) -> Path:

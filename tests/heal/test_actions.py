@@ -1,4 +1,5 @@
 import json
+import re
 from typing import get_args
 
 import pytest
@@ -117,6 +118,41 @@ def test_an_action_is_a_value_that_json_has(action):
     assert written.pop("action") == type(action).__name__
     assert type(action)(**written) == action
     assert hash(action) == hash(type(action)(**written))
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "message"),
+    [
+        (ScaleLr, (NAN,), "ScaleLr: factor is nan; wanted a finite number > 0"),
+        (ScaleLr, (INF,), "factor is inf"),
+        (ScaleLr, (0.0,), "factor is 0.0; wanted a finite number > 0"),
+        (ScaleLr, (True,), "factor is True"),
+        (ScaleLr, ("x",), "factor is 'x'"),
+        (ScaleLr, (0.5, 2.0), "floor is 2.0; wanted a finite number from 0 to 1"),
+        (ScaleLr, (0.5, 0.1, 2.5), "ramp_steps is 2.5; wanted a whole number >= 0"),
+        (TightenClip, (NAN,), "TightenClip: factor is nan"),
+        (TightenClip, (-1,), "factor is -1"),
+        (Rollback, ("x",), "Rollback: before_step is 'x'; wanted a whole number >= 0"),
+        (Rollback, (NAN,), "before_step is nan"),
+        (SkipBatches, ("a", "b"), "SkipBatches: first_step is 'a'"),
+        (SkipBatches, (0, -1), "last_step is -1"),
+        (ShrinkBatch, (None,), "ShrinkBatch: halving is None"),
+        (Backoff, (-1,), "Backoff: seconds is -1; wanted a finite number >= 0"),
+        (Backoff, (object,), "seconds is <class 'object'>"),
+        (WatchClosely, ("x",), "WatchClosely: steps is 'x'"),
+        (PerturbWeights, (NAN, 0), "PerturbWeights: std is nan; wanted a finite number from 0 to"),
+        (PerturbWeights, (0.1, 0.5), "seed is 0.5"),
+        (AnchorWeights, ("a", "b"), "AnchorWeights: strength is 'a'"),
+        (AnchorWeights, (1.0, NAN), "steps is nan"),
+        (Halt, ("why", 256), "Halt: exit_code is 256; wanted a whole number from 0 to 255"),
+    ],
+)
+def test_an_action_that_no_run_could_carry_out_is_refused_by_name(kind, told, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind(*told)
 
 
 def test_some_actions_leave_training_as_it_is():

@@ -1,5 +1,8 @@
 """Every fault that chaos knows, injected into a training run: found, healed, and no worse off."""
 
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -155,6 +158,99 @@ def test_a_dozen_faults_by_rate_are_survived_and_are_the_same_for_the_same_seed(
     first = strikes()
     assert len({kind for kind, _, _ in first}) == 3
     assert first == strikes()
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Encoding(UserDict):
+    """As BatchEncoding of transformers: a constructor of its own."""
+
+    def __init__(self, x, *, y):
+        super().__init__({"x": x, "y": y})
+
+
+CONTAINERS = {
+    "tuple": (tuple, lambda batch: batch),
+    "dict": (lambda pair: dict(zip("xy", pair, strict=True)), lambda b: (b["x"], b["y"])),
+    "namedtuple": (lambda pair: Pair(*pair), lambda batch: (batch.x, batch.y)),
+    "dataclass": (lambda pair: Sample(*pair), lambda batch: (batch.x, batch.y)),
+    "mapping": (lambda pair: Encoding(pair[0], y=pair[1]), lambda b: (b["x"], b["y"])),
+}
+
+
+@pytest.mark.parametrize("kind", ["bad_batch", "nan_batch"])
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_batches_of_every_container_can_be_broken(name, kind):
+    pack, unpack = CONTAINERS[name]
+    setup = regression()
+    loader = [pack(batch) for batch in setup.loader]
+    healer = setup.healer()
+    chaos = Chaos(healer, [Fault(kind, at=10)])
+    kinds = []
+
+    def train_step(batch):
+        kinds.append(type(batch))
+        return setup.train_step(unpack(batch))
+
+    healer.run(chaos.wrap(train_step), loader, 20, progress=False)
+    assert set(kinds) == {type(loader[0])}
+    assert len(chaos.strikes) == 1
+    assert next(d.cause.value for _, d, _ in healer.history) in EXPECTED[kind][0]
+    assert all(tensor.isfinite().all() and tensor.numel() for b in loader for tensor in unpack(b))
+
+
+def test_a_fault_that_finds_nothing_to_break_is_no_strike():
+    setup = regression()
+    setup.optimizer = torch.optim.SGD(setup.model.parameters(), lr=1e-3)
+    healer = setup.healer()
+    kinds = ["reset_optimizer", "corrupt_optimizer", "flip_snapshot_bit"]
+    healer.parts.run.ring.newest_good = lambda: None
+    chaos = Chaos(healer, [Fault(kind, at=5) for kind in kinds])
+    healer.run(chaos.wrap(setup.train_step), setup.loader, 10, progress=False)
+    assert chaos.strikes == []
+    assert [fault.kind for fault in chaos.not_struck] == kinds
+    tokens = language()
+    healer = tokens.healer()
+    chaos = Chaos(healer, [Fault("nan_batch", at=5)])
+    healer.run(chaos.wrap(tokens.train_step), tokens.loader, 10, progress=False)
+    assert chaos.strikes == []
+
+
+@pytest.mark.parametrize("other", ["nan_gradient", "reset_optimizer"])
+def test_of_two_faults_at_one_attempt_only_what_happened_is_recorded(other):
+    _, healer, chaos = struck(
+        regression, [Fault("network_error", at=10), Fault(other, at=10)], steps=20
+    )
+    assert [strike.fault.kind for strike in chaos.strikes] == ["network_error"]
+    assert [fault.kind for fault in chaos.not_struck] == [other]
+    assert healer.metrics()["healing/nan_count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"at": -3}, "at is -3; wanted a whole number >= 0"),
+        ({"at": "3"}, "at is '3'"),
+        ({"at": 2.5}, "at is 2.5"),
+        ({"at": True}, "at is True"),
+        ({"at": 3, "times": 0}, "times is 0; wanted a whole number >= 1"),
+        ({"at": 3, "times": 1.5}, "times is 1.5"),
+        ({"at": 3, "size": "big"}, "size is 'big'; wanted a number"),
+        ({"at": 3, "rank": -1}, "rank is -1"),
+        ({"rate": float("nan")}, "rate is nan"),
+        ({"rate": "0.5"}, "rate is '0.5'"),
+    ],
+)
+def test_a_fault_that_could_never_strike_is_refused(told, message):
+    with pytest.raises(ValueError, match=message):
+        Fault("nan_loss", **told)
 
 
 def test_an_unknown_fault_is_named():

@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import torch
 from rich.console import Console
 
 from heal import HealingConfig
@@ -95,6 +96,76 @@ def test_a_fault_that_nobody_found_is_called_missed_and_ends_with_its_own_code(c
     assert "missed" in table
     assert "noted" not in table
     assert errors.strip() == "heal drill: not found: reset_optimizer"
+
+
+def build_with_sgd(momentum=0.0):
+    """A run whose optimizer counts no steps."""
+    setup = regression()
+    setup.optimizer = torch.optim.SGD(setup.model.parameters(), lr=0.03, momentum=momentum)
+    return setup.healer(), setup.train_step, setup.loader
+
+
+def build_with_momentum():
+    return build_with_sgd(0.9)
+
+
+@pytest.mark.parametrize("name", ["build_with_sgd", "build_with_momentum"])
+def test_the_standard_drill_of_sgd_has_only_what_can_be_seen(name, capsys):
+    assert main(["drill", f"tests.heal.test_drill:{name}", "--plain", "--steps", "300"]) == 0
+    table, errors = capsys.readouterr()
+    assert "reset" not in table
+    assert errors == ""
+
+
+def test_a_fault_that_did_not_strike_is_not_healed(capsys):
+    words = ["tests.heal.test_drill:build", "--plain", "--steps", "30", "--fault", "nan_loss@30"]
+    assert main(["drill", *words]) == 1
+    assert "did not strike, or found nothing to break: nan_loss@30" in capsys.readouterr().err
+
+
+def build_that_fails():
+    raise KeyError("a mistake of mine")
+
+
+def build_of_nothing():
+    return None
+
+
+def build_in_the_wrong_order():
+    healer, train_step, loader = build()
+    healer.exits.dismiss()
+    return train_step, healer, loader
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("build_that_fails", r"raised KeyError\('a mistake of mine'\) at .*test_drill.py:\d+"),
+        ("build_of_nothing", r"returned None; wanted \(healer, train_step, loader\)"),
+        ("build_in_the_wrong_order", r"returned \['function', 'Healer', 'DataLoader'\]; wanted"),
+    ],
+)
+def test_a_function_that_makes_no_run_is_told_of(name, told, capsys):
+    assert main(["drill", f"tests.heal.test_drill:{name}"]) == 2
+    errors = capsys.readouterr().err
+    assert re.search(told, errors)
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("command", [["drill", "tests.heal.test_drill:build"], ["demo"]])
+@pytest.mark.parametrize("steps", ["0", "-1", "many"])
+def test_a_drill_has_at_least_one_step(command, steps, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([*command, f"--steps={steps}"])
+    assert left.value.code == 2
+    assert "wanted a whole number >= 1" in capsys.readouterr().err
+
+
+def test_a_drill_without_a_step_is_refused():
+    healer, train_step, loader = build()
+    healer.exits.dismiss()
+    with pytest.raises(ValueError, match="steps is 0; wanted 1 or more"):
+        Drill(healer, []).run(train_step, loader, 0)
 
 
 @pytest.mark.parametrize("target", ["nothing", "no_such_module:build", "tests.heal.runs:nothing"])

@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from heal import HealingConfig
-from heal.actions import CannotHeal, Halt, Rollback, ScaleLr
+from heal.actions import (
+    Backoff,
+    CannotHeal,
+    ClearCache,
+    Halt,
+    Refuse,
+    Rollback,
+    ScaleLr,
+    ShrinkBatch,
+    SkipBatches,
+)
 from heal.chaos import Chaos, Fault
 from heal.exceptions import qualified_name
 from heal.exit_codes import ExitCode
@@ -193,6 +203,37 @@ def test_a_hook_may_replace_the_plan_and_one_that_throws_is_contained(tmp_path):
     assert [e["event"] for e in events].count("hook_failed") == 2
 
 
+@pytest.mark.parametrize("answer", ["nonsense", "", Halt("no tuple"), None], ids=repr)
+def test_a_hook_that_fails_is_noted_without_a_run_dir_too(answer):
+    setup = regression()
+    healer = setup.healer()
+
+    @healer.on_instability
+    def hook(diagnosis, plan):
+        return 1 / 0 if answer is None else answer
+
+    strike(setup, [Fault("nan_loss", at=20)], 30, healer)
+    (note,) = healer.notes
+    assert note.startswith("the hook of on_instability failed, the plan was kept")
+    assert ("ZeroDivisionError" if answer is None else "TypeError") in note
+
+
+@pytest.mark.parametrize(
+    "junk", [lambda: ScaleLr(math.nan), lambda: SkipBatches(0, 10**7)], ids=["nan", "far ahead"]
+)
+def test_junk_in_the_plan_of_a_hook_is_noted_and_the_plan_is_done(junk, tmp_path):
+    setup = regression()
+    healer = setup.healer(run_dir=tmp_path)
+    healer.on_instability(lambda diagnosis, plan: (*plan, junk()))
+    strike(setup, [Fault("corrupt_weight", at=40)], 80, healer)
+    assert any(isinstance(a, Rollback) for _, _, plan in healer.history for a in plan)
+    assert healer.last_step == 79
+    assert len(healer.parts.stream.unwanted()) < 100
+    assert all(torch.isfinite(p).all() for p in setup.model.parameters())
+    assert "wanted" in healer.notes[0]
+    assert "hook_failed" in (tmp_path / "events.jsonl").read_text()
+
+
 def test_healing_that_fails_itself_is_left_out_and_said(monkeypatch):
     setup, bare = regression(), None
     healer = setup.healer()
@@ -294,6 +335,97 @@ def test_steps_that_raise_for_nan_now_and_then_cost_themselves_only():
     metrics = healer.metrics()
     assert metrics["healing/recovery_attempts"] == 0
     assert metrics["healing/nan_count"] == len(calls) // 10
+
+
+ANSWERS = {
+    "nothing": (),
+    "a cleared cache": (ClearCache(),),
+    "a refusal": (Refuse(),),
+    "a wait": (Backoff(0),),
+    "a smaller batch": (ShrinkBatch(),),
+    "another batch": (SkipBatches(0, 0),),
+}
+RAISED = {
+    "oom_forward": ExitCode.OUT_OF_MEMORY,
+    "network_error": ExitCode.NETWORK,
+    "bad_batch": ExitCode.BAD_DATA,
+}
+
+
+class Endless(BaseException):
+    """No Exception: those of a hook are contained."""
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("kind", RAISED)
+def test_healing_ends_whatever_the_hook_answers_to_an_exception(kind, answer):
+    setup = regression()
+    healer, asked = setup.healer(), []
+
+    @healer.on_instability
+    def hook(diagnosis, plan):
+        asked.append(diagnosis)
+        if len(asked) > 200:
+            raise Endless
+        return ANSWERS[answer]
+
+    halt = halted(setup, [Fault(kind, at=20, times=FOREVER)], healer=healer)
+    assert halt.exit_code == RAISED[kind]
+    assert halt.__cause__ is not None
+    assert healer.last_step == 19
+
+
+def test_a_mistake_is_raised_whatever_the_hook_answers():
+    setup = regression()
+    healer, calls = setup.healer(), []
+    healer.on_instability(lambda diagnosis, plan: ())
+
+    class Mistake(Exception):
+        pass
+
+    def train_step(batch):
+        calls.append(batch)
+        raise Mistake("of mine")
+
+    with pytest.raises(Mistake, match="of mine"):
+        healer.run(train_step, setup.loader, 5, progress=False)
+    assert len(calls) == setup.config.max_consecutive_data_errors + 1
+
+
+def test_numbers_that_are_raised_as_an_error_end_the_run_too():
+    setup = regression(max_consecutive=8)
+    healer = setup.healer()
+    healer.on_instability(lambda diagnosis, plan: ())
+
+    def train_step(batch):
+        raise FloatingPointError("loss is nan")
+
+    with pytest.raises(CannotHeal, match="9 batches in a row were given up") as caught:
+        healer.run(train_step, setup.loader, 5, progress=False)
+    assert caught.value.exit_code == ExitCode.NONFINITE
+
+
+def test_batches_that_a_hook_gives_up_count_only_in_a_row():
+    setup = regression()
+    healer = setup.healer()
+    healer.on_instability(lambda diagnosis, plan: ())
+    faults = [Fault("oom_forward", at=at, times=2) for at in range(5, 50, 5)]
+    strike(setup, faults, 60, healer)
+    assert healer.last_step == 59
+
+
+def test_a_spent_budget_is_no_matter_for_the_hook():
+    setup = regression(nan_action="skip", max_consecutive=8)
+    healer, seen = setup.healer(), []
+
+    @healer.on_instability
+    def hook(diagnosis, plan):
+        seen.extend(plan)
+        return (Refuse(),)
+
+    halt = halted(setup, [Fault("nan_loss", at=10, times=FOREVER)], healer=healer)
+    assert halt.exit_code == ExitCode.NONFINITE
+    assert isinstance(seen[-1], Halt)
 
 
 def test_success_leaves_a_postmortem_in_the_run_dir(tmp_path):

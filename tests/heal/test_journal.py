@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from datetime import datetime
@@ -152,6 +153,40 @@ def test_a_full_disk_does_not_kill(tmp_path, monkeypatch):
     assert [event["step"] for event in read_events(tmp_path / "events.jsonl")[0]] == [2]
 
 
+def test_a_line_that_was_written_in_part_is_told_of_and_costs_no_other(tmp_path, monkeypatch):
+    told, write = [], os.write
+    journal = Journal(tmp_path, warn=told.append)
+    journal.event("first", 1)
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:40]))
+    journal.event("torn", 2)
+    journal.event("torn", 3)
+    monkeypatch.undo()
+    journal.event("whole", 4)
+    journal.event("last", 5)
+    events, bad = read_events(tmp_path / "events.jsonl")
+    assert ([event["event"] for event in events], bad) == (["first", "whole", "last"], 2)
+    assert journal.failed_writes == 2
+    assert len(told) == 1
+    assert "40 of" in told[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_pipe_in_the_place_of_a_file_is_told_of_and_waited_for_by_nobody(tmp_path, is_read):
+    path = tmp_path / "events.jsonl"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if is_read else None
+    source = (
+        "import sys; from heal.journal import Journal;"
+        "Journal(sys.argv[1], warn=lambda line: print(line)).event('note', 1)"
+    )
+    words = [sys.executable, "-c", source, str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "events.jsonl" in done.stdout
+    if reader is not None:
+        os.close(reader)
+
+
 def test_what_cannot_be_told_does_not_kill_either(tmp_path):
     class Hostile:
         def __str__(self):
@@ -229,6 +264,29 @@ def test_a_postmortem_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     assert journal.postmortem(last_step=2) is None
     assert strict((tmp_path / "postmortem.json").read_text())["last_step"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["postmortem.json"]
+
+
+def test_a_run_dir_that_was_removed_is_made_again_for_the_postmortem(tmp_path):
+    journal = Journal(tmp_path / "runs" / "one")
+    shutil.rmtree(tmp_path / "runs")
+    path = journal.postmortem(last_step=1)
+    assert path == tmp_path / "runs" / "one" / "postmortem.json"
+    assert strict(path.read_text())["exit_reason"] == "completed"
+
+
+def test_a_failure_that_cannot_be_written_to_the_run_dir_goes_to_the_working_directory(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    blocked = tmp_path / "run"
+    blocked.write_text("not a folder")
+    journal = Journal(blocked, warn=lambda line: None)
+    assert journal.postmortem(last_step=1) is None
+    assert list((tmp_path / "here").iterdir()) == []
+    path = journal.postmortem(last_step=1, exception=ValueError("x"))
+    assert path == tmp_path / "here" / "postmortem.json"
+    assert strict(path.read_text())["exception_type"] == "ValueError"
 
 
 def test_other_ranks_do_not_overwrite_the_first(tmp_path):

@@ -5,6 +5,7 @@ import errno
 import pytest
 import torch
 
+from heal import Healer, HealingConfig
 from heal.actions import Rollback
 from heal.chaos import Chaos, Fault
 from tests.heal.runs import regression
@@ -28,6 +29,68 @@ def test_a_run_dir_that_cannot_be_made_costs_the_journal_and_not_the_run(tmp_pat
     healer = regression().run(20, run_dir=in_the_way / "run")
     assert healer.last_step == 19
     assert str(in_the_way / "run") in capsys.readouterr().err
+
+
+def test_settings_may_be_a_dict():
+    setup = regression()
+    setup.config = {"nan_patience": 7}
+    healer = setup.healer()
+    healer.exits.dismiss()
+    assert healer.config == HealingConfig(nan_patience=7)
+
+
+def parts_of_a_healer(**changes):
+    setup = regression()
+    return {"model": setup.model, "optimizer": setup.optimizer, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"config": "heal.toml"}, TypeError, "config is str; wanted a HealingConfig or a dict"),
+        ({"config": {"nan_patienc": 7}}, ValueError, "nan_patienc"),
+        ({"scheduler": HealingConfig()}, TypeError, r"Healer\(model, optimizer, config=...\)"),
+        ({"optimizer": []}, ValueError, "optimizer is an empty list"),
+        ({"optimizer": ["adam"]}, TypeError, r"optimizer\[0\] is str; wanted a torch Optimizer"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named(changes, kind, message):
+    with pytest.raises(kind, match=message):
+        Healer(**parts_of_a_healer(**changes))
+
+
+def test_an_optimizer_that_is_given_twice_is_refused():
+    given = parts_of_a_healer()
+    given["optimizer"] = [given["optimizer"]] * 2
+    with pytest.raises(ValueError, match=r"optimizer\[1\], AdamW, is given twice"):
+        Healer(**given)
+
+
+def test_a_loader_that_can_be_passed_over_once_ends_the_run_early_and_that_is_said(capsys):
+    setup = regression()
+    healer = setup.healer()
+    healer.run(setup.train_step, (batch for batch in setup.loader), 100, progress=False)
+    (note,) = healer.notes
+    assert note.startswith("the loader gave 16 batches and then none; 16 of 100 steps were done")
+    assert "generators" in note
+    assert capsys.readouterr().err == f"heal: {note}\n"
+
+
+def test_a_loader_without_batches_is_said_to_have_none(capsys):
+    setup = regression()
+    healer = setup.healer()
+    healer.run(setup.train_step, [], 10, progress=False)
+    assert healer.notes == ["the loader has no batches; 0 of 10 steps were done"]
+    assert healer.notes[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("told", [{"steps": 0}, {"steps": -1}, {"accumulate": 0}])
+def test_a_dry_run_of_nothing_is_refused(told):
+    setup = regression()
+    healer = setup.healer()
+    healer.exits.dismiss()
+    with pytest.raises(ValueError, match="wanted 1 or more of each"):
+        healer.dry_run(setup.train_step, setup.loader, **told)
 
 
 class OwnSchedule:

@@ -99,7 +99,7 @@ class TrainerAttempts(Attempts):
     def end_step(self) -> None:
         """The optimizer has stepped: what it was made of may be forgotten."""
         if self._inputs:
-            self._micro.note_clean()
+            self._worked()
         self._inputs.clear()
         self._calls, self._num_items = 0, None
 

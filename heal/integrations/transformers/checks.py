@@ -2,11 +2,8 @@
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from heal.config import HealingConfig
 
 NEEDED = ("train", "args", "accelerator", "callback_handler", "training_step")
 """What is used of a trainer. Any object that has it will do, whatever its class."""
@@ -32,22 +29,6 @@ def checked_trainer(trainer: Any) -> Any:
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise TypeError("the trainer uses DeepSpeed, whose engine steps by itself: not supported")
     return trainer
-
-
-def checked_config(config: HealingConfig | Mapping[str, Any] | None) -> HealingConfig:
-    """Return settings; plain values are looked through.
-
-    Raises:
-        ConfigError: a name is unknown or a value is wrong.
-        TypeError: neither settings nor plain values.
-    """
-    if config is None:
-        return HealingConfig()
-    if isinstance(config, HealingConfig):
-        return config
-    if isinstance(config, Mapping):
-        return HealingConfig.from_dict(config)
-    raise TypeError(f"config is {type(config).__name__}; wanted a HealingConfig or a dict")
 
 
 def checked_factor(factor: float | None) -> float | None:

@@ -209,6 +209,83 @@ def two_healers_closed_in_their_order(folder):
     send(signal.SIGTERM)()
 
 
+def sigterm_after_a_loop_that_nobody_closed(folder):
+    KEPT.append(train(make(folder + "-first")))
+    train(make(folder), send(signal.SIGTERM))
+
+
+def sigterm_in_run_after_a_loop_that_nobody_closed(folder):
+    KEPT.append(train(make(folder + "-first")))
+    healer = make(folder)
+    batches = [torch.randn(4, 4)] * STEPS
+
+    def train_step(batch):
+        return healer.model(batch).square().mean()
+
+    def on_step(step):
+        if step == AT:
+            send(signal.SIGTERM)()
+
+    healer.run(train_step, batches, STEPS, progress=False, on_step=on_step)
+
+
+def sigterm_beside_a_loop_that_was_closed_since(folder):
+    first = train(make(folder + "-first"))
+
+    def close_and_send():
+        first.close()
+        send(signal.SIGTERM)()
+
+    train(make(folder), close_and_send)
+
+
+def sigterm_in_with_after_the_last_step(folder):
+    with make(folder) as healer:
+        train(healer)
+        send(signal.SIGTERM)()
+    print("still here")
+
+
+def sigterm_in_run_at_the_last_step(folder):
+    healer = make(folder)
+
+    def on_step(step):
+        if step == STEPS - 1:
+            send(signal.SIGTERM)()
+
+    def train_step(batch):
+        return healer.model(batch).square().mean()
+
+    healer.run(train_step, [torch.randn(4, 4)], STEPS, progress=False, on_step=on_step)
+
+
+def sigterm_at_the_last_step_of_a_loop(folder):
+    healer = train(make(folder), send(signal.SIGTERM), batches=AT + 1)
+    healer.close()
+
+
+def sigterm_to_the_outer_of_two(folder):
+    def happens():
+        KEPT.append(train(make(folder + "-first")))
+        send(signal.SIGTERM)()
+
+    train(make(folder), happens)
+
+
+def sigterm_to_two_in_evaluation(folder):
+    KEPT.extend([train(make(folder + "-first")), train(make(folder))])
+    send(signal.SIGTERM)()
+    print("still here")
+
+
+def sigterm_to_two_with_a_handler_of_ones_own(folder):
+    signal.signal(signal.SIGTERM, lambda number, frame: KEPT.append(number))
+    KEPT.append(train(make(folder + "-first")))
+    KEPT.append(train(make(folder), send(signal.SIGTERM)))
+    assert KEPT.count(signal.SIGTERM) == 1
+    assert KEPT[-1].last_step == STEPS - 1
+
+
 KEPT = []
 CASES = [
     end,
@@ -237,6 +314,15 @@ CASES = [
     process,
     process_with_error,
     two_healers_closed_in_their_order,
+    sigterm_after_a_loop_that_nobody_closed,
+    sigterm_in_run_after_a_loop_that_nobody_closed,
+    sigterm_beside_a_loop_that_was_closed_since,
+    sigterm_in_with_after_the_last_step,
+    sigterm_in_run_at_the_last_step,
+    sigterm_at_the_last_step_of_a_loop,
+    sigterm_to_the_outer_of_two,
+    sigterm_to_two_in_evaluation,
+    sigterm_to_two_with_a_handler_of_ones_own,
 ]
 
 if __name__ == "__main__":

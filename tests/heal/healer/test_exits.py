@@ -12,6 +12,8 @@ from tests.heal.healer import endings
 
 ROOT = Path(__file__).parents[3]
 
+STOPPED = "heal.actions.CannotHeal"
+
 WANTED = {
     # case: exit status of the process, exit_reason, exit_code and exception_type of the postmortem
     "end": (0, "completed", 0, None),
@@ -22,14 +24,14 @@ WANTED = {
     "exit_three_between_epochs": (3, "exited", None, None),
     "exit_three_in_with": (3, "exited", 3, "SystemExit"),
     "exit_none_in_with": (0, "completed", 0, "SystemExit"),
-    "sigterm": (75, "sigterm", 75, "heal.actions.CannotHeal"),
+    "sigterm": (75, "sigterm", 75, STOPPED),
     "sigterm_in_evaluation": (-15, "sigterm", 143, None),
     "sigterm_with_a_handler_of_ones_own": (0, "sigterm", None, None),
     "sigterm_after_close": (-15, "completed", 0, None),
     "sigint": (-2, "sigint", 130, "KeyboardInterrupt"),
-    "halt": (43, "nan", 43, "heal.actions.CannotHeal"),
-    "halt_with_a_hook_of_ones_own": (43, "nan", 43, "heal.actions.CannotHeal"),
-    "halt_that_is_caught": (0, "nan", 43, "heal.actions.CannotHeal"),
+    "halt": (43, "nan", 43, STOPPED),
+    "halt_with_a_hook_of_ones_own": (43, "nan", 43, STOPPED),
+    "halt_that_is_caught": (0, "nan", 43, STOPPED),
     "out_of_memory": (44, "oom", 44, "torch.OutOfMemoryError"),
     "collected": (0, "completed", 0, None),
     "collected_after_break": (0, "completed", 0, None),
@@ -40,6 +42,24 @@ WANTED = {
     "process": (0, "completed", 0, None),
     "process_with_error": (0, "exited", None, None),
     "two_healers_closed_in_their_order": (-15, "completed", 0, None),
+    "sigterm_after_a_loop_that_nobody_closed": (75, "sigterm", 75, STOPPED),
+    "sigterm_in_run_after_a_loop_that_nobody_closed": (75, "sigterm", 75, STOPPED),
+    "sigterm_beside_a_loop_that_was_closed_since": (75, "sigterm", 75, STOPPED),
+    "sigterm_in_with_after_the_last_step": (75, "sigterm", 75, STOPPED),
+    "sigterm_in_run_at_the_last_step": (75, "sigterm", 75, STOPPED),
+    "sigterm_at_the_last_step_of_a_loop": (0, "sigterm", None, None),
+    "sigterm_to_the_outer_of_two": (75, "sigterm", 75, STOPPED),
+    "sigterm_to_two_in_evaluation": (-15, "sigterm", 143, None),
+    "sigterm_to_two_with_a_handler_of_ones_own": (0, "sigterm", None, None),
+}
+FIRST_OF_TWO = {
+    # what is told of the other healer, the one that was made first
+    "sigterm_after_a_loop_that_nobody_closed": ("sigterm", 75),
+    "sigterm_in_run_after_a_loop_that_nobody_closed": ("sigterm", 75),
+    "sigterm_beside_a_loop_that_was_closed_since": ("completed", 0),
+    "sigterm_to_the_outer_of_two": ("sigterm", 75),
+    "sigterm_to_two_in_evaluation": ("sigterm", 143),
+    "sigterm_to_two_with_a_handler_of_ones_own": ("sigterm", None),
 }
 
 
@@ -77,6 +97,13 @@ def test_a_run_that_nobody_closes_leaves_a_postmortem(ended, name):
     told = (page["exit_reason"], page["exit_code"], page["exception_type"])
     assert (codes[name], *told) == WANTED[name], errors
     assert page["last_step"] >= 0 or name == "out_of_memory"
+
+
+@pytest.mark.parametrize("name", FIRST_OF_TWO)
+def test_a_healer_beside_the_one_that_is_stopped_leaves_a_postmortem_too(ended, name):
+    folder, _ = ended
+    page = page_of(folder, f"{name}-first")
+    assert (page["exit_reason"], page["exit_code"]) == FIRST_OF_TWO[name]
 
 
 def test_a_halt_prints_its_traceback_once_and_calls_the_hook_that_was_there(ended):
