@@ -16,7 +16,8 @@ from heal.actions import CannotHeal
 from heal.cluster.shutdown import ShutdownHandler
 from heal.exit_codes import ExitCode
 from heal.healer.process_end import MainProgram, end_with_own_code, tell_of_thread, uncaught
-from heal.journal.journal import ExitReason, Journal
+from heal.journal.journal import Journal
+from heal.journal.postmortem import ExitReason
 
 if TYPE_CHECKING:
     from heal.loop import Healer

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from heal.diagnose import Diagnosis
-from heal.journal.json_lines import dumps, now, read_all, read_events
+from heal.journal.json_lines import dumps, now
 from heal.journal.postmortem import (
     DIRECTORY_MODE,
     SCHEMA_VERSION,
@@ -23,16 +23,6 @@ from heal.journal.postmortem import (
     recovery_action,
     write_postmortem,
 )
-
-__all__ = [
-    "ExitReason",
-    "Journal",
-    "exit_reason",
-    "read_all",
-    "read_events",
-    "recovery_action",
-    "write_postmortem",
-]
 
 EVENTS, METRICS = "events", "metrics"
 POSTMORTEM = "postmortem"
