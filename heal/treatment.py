@@ -16,7 +16,7 @@ from heal.actions import (
     SkipBatches,
     action_to_json,
 )
-from heal.causes import Cause, Family, Finding, Severity
+from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis, diagnose
 from heal.exit_codes import ExitCode
@@ -138,15 +138,12 @@ class Treatment:
             CannotHeal: so many failed in a row that it is not the batches.
         """
         self._num_given_up += 1
-        is_numeric = diagnosis.family is Family.NUMERIC
-        config = self._config
-        most = config.max_consecutive if is_numeric else config.max_consecutive_data_errors
+        most = self._config.max_consecutive_data_errors
         if self._num_given_up > most:
-            other = ExitCode.NONFINITE if is_numeric else ExitCode.UNRECOVERABLE
             raise CannotHeal(
                 f"{diagnosis.cause.value} at step {diagnosis.step}: {self._num_given_up} batches "
                 f"in a row were given up, for the plans had no cure; wanted at most {most}",
-                EXIT_CODES.get(diagnosis.cause, other),
+                EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE),
             )
 
     def note_batch_worked(self) -> None:

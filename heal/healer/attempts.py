@@ -299,7 +299,8 @@ class Attempts:
             plan = self._treatment.carry_out(diagnosis)
             undone = any(isinstance(action, Rollback) for action in plan)
             is_cured = self._is_cured(diagnosis.family, plan)
-            if not (undone or is_cured or diagnosis.family is Family.DATA):  # these are counted
+            is_counted = diagnosis.family in (Family.DATA, Family.NUMERIC)  # by the policy
+            if not (undone or is_cured or is_counted):
                 self._treatment.give_up_batch(diagnosis)
         except CannotHeal as halt:
             if diagnosis.cause is Cause.UNKNOWN:

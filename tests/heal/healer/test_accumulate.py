@@ -131,7 +131,7 @@ def test_a_loader_that_runs_dry_within_a_step_ends_the_run():
     healer = setup.healer()
     healer.run(setup.train_step, iter(list(setup.loader)), STEPS, accumulate=3, progress=False)
     assert healer.last_step == 4  # sixteen batches
-    assert any("no batches" in note for note in healer.notes)
+    assert any("gave 16 batches and then none" in note for note in healer.notes)
 
 
 def test_what_on_step_raises_goes_on_even_if_it_is_an_end_of_something():
