@@ -11,6 +11,7 @@ from typing import Any
 from heal.cluster.patience import Patience
 
 CALL = "call"
+LOOKS_AT_STACK = 3  # a thread that runs may change its frames under our eyes, once in a long while
 STORE_SECONDS = 3.0  # a store that takes longer to answer is taken for dead
 WAITING = (
     "torch/distributed/",
@@ -164,10 +165,18 @@ def blame(
 
 def where_is(thread: int) -> tuple[str, bool]:
     """Return the innermost line of a thread that is not torch's, and whether it waits."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return "the end of the thread", False
-    stack = traceback.extract_stack(frame)
+    stack: traceback.StackSummary | None = None
+    for _ in range(LOOKS_AT_STACK):
+        frame = sys._current_frames().get(thread)
+        if frame is None:
+            return "the end of the thread", False
+        try:
+            stack = traceback.extract_stack(frame)
+            break
+        except Exception:  # the thread runs on, and its frames may be others by the time
+            continue
+    if not stack:
+        return "a place that cannot be read", False
     files = [entry.filename.replace("\\", "/") for entry in stack]
     waits = any(place in files[-1] for place in WAITING)
     ours = [e for e, f in zip(stack, files, strict=True) if "/torch/" not in f] or list(stack)

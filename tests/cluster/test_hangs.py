@@ -1,11 +1,13 @@
 """A rank that stands still is survived if it goes on, and named if it does not."""
 
 import signal
+import threading
 import time
+import traceback
 
 import pytest
 
-from heal.cluster.progress_board import Standing, blame
+from heal.cluster.progress_board import Standing, blame, where_is
 from heal.cluster.watchdog import HangWatchdog
 from heal.exit_codes import ExitCode
 from tests.cluster import ranks
@@ -97,3 +99,19 @@ def test_a_single_process_hears_of_its_own_hang(tmp_path):
 def test_a_timeout_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="timeout_seconds is 0; wanted more than 0"):
         HangWatchdog(0)
+
+
+@pytest.mark.parametrize(("failures", "told"), [(1, "progress_board.py"), (99, "cannot be read")])
+def test_a_stack_that_changes_under_our_eyes_does_not_end_the_watch(monkeypatch, failures, told):
+    real, tries = traceback.extract_stack, []
+
+    def extract(frame):
+        tries.append(frame)
+        if len(tries) <= failures:
+            raise AttributeError("'int' object has no attribute 'f_lineno'")
+        return real(frame)
+
+    monkeypatch.setattr(traceback, "extract_stack", extract)
+    at, waits = where_is(threading.get_ident())
+    assert told in at
+    assert not waits
