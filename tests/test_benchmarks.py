@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import update_readme
+from benchmarks.tables import publish
 from tests.bench.test_results import document, result
 from zclip.bench.catalogue import OPS, RULES
 
@@ -78,3 +79,10 @@ def test_a_noisy_run_does_not_change_the_readme(tmp_path, monkeypatch, capsys):
     update_readme.main()
     assert (ROOT / "README.md").read_text() == before
     assert "left as it is: no result, load 9 on 2 cores" in capsys.readouterr().out
+
+
+def test_a_table_is_written_into_a_folder_that_is_not_there_yet(tmp_path, capsys):
+    path = tmp_path / "new" / "table.md"
+    publish(path, ("| a |", "|---|"), [("1",)], "made by hand")
+    assert path.read_text() == "| a |\n|---|\n| 1 |\n\nmade by hand.\n"
+    assert capsys.readouterr().out == "made by hand\n"
