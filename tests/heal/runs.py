@@ -4,11 +4,14 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from heal import Healer, HealingConfig
+from heal.actions import CannotHeal
+from heal.chaos import Chaos
 
 torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
 
@@ -141,3 +144,18 @@ def assert_same(first: list[Any], second: list[Any]) -> None:
     assert len(first) == len(second)
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, f"item {i} differs"
+
+
+def strike(setup, faults, steps, healer=None, **options):
+    """Train with faults; return the healer."""
+    healer = healer or setup.healer(**options)
+    chaos = Chaos(healer, faults)
+    healer.run(chaos.wrap(setup.train_step), chaos.wrap_loader(setup.loader), steps, progress=False)
+    return healer
+
+
+def halted(setup, faults, steps=400, **options):
+    """Train with faults until healing gives up; return what it raised."""
+    with pytest.raises(CannotHeal) as caught:
+        strike(setup, faults, steps, **options)
+    return caught.value
