@@ -138,9 +138,7 @@ class LossSpike:
         self.leap_norms.clear()
 
     def _is_other_data(self, usual: float) -> bool:
-        if self.was_harmed or self.ratio < 0.0:
-            return False
-        return self.updates.is_other_data(usual, self.leap, self.leap_norms)
+        return not self.was_harmed and self.updates.is_other_data(usual, self.leap, self.leap_norms)
 
     def _comes_down(self, usual: float, is_hopeless: bool) -> bool:
         first, last = self.leap[: self.patience], self.leap[-self.patience :]

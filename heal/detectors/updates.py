@@ -18,7 +18,7 @@ class Updates:
     something else has written. A check of the weights finds that.)
     """
 
-    NORMS, FEWEST = 64, 16
+    NORMS = 64
     LAST, RATES = 3, 16  # steps that are looked back, for norms and for rates
     UPPER, LARGE = 0.9, 5.0  # a norm so many times above what one in ten exceeds has a part in it
     RAISED = 4.0  # times the lowest of the last rates
@@ -43,9 +43,7 @@ class Updates:
             self.rates.append(record.lr)
 
     def may_have_harmed(self) -> bool:
-        """Return whether one of the last updates was out of the ordinary; yes, if nobody knows."""
-        if len(self.norms) < self.FEWEST:
-            return True
+        """Return whether one of the last updates was out of the ordinary."""
         limit = self.LARGE * self.norms.quantile(self.UPPER)
         if any(not norm <= limit for norm in self.last):
             return True
