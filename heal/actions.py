@@ -40,6 +40,10 @@ class Run(Protocol):
         """Multiply ``lr_scale``, no lower than ``floor``; return to 1 over ``ramp_steps`` steps."""
         ...
 
+    def hold_lr(self, limit: float) -> None:
+        """Scale every learning rate above ``limit`` down to it, until it comes below by itself."""
+        ...
+
     def tighten_clip(self, factor: float) -> None:
         """Multiply the thresholds of clipping."""
         ...
@@ -152,6 +156,23 @@ class ScaleLr:
         before = run.lr_scale
         run.scale_lr(self.factor, self.floor, self.ramp_steps)
         return run.lr_scale != before
+
+
+@dataclass(frozen=True, slots=True)
+class HoldLr:
+    """Let the learning rate not exceed ``limit``, until it comes below by itself.
+
+    For a rate that something other than a schedule has raised, and raises again after a rollback.
+    """
+
+    limit: float
+
+    def __post_init__(self) -> None:
+        check_above_zero(self, "limit")
+
+    def apply(self, run: Run) -> bool:
+        run.hold_lr(self.limit)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +336,7 @@ Action = (
     | TightenClip
     | RelearnClip
     | ScaleLr
+    | HoldLr
     | Rollback
     | SkipBatches
     | ShrinkBatch

@@ -102,10 +102,8 @@ ABOUT: dict[Cause, About] = {
     Cause.GRADIENT_EXPLOSION: About(
         Family.NUMERIC, "Gradient norms far above all before, and the loss suffers.", ADAGC
     ),
-    Cause.LOSS_SPIKE: About(
-        Family.NUMERIC, "The loss leapt far above every level seen and stays there.", PALM
-    ),
-    Cause.DIVERGENCE: About(Family.NUMERIC, "The loss rises and undoes what was learned.", OPT),
+    Cause.LOSS_SPIKE: About(Family.NUMERIC, "The loss leapt far above its level.", PALM),
+    Cause.DIVERGENCE: About(Family.NUMERIC, "The loss rises above the best level it had.", OPT),
     Cause.LR_SPIKE: About(
         Family.NUMERIC,
         "The learning rate is not what the schedule says, or far above all before and the loss "
@@ -173,7 +171,8 @@ class Finding:
     """What one detector saw.
 
     ``step`` is where it was seen; ``bad_step`` the first step that may have done damage: a
-    snapshot of that step or before is clean. ``streak`` counts how often in a row.
+    snapshot of that step or before is clean. ``streak`` counts how often in a row. With
+    ``wants_proof`` it is a suspicion: the experiment settles it before anything is done.
     """
 
     cause: Cause
@@ -182,6 +181,7 @@ class Finding:
     severity: Severity
     evidence: dict[str, object]
     streak: int = 1
+    wants_proof: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return it as values that JSON has."""

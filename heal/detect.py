@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, Protocol
 
 from heal.causes import Finding, Severity
 from heal.config import HealingConfig
-from heal.detectors.divergence import Divergence
-from heal.detectors.gradients import GradientExplosion, RefusedSteps
+from heal.detectors.gradients import GradientExplosion, SkippedSteps
 from heal.detectors.health import StateHealth
-from heal.detectors.loss_spike import LossSpike
-from heal.detectors.lr_climb import LrClimb
-from heal.detectors.pace import HostNews, LrSpike, ThroughputCollapse
+from heal.detectors.learning_rate import LrChange
+from heal.detectors.loss import LossChange
+from heal.detectors.pace import HostNews, ThroughputCollapse
 from heal.detectors.progress import OverfittingGap, Plateau
 from heal.forecast.watch import ForecastWatch
 from heal.verdict import HealthRow, Record
@@ -26,12 +25,12 @@ __all__ = ["Detector", "Finding", "Usual", "Watch"]
 class Usual(NamedTuple):
     """What the detectors take for usual; as it stands, nothing.
 
-    ``loss_scale`` is by how much a loss must rise to be twice as high. ``norm`` is the upper range
-    of gradient norms: they scatter, and the last one says little about the next.
+    ``loss_margin`` is by how much a loss may exceed the level and be calm. ``norm`` is the upper
+    range of gradient norms: they scatter, and the last one says little about the next.
     """
 
     loss: float = math.nan
-    loss_scale: float = math.nan
+    loss_margin: float = math.nan
     norm: float = 0.0
 
 
@@ -59,19 +58,19 @@ class Watch:
     """
 
     def __init__(self, config: HealingConfig) -> None:
-        self._spike = LossSpike(config)
+        self._loss = LossChange(config)
+        self._skipped = SkippedSteps(config)
+        self._lr = LrChange(config)
         self._explosion = GradientExplosion(config)
         self._gap = OverfittingGap(config)
         self._errors: list[Exception] = []
         self._health = StateHealth(config)
         self.detectors: dict[str, Detector] = {
             "host_news": HostNews(config),
-            "refused_steps": RefusedSteps(config),
+            "skipped_steps": self._skipped,
             "gradient_explosion": self._explosion,
-            "loss_spike": self._spike,
-            "divergence": Divergence(config),
-            "lr_spike": LrSpike(config),
-            "lr_climb": LrClimb(config),
+            "loss": self._loss,
+            "lr": self._lr,
             "plateau": Plateau(config),
             "overfitting_gap": self._gap,
             "throughput_collapse": ThroughputCollapse(config),
@@ -109,11 +108,26 @@ class Watch:
         return errors
 
     def usual(self) -> Usual:
-        """Return what the next steps are measured against, as far as it is known.
+        """Return what the next steps are measured against, as far as it is known."""
+        level, noise = self._loss.level()
+        return Usual(level, LossChange.SLACK * noise, self._explosion.level())
 
-        Where the loss is near zero, noise is what its rise is measured by.
-        """
-        return Usual(*self._spike.level(), self._explosion.level())
+    def loss_level(self) -> tuple[float, float]:
+        """Return the level of the loss and its noise; NaN while they are not known."""
+        return self._loss.level()
+
+    def held_lr(self) -> float:
+        """Return the highest learning rate that the run has held and no schedule set; 0 if none."""
+        return self._lr.held
+
+    def note_nan_data(self) -> None:
+        """Note that sound weights give NaN on the batches that come: it is the data."""
+        self._skipped.data_is_nan = True
+
+    def rebase(self) -> None:
+        """Take the present level of loss and gradients as usual: the data has changed."""
+        self._loss.rebase()
+        self._explosion.rebase()
 
     def observe_health(self, row: HealthRow) -> list[Finding]:
         """Return what is wrong with weights or optimizer state."""
@@ -148,8 +162,7 @@ class Watch:
         Args:
             unheard: the newest record, if it was not observed yet.
         """
-        spike = self._spike
-        ratio = spike.ratio if unheard is None else spike.ratio_of(unheard.loss)
+        ratio = self._loss.ratio if unheard is None else self._loss.ratio_of(unheard.loss)
         metrics = {"healing/loss_spike_ratio": ratio}
         if math.isfinite(self._gap.gap):
             metrics["healing/eval_gap"] = self._gap.gap

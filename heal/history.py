@@ -27,6 +27,8 @@ class Trouble(Protocol):
     def step(self) -> int: ...
     @property
     def bad_step(self) -> int: ...
+    @property
+    def evidence(self) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True)
@@ -42,6 +44,9 @@ class Incident:
     causes: list[str] = field(default_factory=list)
     plans: list[list[dict[str, Any]]] = field(default_factory=list)
     effects: list[list[bool]] = field(default_factory=list)
+    loss_before: float | None = None
+    """The usual loss from before the trouble, where it is known; and its noise."""
+    noise: float = 0.0
 
     @property
     def rollbacks(self) -> int:
@@ -95,8 +100,9 @@ class History:
         """Return the incident of a family that is not over yet."""
         return next((i for i in self.incidents if i.family == family.value), None)
 
-    def note_step(self, step: int, config: HealingConfig) -> None:
-        """Hear that a step was taken and found clean: incidents end, attempts are won back."""
+    def note_step(self, step: int, config: HealingConfig) -> list[Incident]:
+        """Count a clean step: incidents end, attempts are won back. Return those that ended."""
+        over: list[Incident] = []
         self.furthest_step = max(self.furthest_step, step)
         self.consecutive_data_errors = self.nonfinite_errors = 0
         if self.incidents:
@@ -106,6 +112,7 @@ class History:
         reset = config.attempts_reset_steps
         if self.attempts and reset and step >= self.attempt_mark + reset:
             self.attempts = 0
+        return over
 
     def note_findings(self, findings: Sequence[Finding]) -> None:
         """Remember warnings: they may explain what comes later."""
@@ -151,6 +158,11 @@ class History:
         incident.causes.append(cause.value)
         incident.plans.append([action_to_json(action) for action in plan])
         incident.effects.append([bool(e) for e in effects] or [True] * len(plan))
+        usual = trouble.evidence.get("usual_loss")
+        if incident.loss_before is None and isinstance(usual, float):
+            noise = trouble.evidence.get("noise")
+            incident.loss_before = usual
+            incident.noise = noise if isinstance(noise, float) else 0.0
         if family is Family.NUMERIC:
             self.attempts += 1
             self.total_attempts += 1

@@ -66,6 +66,9 @@ class Healer(Resuming, Lifetime, Probing):
         process_group: the ranks that act alike, where ``torch.distributed`` is in use; all if None.
         trackers: names such as "trackio,tensorboard", or objects; see
             :func:`heal.integrations.trackers.make_trackers`.
+        forward: computes the loss of a batch without a backward pass. Experiments use it to tell
+            damaged weights from other data; without it they let the body of your loop over
+            :meth:`batches` run once more. Give it if that body does what must not be done twice.
         sleep: waits between retries of what the network refused.
         clock: seconds, for the duration of steps.
 
@@ -101,6 +104,7 @@ class Healer(Resuming, Lifetime, Probing):
         rank: int | None = None,
         process_group: Any = None,
         trackers: Any = None,
+        forward: Callable[[Any], Tensor | float] | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -116,7 +120,15 @@ class Healer(Resuming, Lifetime, Probing):
         attach(self.journal, trackers, self.config.to_dict(), notes.add)
         schedulers = scheduler, own_schedulers
         given = Given(
-            model, optimizers, schedulers, self.config, scaler, process_group, sleep, clock
+            model,
+            optimizers,
+            schedulers,
+            self.config,
+            scaler,
+            process_group,
+            sleep,
+            clock,
+            forward,
         )
         self.parts = Parts(given, self.journal, notes, self)
         note_stateless(self.parts.schedules.given, notes.add)
@@ -133,7 +145,7 @@ class Healer(Resuming, Lifetime, Probing):
 
         For training only, and one loop at a time: a loader for evaluation is iterated by itself.
         """
-        return self.parts.stream.epoch(loader)
+        return self.parts.trials.batches(self.parts.stream.epoch(loader))
 
     def attempt(self) -> AbstractContextManager[None]:
         """Heal what the body raises, from forward to ``step``, as :meth:`run` does.
@@ -169,6 +181,9 @@ class Healer(Resuming, Lifetime, Probing):
         parts, facts = self.parts, HostFacts()
         if loss is not None:
             loss = judgeable(loss, parts.notes.add)
+        if parts.trials.is_open:  # an experiment: the body ran with old weights, nothing is taken
+            parts.trials.finish(loss)
+            return
         books, attempts = parts.books, parts.attempts
         try:
             if not self.exits.is_watching:
@@ -176,6 +191,7 @@ class Healer(Resuming, Lifetime, Probing):
             parts.schedules.before_step(parts.run.step)
             books.before_step()
             facts = parts.listener.facts()
+            parts.run.apply_lr_limit()
         except Exception as error:
             parts.notes.add(f"{LEFT_OUT}: {error!r}")
         attempts.is_stepping = True

@@ -14,6 +14,7 @@ from heal.actions import (
     CheckpointActivations,
     ClearCache,
     Halt,
+    HoldLr,
     PerturbWeights,
     Plan,
     Refuse,
@@ -45,14 +46,11 @@ INNOCENT_DATA = (
     Cause.OUT_OF_MEMORY,
     Cause.DESYNC,
 )
-"""Neither the batch nor the learning rate's schedule did it: the first rollback keeps both."""
+"""The batch did not do it: the first rollback feeds no window of batches around it less."""
 
 FOUND_LATE = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.OPTIMIZER_RESET)
 """Checks find these some time after: where no snapshot is from before the last sound check, the
 oldest may still be from before the damage."""
-
-SLOW = (Cause.DIVERGENCE, Cause.LOSS_SPIKE)
-"""What is found so late that no snapshot may be from before it: the oldest beats an end."""
 
 BEYOND_REPAIR = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.DESYNC)
 """Nothing but a snapshot brings these back."""
@@ -129,29 +127,24 @@ def _brace(history: History, config: HealingConfig) -> Plan:
 def _heal_numbers(
     diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
 ) -> Plan:
-    was_applied = bool(diagnosis.evidence.get("applied"))
-    if diagnosis.cause in REFUSED and not was_applied:
+    is_proven = diagnosis.severity >= Severity.ERROR
+    if diagnosis.cause in REFUSED and not is_proven:
         gentle = _contained(diagnosis, config)
         if gentle is not None:
             return gentle
-    elif diagnosis.severity < Severity.ERROR:
-        # Nothing tells other data from weights that something else wrote, but a look at them.
-        is_open = bool(diagnosis.evidence.get("looks_like_other_data"))
-        return (WatchClosely(config.incident_steps),) if is_open else ()
+    elif not is_proven:
+        return ()
     incident = history.open_incident(Family.NUMERIC)
     if incident is not None and _is_old_news(diagnosis, incident, config):
         return (Refuse(),) if diagnosis.cause in REFUSED else ()
-    if incident is not None and _is_of_the_data(diagnosis, incident):
-        return ()
     known = () if incident is None else incident.causes
     if diagnosis.cause is Cause.DESYNC and Cause.DESYNC.value in known:
         why = "ranks are at different steps again after all returned to one"
         return (_halt(diagnosis, why, ExitCode.DISTRIBUTED),)
     if history.attempts >= config.max_recovery_attempts:
-        if _is_better_than_untrained(diagnosis):
-            return ()
         spent = f"{history.attempts} recovery attempts did not help"
-        return (_halt(diagnosis, spent, ExitCode.BUDGET_SPENT),)
+        halt = _halt(diagnosis, spent, ExitCode.BUDGET_SPENT)
+        return (*_last_good(diagnosis, snapshots), halt)
     return _next_rung(diagnosis, incident, config, snapshots)
 
 
@@ -163,9 +156,15 @@ def _contained(diagnosis: Diagnosis, config: HealingConfig) -> Plan | None:
     if diagnosis.streak >= config.max_consecutive:
         why = f"{diagnosis.streak} steps in a row were refused"
         return (_halt(diagnosis, why, ExitCode.NONFINITE),)
-    patience = config.nan_patience if is_nonfinite else config.refused_patience
-    is_patient = (is_nonfinite and config.nan_action != "rollback") or diagnosis.streak % patience
+    # The state is clean whatever the streak: no rollback could help against NaN in the data.
+    is_patient = is_nonfinite or diagnosis.streak % config.refused_patience
     return (Refuse(),) if is_patient else None
+
+
+def _last_good(diagnosis: Diagnosis, snapshots: Sequence[int]) -> Plan:
+    """Return how a run that must end gets back the newest state that is known to be good."""
+    usable = [step for step in snapshots if step <= diagnosis.bad_step]
+    return (Rollback(max(usable)),) if usable else ()
 
 
 def _is_old_news(diagnosis: Diagnosis, incident: Incident, config: HealingConfig) -> bool:
@@ -176,28 +175,6 @@ def _is_old_news(diagnosis: Diagnosis, incident: Incident, config: HealingConfig
     newest = incident.plans[-1]
     rolled_back = any(action["action"] == Rollback.__name__ for action in newest)
     return not rolled_back and diagnosis.step < incident.resume_step + config.lag
-
-
-def _is_of_the_data(diagnosis: Diagnosis, incident: Incident) -> bool:
-    """Tell whether the loss leapt with the very first step after a rollback.
-
-    The weights were then those of a verified snapshot, under which the loss was as usual when it
-    was taken. So it is the data that is other, and no state of the run would help.
-    """
-    rolled_back = any(action["action"] == Rollback.__name__ for action in incident.plans[-1])
-    is_leap = diagnosis.cause is Cause.LOSS_SPIKE
-    return is_leap and rolled_back and diagnosis.bad_step < incident.resume_step
-
-
-def _is_better_than_untrained(diagnosis: Diagnosis) -> bool:
-    """Tell whether a loss that climbs is still below where it began: no reason to end a run.
-
-    It may be meant to rise: labels that become noisier, sequences that become longer.
-    """
-    loss, initial = (diagnosis.evidence.get(name) for name in ("loss", "initial_loss"))
-    if diagnosis.cause is not Cause.DIVERGENCE or not isinstance(loss, float):
-        return False
-    return isinstance(initial, float) and loss < initial
 
 
 def _was_told_late(diagnosis: Diagnosis, incident: Incident, config: HealingConfig) -> bool:
@@ -215,10 +192,9 @@ def _next_rung(
     for plan in _rungs(diagnosis, incident, config, snapshots):
         if incident is None or not incident.was_tried(plan):
             return plan
-    if _is_better_than_untrained(diagnosis):
-        return ()
     if any(step <= diagnosis.bad_step for step in snapshots):
-        return (_halt(diagnosis, "nothing is left to try", ExitCode.UNRECOVERABLE),)
+        halt = _halt(diagnosis, "nothing is left to try", ExitCode.UNRECOVERABLE)
+        return (*_last_good(diagnosis, snapshots), halt)
     why = f"no good snapshot from before step {diagnosis.bad_step}"
     is_desync = diagnosis.cause is Cause.DESYNC
     code = ExitCode.DISTRIBUTED if is_desync else ExitCode.NO_SNAPSHOT
@@ -242,22 +218,29 @@ def _rungs(
     if diagnosis.cause is Cause.GRADIENT_SPIKE:
         # Finite, refused and clean: not the state is wrong but what the rule takes for usual.
         yield (RelearnClip(), scale)
-    if diagnosis.cause in (Cause.GRADIENT_EXPLOSION, Cause.GRADIENT_SPIKE) and not tried:
         yield soft
+        usable = []
     was_applied = bool(diagnosis.evidence.get("applied"))
     if not usable and diagnosis.cause not in BEYOND_REPAIR and not was_applied:
         yield soft
-        usable = oldest if diagnosis.cause in SLOW else []
     if usable:
         target = usable[min(config.rollback_depth - 1 + tried, len(usable) - 1)]
         back: tuple[Action, ...] = (Rollback(target), *_skip(diagnosis, config, target, tried))
-        if diagnosis.cause in INNOCENT_DATA and not tried:
+        back += _held_rate(diagnosis)
+        if not tried:  # a passing fault or a stretch of data needs no lower rate
             yield (*back, *_hold(config))
         yield (*back, scale, *_hold(config))
         yield (*back, scale, TightenClip(config.clip_factor), *_hold(config))
         if config.perturb_std > 0:
             nudge = PerturbWeights(config.perturb_std, seed=tried)
             yield (*back, scale, nudge, *_hold(config))
+
+
+def _held_rate(diagnosis: Diagnosis) -> Plan:
+    """Return how to keep a rate from rising again that no schedule has raised."""
+    usual = diagnosis.evidence.get("usual_lr")
+    is_known = diagnosis.evidence.get("measured") or not isinstance(usual, float)
+    return () if is_known or diagnosis.cause is not Cause.LR_SPIKE else (HoldLr(usual),)
 
 
 def _hold(config: HealingConfig) -> Plan:

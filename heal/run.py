@@ -1,7 +1,9 @@
 """The training run as healing sees it: the Run protocol over model, optimizers, data and clock."""
 
 import gc
+import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -97,6 +99,7 @@ class TorchRun:
         self._sleep = sleep
         self._lr_scale = 1.0
         self._ramp: tuple[float, int, int] | None = None  # start, steps done, steps in all
+        self._lr_limit: float | None = None
         self.clip_limits = ClipLimits(guarded.optimizers, config.lr_ramp_steps, note)
         self.close_watch_until = 0
         self.anchor = WeightAnchor(guarded.optimizers, guarded.ranks)
@@ -143,7 +146,45 @@ class TorchRun:
             "data": self._stream.position(),
             "healing": self.healing_state(),
         }
-        return self.ring.capture(self.step, self._state.tensors(), values, is_proven)
+        taken = self.ring.capture(self.step, self._state.tensors(), values, is_proven)
+        snapshot = self.ring.of_step(self.step) if taken else None
+        if snapshot is not None:
+            snapshot.owners = [weakref.ref(p) for p in self._state.parameters()]
+        return taken
+
+    def is_of_these_parameters(self, snapshot: Snapshot) -> bool:
+        """Return whether a snapshot is of the very parameters that the run has now.
+
+        A head that was replaced has the shape of the old one, but not its meaning.
+        """
+        params = self._state.parameters()
+        owners = [owner() for owner in snapshot.owners]
+        return len(owners) == len(params) and all(o is p for o, p in zip(owners, params))
+
+    def learning_rate(self) -> float:
+        """Return the first parameter group's learning rate, healing left out; NaN if unknown."""
+        for optimizer in self._guarded.optimizers:
+            for group in optimizer.inner.param_groups:
+                lr = group.get("lr")
+                if isinstance(lr, float | int):
+                    return float(lr)
+        return math.nan
+
+    def hold_lr(self, limit: float) -> None:
+        """Let no learning rate exceed ``limit`` until it comes below by itself."""
+        self._lr_limit = limit
+
+    def apply_lr_limit(self) -> None:
+        """Scale the rate of the step that comes next down to the limit, if one is held."""
+        if self._lr_limit is None:
+            return
+        lr = self.learning_rate()
+        if lr <= self._lr_limit * (1.0 + 1e-6):
+            self._lr_limit = None
+            self.lr_scale = self._lr_scale
+            return
+        for optimizer in self._guarded.optimizers:
+            optimizer.lr_scale = min(self._lr_scale, self._lr_limit / lr)
 
     def state(self) -> dict[str, Any]:
         """Return what healing changed about the run, as plain values; see :meth:`resume`."""

@@ -20,7 +20,8 @@ from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis, diagnose
 from heal.exit_codes import ExitCode
-from heal.history import NONFINITE, History
+from heal.experiment import Settled
+from heal.history import NONFINITE, History, Incident
 from heal.journal.journal import Journal
 from heal.policy import EXIT_CODES, decide
 
@@ -28,6 +29,7 @@ Hook = Callable[[Diagnosis, Plan], Plan | None]
 """Sees what is wrong and what is planned; returns another plan, or None to agree."""
 
 MAX_AHEAD = 10_000  # steps whose batches a hook may have skipped before they come
+RECOVERED_NOISE, RECOVERED_SHARE = 3.0, 0.1  # above its old level that a loss may be and is back
 MAX_LOGGED = 1000  # entries kept in memory; the journal has them all
 
 MAY_BE_IN_SNAPSHOTS = (
@@ -150,6 +152,42 @@ class Treatment:
         """Hear that a step was taken: what was given up before it does not count any more."""
         self._num_given_up = 0
 
+    def note_experiment(self, settled: Settled) -> None:
+        """Write down what an experiment has shown."""
+        self._journal.event("experiment", self._run.step, **settled.to_json())
+
+    def note_clean_step(self, step: int, loss: float, noise: float) -> None:
+        """Count a clean step; of incidents that end with it, write down whether the loss is back.
+
+        Args:
+            step: which.
+            loss: its present level; NaN if it is not known.
+            noise: of the loss.
+        """
+        for incident in self.history.note_step(step, self._config):
+            self._note_outcome(incident, loss, noise)
+
+    def note_outcomes_at_end(self, loss: float, noise: float) -> None:
+        """Write down how incidents stand that are not over when the run ends."""
+        for incident in self.history.incidents:
+            self._note_outcome(incident, loss, noise)
+
+    def _note_outcome(self, incident: Incident, loss: float, noise: float) -> None:
+        """Healed means that the loss is where it was, within its noise; nothing else does."""
+        before = incident.loss_before
+        if before is None or not incident.rollbacks or loss != loss:
+            return
+        margin = max(RECOVERED_NOISE * max(noise, incident.noise), RECOVERED_SHARE * abs(before))
+        is_healed = loss <= before + margin
+        self._journal.event(
+            "outcome",
+            self._run.step,
+            first_step=incident.first_step,
+            healed=is_healed,
+            loss=loss,
+            loss_before=before,
+        )
+
     def note_moves(self, moves: Sequence[tuple[int, str, str]]) -> None:
         """Write down that the forecast finds the run in another condition."""
         for step, before, after in moves:
@@ -237,4 +275,4 @@ def is_suspect(findings: Sequence[Finding]) -> bool:
     """Return whether snapshots taken lately may already hold the trouble."""
     if not findings:
         return False
-    return any(f.cause in MAY_BE_IN_SNAPSHOTS and f.severity >= Severity.WARN for f in findings)
+    return any(f.cause in MAY_BE_IN_SNAPSHOTS and f.severity >= Severity.ERROR for f in findings)

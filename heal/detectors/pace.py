@@ -1,4 +1,4 @@
-"""Detectors over what the host knows of a step: learning rate, duration, news of the host."""
+"""Detectors over what the host knows of a step: duration, news of the host."""
 
 import math
 from typing import Any
@@ -7,54 +7,6 @@ from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.detectors.robust import Window
 from heal.verdict import Flag, Record
-
-
-class LrSpike:
-    """Finds a learning rate that is not what the schedule says.
-
-    If the record tells the scheduled rate, one above ``lr_spike_factor`` times it is a fact, and
-    its update was damage. If not, a rate above that many times the highest one so far is only
-    told: a new phase of training may want it. Warm restarts return to a rate already seen.
-    """
-
-    FEWEST = 50  # steps: at the start of a warm-up each rate is a new peak
-
-    def __init__(self, config: HealingConfig) -> None:
-        self.factor = config.lr_spike_factor
-        self.peak = 0.0
-        self.seen = 0
-        self.is_high = False
-
-    def observe(self, record: Record) -> Finding | None:
-        lr, scheduled = record.lr, record.scheduled_lr
-        if not math.isfinite(lr):
-            return None
-        self.seen += 1
-        knows_schedule = math.isfinite(scheduled)
-        usual = scheduled if knows_schedule else self.peak
-        was_high, self.is_high = self.is_high, usual > 0.0 and lr > self.factor * usual
-        if not self.is_high:
-            self.peak = max(self.peak, lr)
-            return None
-        if not knows_schedule:
-            self.peak = lr
-            if self.seen <= self.FEWEST:
-                return None
-        if was_high and not knows_schedule:
-            return None
-        return Finding(
-            cause=Cause.LR_SPIKE,
-            step=record.step,
-            bad_step=record.step,
-            severity=Severity.ERROR if knows_schedule else Severity.WARN,
-            evidence={"lr": lr, "usual_lr": usual, "measured": knows_schedule},
-        )
-
-    def state(self) -> dict[str, Any]:
-        return {"peak": self.peak, "seen": self.seen, "is_high": self.is_high}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.peak, self.seen, self.is_high = state["peak"], state["seen"], state["is_high"]
 
 
 class ThroughputCollapse:

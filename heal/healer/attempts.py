@@ -1,6 +1,6 @@
 """Tries to take a step, and heals what the attempt raises."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -9,11 +9,13 @@ from torch import Tensor
 
 from heal.actions import Backoff, CannotHeal, CheckpointActivations, Plan, Rollback, ShrinkBatch
 from heal.causes import ABOUT, Cause, Family
+from heal.data.own_copy import own_copy
 from heal.data.pass_reader import AfterError
 from heal.data.step_batches import StepBatches
 from heal.data.stream import BatchStream
 from heal.diagnose import Diagnosis, diagnose_exception
 from heal.exit_codes import ExitCode
+from heal.experiment import Experiment
 from heal.journal.journal import Journal
 from heal.policy import EXIT_CODES, MAX_HALVINGS
 from heal.run import TorchRun
@@ -70,7 +72,9 @@ class Attempts:
         stream: BatchStream,
         journal: Journal,
         healer: Owner,
+        experiment: Experiment,
     ) -> None:
+        self._experiment = experiment
         self._run = run
         self._guarded = guarded
         self._ranks = guarded.ranks
@@ -183,8 +187,16 @@ class Attempts:
     ) -> tuple[Tensor | None, Failure | None]:
         """Forward and backward of every batch, as soon as it is drawn, until one fails."""
         loss: Tensor | None = None
+        is_trial = self._experiment.is_due and not self._guarded.has_stages
+        old_losses: list[float | None] = []
         for at in range(batches.count):
             rng = batches.turn(at)  # not tried: what the loader raises was judged there
+            if is_trial:
+                batch = batches.drawn[at]
+                with self._experiment.trial() as trial:
+                    old_losses.append(trial.forward(lambda b=batch: train_step(own_copy(b))))
+                if at == batches.count - 1:
+                    self._experiment.note_losses(_mean(old_losses))
             if at == 0:
                 self._micro.begin_step(rng)
             else:
@@ -320,3 +332,8 @@ class Attempts:
     def _worked(self) -> None:
         self._micro.note_clean()
         self._treatment.note_batch_worked()
+
+
+def _mean(losses: Sequence[float | None]) -> float | None:
+    known = [loss for loss in losses if loss is not None]
+    return sum(known) / len(known) if len(known) == len(losses) else None

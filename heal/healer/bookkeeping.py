@@ -45,7 +45,6 @@ class Bookkeeping:
     ) -> None:
         self._run = run
         self._listener = listener
-        self._interval = config.snapshot_interval
         self._lag = config.lag
         self._num_waited = 0
         self._journal = journal
@@ -130,7 +129,7 @@ class Bookkeeping:
         """
         return (
             not self._wants_snapshot
-            and step % self._interval != 0
+            and not self._run.ring.is_due(step)
             and (step % METRICS_INTERVAL != 0 or not self._journal.is_heard)
             and not (self.durable is not None and self.durable.is_due(step))
             and not self._probes.are_due(step)
@@ -148,7 +147,7 @@ class Bookkeeping:
 
         A new snapshot takes the place of another, and what the check finds may need that one.
         """
-        if self._wants_snapshot or self._run.step % self._interval == 0:
+        if self._wants_snapshot or self._run.ring.is_due(self._run.step):
             self._wants_snapshot = True
             if self._listener.is_checking and self._num_waited < self._lag:
                 self._num_waited += 1

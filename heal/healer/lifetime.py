@@ -19,6 +19,7 @@ class Lifetime(Readout):
         """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you."""
         if self.parts.listener.cluster is not None:
             self.parts.listener.cluster.stop()
+        self.parts.trials.close()
         self.exits.close(error)
 
     def __enter__(self: Entered) -> Entered:

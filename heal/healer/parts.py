@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.data.stream import BatchStream
+from heal.detect import Watch
+from heal.experiment import Experiment
 from heal.healer import attempts
 from heal.healer.attached_probes import AttachedProbes
 from heal.healer.attempts import Attempts
@@ -30,6 +32,7 @@ from heal.step.learning_rate import LearningRates
 from heal.step.micro_batch import MicroBatcher
 from heal.step.schedules import Schedules
 from heal.treatment import Treatment
+from heal.trials import BodyTrials, Forward
 
 
 class Owner(attempts.Owner, Protocol):
@@ -47,6 +50,7 @@ class Given:
         process_group: the ranks that act alike; all if None.
         sleep: waits between retries of what the network refused.
         clock: seconds, for the duration of steps.
+        forward: computes the loss of a batch, for experiments; None if only the loop can.
     """
 
     model: Module
@@ -57,6 +61,7 @@ class Given:
     process_group: Any
     sleep: Callable[[float], None]
     clock: Callable[[], float]
+    forward: Forward | None = None
 
 
 class Parts:
@@ -78,6 +83,8 @@ class Parts:
         run: the run as plans change it.
         treatment: makes plans and carries them out.
         listener: hears what the device said.
+        experiment: tells damaged weights from other data.
+        trials: has the body of a hand-written loop run once more, for experiments.
         memory: what healing knows, for checkpoints.
         attempts: tries to take a step, and heals what that raises.
         probes: looks at the run every so many steps.
@@ -111,13 +118,35 @@ class Parts:
         run.schedules, notes.step = self.schedules, lambda: run.step
         self.treatment = Treatment(run, config, journal, note)
         rates = LearningRates(wrapped, self.schedules.wanted, note)
-        self.listener = Listener(run, guarded, self.treatment, config, rates, given.clock, note)
+        watch = Watch(config)
+        self.experiment = Experiment(
+            run, state, guarded.ranks, watch.loss_level, watch.held_lr, note
+        )
+        self.trials = BodyTrials(self.experiment, guarded, given.forward, note)
+        self.listener = Listener(
+            run,
+            guarded,
+            self.treatment,
+            config,
+            rates,
+            watch,
+            self.experiment,
+            given.clock,
+            note,
+        )
         self.listener.cluster = ClusterWatch(
             model, config, journal, self.listener.report, note, group
         )
         self.memory = HealingMemory(run, guarded, self.listener, self.treatment)
         self.attempts = Attempts(
-            run, guarded, self.micro, self.treatment, self.stream, journal, owner
+            run,
+            guarded,
+            self.micro,
+            self.treatment,
+            self.stream,
+            journal,
+            owner,
+            self.experiment,
         )
         self.probes = AttachedProbes(model, guarded.ranks, self.treatment, journal, notes)
         self.books = Bookkeeping(

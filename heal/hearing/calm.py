@@ -44,7 +44,7 @@ class Calm:
         self._norm = self._lr = 0.0  # posted last
         self._known_norm = self._known_lr = 0.0  # when somebody heard last
         self._highest_norm = 0.0  # that is calm
-        self._usual_loss = self._loss_scale = math.nan
+        self._usual_loss = self._loss_margin = math.nan
         self._heard_at = step
         self._heard_of = self._troubled = step - 1
 
@@ -61,7 +61,7 @@ class Calm:
             and row[FLAGS] in ORDINARY
             and norm <= self._highest_norm
             and self.LOSS_FALL <= row[LOSS_RATIO] <= self._loss_leap
-            and not row[LOSS] - self._usual_loss > (self._loss_leap - 1.0) * self._loss_scale
+            and not row[LOSS] - self._usual_loss > self._loss_margin
             and (lr <= self._lr_leap * self._known_lr or lr != lr)
         )
         if not is_calm:
@@ -85,7 +85,7 @@ class Calm:
         self._heard_at, self._heard_of = step, max(newest, self._heard_of)
         self._known_norm = _followed(self._known_norm, self._norm, self._norm_leap)
         self._known_lr = _followed(self._known_lr, self._lr, self._lr_leap)
-        self._usual_loss, self._loss_scale = usual.loss, usual.loss_scale
+        self._usual_loss, self._loss_margin = usual.loss, usual.loss_margin
         self._highest_norm = self._norm_leap * (usual.norm or self._known_norm)
 
 

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from heal.causes import Finding
@@ -11,10 +12,12 @@ from heal.cluster.watch import ClusterWatch
 from heal.cluster.watchdog import HangWatchdog
 from heal.config import HealingConfig
 from heal.detect import Watch
+from heal.experiment import NO_FORWARD, Answer, Experiment, Settled
 from heal.forecast.features import CHECK_INTERVAL
 from heal.hearing.calm import Calm
 from heal.hearing.health import HealthCheck
 from heal.hearing.series import Series
+from heal.history import NONFINITE
 from heal.journal.notes import LEFT_OUT
 from heal.run import TorchRun
 from heal.step.guarded_step import NO_LOSS_SCALE, GuardedStep
@@ -41,6 +44,8 @@ class Listener:
         treatment: told of what was found.
         config: intervals and limits.
         rates: the learning rates, and what the schedules want them to be.
+        watch: the detectors.
+        experiment: settles what they suspect.
         clock: seconds, for the duration of steps.
         note: told of sources that fail.
 
@@ -59,10 +64,14 @@ class Listener:
         treatment: Treatment,
         config: HealingConfig,
         rates: LearningRates,
+        watch: Watch,
+        experiment: Experiment,
         clock: Callable[[], float],
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.watch = Watch(config)
+        self.watch = watch
+        self._experiment = experiment
+        self._wants_check = False
         self._latest: Record | None = None
         self.series = Series()
         self.sources: list[Callable[[], Flag]] = []
@@ -144,6 +153,8 @@ class Listener:
         step = self._run.step
         if self._late or self._calm.is_time(step) or self._is_check_due(step):
             return False
+        if self._experiment.is_open:
+            return False
         return self.cluster is None or not self.cluster.is_due(step)
 
     @property
@@ -154,15 +165,20 @@ class Listener:
     def check_health(self) -> None:
         """Have weights and optimizer state measured, if it is time."""
         if self._is_check_due(self._run.step) and not self._guarded.has_stages:
+            self._wants_check = False
             self._health.post(self._run.step)
 
     def _is_check_due(self, step: int) -> bool:
         interval = self._config.check_interval
         if self.watch.forecast is not None:
             interval = min(interval, CHECK_INTERVAL)
+        if interval <= 0:
+            return False
         if step < self._run.close_watch_until:
             interval = math.ceil(interval / CLOSE_WATCH)
-        return interval > 0 and step % interval == 0
+        # Dense at the start of a run, at powers of two, and at once if something is suspected.
+        is_early = step < interval and step & (step - 1) == 0
+        return step % interval == 0 or is_early or self._wants_check
 
     @property
     def is_checking(self) -> bool:
@@ -177,10 +193,8 @@ class Listener:
             if self._rolled_back:
                 return  # the rest of the mail is of steps that did not happen
         for health in self._health.read(self._run.step):
-            findings = self.watch.observe_health(health)
-            if is_suspect(findings):
-                self._run.ring.note_suspect()
-            else:
+            findings = self._without_doubts(self.watch.observe_health(health))
+            if not is_suspect(findings):
                 self._run.ring.note_checked(health.step)
             self._treat(health.step, findings)
             if self._rolled_back:
@@ -210,10 +224,45 @@ class Listener:
         for error in self.watch.take_errors():
             self._note(f"{LEFT_OUT}: {error!r}")
         for record, findings in zip(records, found, strict=True):
+            settled = self._experiment.observe(record)
+            findings = self._without_doubts(findings)
+            if settled is not None:
+                findings += self._answered(settled)
             self._judge_snapshots(record, findings)
             yield record.step, findings
         newest = records[-1].step if records else -1
         self._calm.heard(self._run.step, newest, self.watch.usual())
+
+    def _without_doubts(self, findings: list[Finding]) -> list[Finding]:
+        """Have suspicions looked into, and return the rest: what is known."""
+        known = []
+        for finding in findings:
+            if finding.wants_proof:
+                if self._experiment.ask(finding):
+                    self._run.ring.note_suspect(finding.bad_step)
+                    self._wants_check = True
+                if finding.cause not in NONFINITE:
+                    continue
+                finding = replace(finding, wants_proof=False)  # the step was skipped all the same
+            known.append(finding)
+        return known
+
+    def _answered(self, settled: Settled) -> list[Finding]:
+        """Act on the answer to a suspicion: return what is proven, or take the new level."""
+        self._treatment.note_experiment(settled)
+        if settled.answer is Answer.DAMAGED:
+            return [settled.finding]
+        self._run.ring.note_settled()
+        if settled.answer is Answer.OTHER_DATA:
+            self.watch.rebase()
+            if settled.finding.cause in NONFINITE:
+                self.watch.note_nan_data()
+            return []
+        if settled.why is not NO_FORWARD:
+            return []
+        self._note(settled.why)
+        self.watch.rebase()  # or the new level would be reported for ever
+        return [replace(settled.finding, wants_proof=False)]
 
     def untreated(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """Return what was found and not treated yet, by step, as plain values."""
@@ -232,9 +281,11 @@ class Listener:
         lag, mailbox.lag = mailbox.lag, 0
         for step, row in mailbox.poll():
             (findings,) = self.watch.observe_all([self._decode(step, row)])
+            findings = [f for f in findings if not f.wants_proof or f.cause in NONFINITE]
             self._treatment.history.note_findings(findings)
             self._treatment.note_moves(self.watch.take_moves(step, findings))
         mailbox.lag = lag
+        self._treatment.note_outcomes_at_end(*self.watch.loss_level())
 
     def report(self, flag: Flag) -> None:
         """Send a flag of the host with the record of the next step; safe in a signal handler."""
@@ -244,6 +295,8 @@ class Listener:
         # Written down first: a rollback forgets what led to it, and a halt ends the run.
         self._treatment.note_moves(self.watch.take_moves(step, findings))
         self._treatment.treat(findings)
+        if not self._rolled_back and is_suspect(findings):
+            self._run.ring.note_settled()  # nothing was undone: what comes now has to prove itself
 
     def _decode(self, step: int, row: list[float]) -> Record:
         if self._unheard:
@@ -311,18 +364,19 @@ class Listener:
         A refused one says nothing about them, for it changed nothing.
         """
         if findings and is_suspect(findings):
-            self._run.ring.note_suspect()
+            self._run.ring.note_suspect(min(finding.bad_step for finding in findings))
         elif not record.blocked:
             self._run.clip_limits.note_norm(record.norm)
             self._run.ring.note_clean(record.step)
             if not findings:
-                self._treatment.history.note_step(record.step, self._config)
+                self._treatment.note_clean_step(record.step, *self.watch.loss_level())
 
     def _forget(self) -> None:
         """Let go of all that is of steps that did not happen, or of another run."""
         self._host.clear()
         self._late.clear()
         self._health.clear()
+        self._experiment.clear()
         self._calm = Calm(self._config, self._run.step)
 
     def _returned(self, saved: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ decides which copies to keep, and vouches for what it gives back.
 """
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,7 @@ class Snapshot:
     is_good: bool = False
     is_proven: bool = False  # it needs no clean steps
     num_bytes: int = 0
+    owners: list["weakref.ref[Tensor]"] = field(default_factory=list, repr=False)
     buffers: dict[Key, Tensor] = field(default_factory=dict, repr=False)
 
     def wait(self) -> None:
@@ -94,10 +96,25 @@ class SnapshotRing:
         self.quarantine_steps = quarantine_steps
         self.degraded = ""
         self._checked_step = -1
+        self._suspect_since: int | None = None
         self._kept: list[Snapshot] = []  # oldest first
         self._spare: list[dict[Key, Tensor]] = []
         self._copied: torch.Event | None = None
         self._sides: dict[torch.device, SideStream] = {}
+
+    def is_due(self, step: int) -> bool:
+        """Whether to take a snapshot now: at every power of two, then at every interval."""
+        if step % self.interval == 0:
+            return True
+        return step < self.interval and step & (step - 1) == 0
+
+    def quarantine_of(self, step: int) -> int:
+        """Return how many clean steps prove a snapshot; fewer in the first steps of a run."""
+        return max(1, min(self.quarantine_steps, step // 4))
+
+    def spacing_at(self, step: int) -> float:
+        """Return the scale of the ages: the interval, less while the run is young."""
+        return min(self.interval, max(1.0, step / 4))
 
     def good_steps(self) -> list[int]:
         """Return the steps of good snapshots, newest first."""
@@ -180,15 +197,24 @@ class SnapshotRing:
         """
         self._checked_step = step
 
-    def note_suspect(self) -> None:
-        """Begin every quarantine anew: something happened that may be in these snapshots."""
+    def note_suspect(self, since: int) -> None:
+        """Call no snapshot good that was taken after ``since``, until the suspicion is settled."""
         self._promote()
-        for snapshot in self._kept:
-            snapshot.clean_steps = 0
+        known = since if self._suspect_since is None else self._suspect_since
+        self._suspect_since = min(known, since)
+
+    def note_settled(self) -> None:
+        """The suspicion is answered: quarantines begin anew for what was taken meanwhile."""
+        if self._suspect_since is not None:
+            for snapshot in self._kept:
+                if snapshot.step > self._suspect_since:
+                    snapshot.clean_steps = 0
+            self._suspect_since = None
 
     def drop_after(self, step: int) -> None:
         """Forget snapshots of later steps, and those in quarantine: their time did not happen."""
         self._checked_step = min(self._checked_step, step)
+        self._suspect_since = None
         for snapshot in list(self._kept):
             if snapshot.step > step or not snapshot.is_good:
                 self._drop(snapshot)
@@ -229,8 +255,10 @@ class SnapshotRing:
                 copy that has just begun.
         """
         for snapshot in list(self._kept):
-            enough = snapshot.clean_steps >= max(1, self.quarantine_steps)
+            enough = snapshot.clean_steps >= self.quarantine_of(snapshot.step)
             if snapshot.is_good or not (enough or (trust and snapshot.is_proven)):
+                continue
+            if self._suspect_since is not None and snapshot.step > self._suspect_since:
                 continue
             snapshot.wait()
             if float(snapshot.num_bad) > 0:
@@ -287,7 +315,7 @@ class SnapshotRing:
         for a while, for its successor has to be proven first.
         """
         good = [s for s in self._kept if s.is_good]
-        overdue = step - self.interval - PATIENCE * self.quarantine_steps
+        overdue = step - self.spacing_at(step) - PATIENCE * self.quarantine_of(step)
         choices = [s for s in self._kept if not s.is_good and s.step < overdue]
         choices += self._spare_good(good, step) if len(good) > 1 else []
         choices += good if len(self._kept) == 1 else []
@@ -301,7 +329,7 @@ class SnapshotRing:
         if not vouched:
             return list(good)
         newer = [s for s in good if s.step > self._checked_step]
-        if len(newer) == 1 and newer[0].step > step - PATIENCE * self.quarantine_steps:
+        if len(newer) == 1 and newer[0].step > step - PATIENCE * self.quarantine_of(step):
             newer = []
         return (vouched if len(vouched) > 1 else []) + newer
 
@@ -309,7 +337,7 @@ class SnapshotRing:
         """How far ages, youngest first, are from their places on a geometric scale, in octaves."""
         misfit = 0.0
         for i, snapshot in enumerate(sorted(kept, key=lambda s: -s.step)):
-            age = max(1, step - snapshot.step) / self.interval
+            age = max(1, step - snapshot.step) / self.spacing_at(step)
             misfit += abs(math.log2(age / (YOUNGEST_AGE * AGE_RATIO**i)))
         return misfit
 

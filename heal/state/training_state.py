@@ -200,6 +200,37 @@ class TrainingState:
         self._forget_young_scaler(saved)
         self.buffers.restored()
 
+    def keys_of(self, optimizer: int | None, keys: Iterable[Key]) -> list[Key]:
+        """Return those of ``keys`` that forward reads: moving buffers, and trained parameters.
+
+        Args:
+            optimizer: only the parameters of this one, and no buffers; all if None.
+            keys: of a snapshot.
+        """
+        chosen = self.optimizers if optimizer is None else [self.optimizers[optimizer]]
+        trained = {id(p) for o in chosen for p in _optimized(o)}
+        params = self.parameters()
+        return [
+            key
+            for key in keys
+            if (key[0] == "parameter" and id(params[int(key[1])]) in trained)
+            or (key[0] == "buffer" and optimizer is None)
+        ]
+
+    def restore_settings(self, values: Mapping[str, Any]) -> None:
+        """Put back parameter groups, schedulers and extra state of modules; no tensor is written.
+
+        Args:
+            values: what :meth:`values` returned, of this very state but for these.
+        """
+        for optimizer, groups in zip(self.optimizers, values["groups"], strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(copied(settings))
+        for scheduler, state in zip(self.schedulers, values["schedulers"], strict=True):
+            if state is not None:
+                scheduler.load_state_dict(copied(state))
+        set_extra_states(self.model, copied(values.get("modules", {})), self._note)
+
     def _named_tensors(self, all_buffers: bool = False) -> Iterator[tuple[Key, Tensor]]:
         for i, param in enumerate(self.parameters()):
             if self.is_trainable(param):

@@ -226,6 +226,11 @@ class GuardedStep:
         """Whether ranks hold different tensors, so that weights cannot be measured together."""
         return any(o.clipper._peers._groups[1] is not None for o in self.optimizers)
 
+    def forget_scaling(self) -> None:
+        """Let the GradScaler begin anew: the gradients that it unscaled are gone."""
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.clear()
+
     def learn_names(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Hear the names again, because parameters have joined."""
         named = list(named_parameters)

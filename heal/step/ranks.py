@@ -46,6 +46,7 @@ class Ranks:
         group: which ranks; all if None.
 
     Attributes:
+        device: of the parameters.
         size: how many they are; 1 without a process group.
         has_others: whether there is anyone to tell.
         is_alone: whether there is no other process at all, be it of this group or not.
@@ -54,6 +55,7 @@ class Ranks:
     def __init__(self, device: torch.device, group: "ProcessGroup | None" = None) -> None:
         is_up = dist.is_available() and dist.is_initialized()
         self.group = group
+        self.device = device
         self.size = dist.get_world_size(group) if is_up else 1
         self.has_others = self.size > 1
         self.is_alone = not is_up or dist.get_world_size() == 1

@@ -49,6 +49,7 @@ class TrainerAttempts(Attempts):
             healer.parts.stream,
             healer.journal,
             healer,
+            healer.parts.experiment,
         )
         self._trainer = trainer
         self._guard = guard

@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
+from heal.detectors.lr_climb import LrClimb
 
 from heal.causes import Cause, Severity
 from heal.config import HealingConfig
-from heal.detectors.lr_climb import LrClimb
 from heal.verdict import Flag, Record
 from tests.heal.detectors.streams import alarms, learning_curve, records
 

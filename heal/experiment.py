@@ -1,0 +1,496 @@
+"""The counterfactual check: is it the weights that went bad, or did the data change?
+
+Loss and gradient curves alone cannot tell. An experiment can: compute the loss of today's batch
+with the weights of a good snapshot from before the suspicion, with the same random numbers and
+without an update, and compare it with the loss that today's weights have on the same batch. If
+the old weights do much better on today's data, today's weights are damaged. If they do as badly,
+the data changed and no rollback can help.
+
+:class:`Experiment` asks one question at a time. Somebody who can run a forward pass (``run``, the
+loop over ``batches``, a trainer) looks at :attr:`Experiment.is_due` before each step and runs one
+:class:`Trial`; the loss of the real step that follows is the other half of the pair.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heal.causes import Cause, Finding, Severity
+from heal.run import TorchRun
+from heal.state.distinct import Key
+from heal.state.rng import RngState
+from heal.state.snapshots import Snapshot, SnapshotCorrupt
+from heal.state.training_state import TrainingState
+from heal.step.ranks import Ranks
+from heal.verdict import Record
+
+CLEAR_NOISE, CLEAR_RATIO = 1.0, 1.5
+"""Today's weights lose a batch clearly if their loss is higher by this much noise and factor."""
+
+GREAT_NOISE, GREAT_RATIO = 10.0, 3.0
+"""They lose it by so much that one batch is enough."""
+
+BATCHES = 3
+"""Batches that must each be lost clearly where none is lost by that much."""
+
+BUDGET, BUDGET_STEPS = 20, 1000
+"""Forward passes that experiments may cost within so many steps."""
+
+LONGEST_WAIT = 50
+"""Steps for which a loss that comes down by itself is given time."""
+
+UNANSWERED_STEPS = 3
+"""Steps after which a question that nobody could run a forward pass for is given up."""
+
+
+class Answer(str, Enum):
+    """What an experiment has shown."""
+
+    DAMAGED = "damaged"
+    OTHER_DATA = "other data"
+    UNDECIDED = "undecided"
+
+
+class Pair(NamedTuple):
+    """The losses of one batch: with today's weights, and with those of a snapshot."""
+
+    now: float
+    old: float
+
+
+def judge(pairs: Sequence[Pair], noise: float) -> Answer | None:
+    """Compare paired losses; None if another batch is needed.
+
+    Sequential: one batch that is lost by far is enough, one that is not lost clearly acquits, and
+    in between :data:`BATCHES` must all be lost. Losses at or below zero have no ratio and are judged
+    by differences beside the noise alone.
+
+    Args:
+        pairs: at least one.
+        noise: the usual spread of the loss from batch to batch.
+    """
+    first = pairs[0]
+    if not math.isfinite(first.old):
+        return Answer.OTHER_DATA  # whatever the weights, this batch has no finite loss
+    if not math.isfinite(first.now) or _loses(first, GREAT_NOISE * noise, GREAT_RATIO):
+        return Answer.DAMAGED
+    if not all(_loses(pair, CLEAR_NOISE * noise, CLEAR_RATIO) for pair in pairs):
+        return Answer.OTHER_DATA
+    return Answer.DAMAGED if len(pairs) >= BATCHES else None
+
+
+def _loses(pair: Pair, margin: float, ratio: float) -> bool:
+    if not math.isfinite(pair.old):
+        return False
+    return pair.now - pair.old > margin and (pair.old <= 0.0 or pair.now > ratio * pair.old)
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The answer to a suspicion, with the numbers that it rests on.
+
+    Attributes:
+        finding: the suspicion; if the weights are damaged, as a proven finding to act upon.
+        answer: what was shown.
+        why: the answer in words.
+        pairs: all losses that were compared, today's first.
+        snapshots: the steps of the snapshots that they were compared with.
+        forwards: passes that it cost.
+    """
+
+    finding: Finding
+    answer: Answer
+    why: str
+    pairs: tuple[Pair, ...] = ()
+    snapshots: tuple[int, ...] = ()
+    forwards: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the journal writes."""
+        return {
+            "suspicion": self.finding.cause.value,
+            "since": self.finding.bad_step,
+            "answer": self.answer.value,
+            "why": self.why,
+            "losses_now": [pair.now for pair in self.pairs],
+            "losses_old": [pair.old for pair in self.pairs],
+            "snapshots": list(self.snapshots),
+            "forwards": self.forwards,
+        }
+
+
+@dataclass(slots=True)
+class _Question:
+    """One suspicion that is being looked into."""
+
+    finding: Finding
+    noise: float
+    usual: float
+    peak: float
+    due_at: int
+    patient_until: int
+    arms: list[tuple[int, int | None]]  # step of a snapshot, optimizer to swap (None: all)
+    arm: int = 0
+    pairs: list[Pair] = field(default_factory=list)
+    all_pairs: list[Pair] = field(default_factory=list)
+    forwards: int = 0
+    trial_step: int = -1
+    old_loss: float = math.nan
+    now_loss: float | None = None
+
+
+class Experiment:
+    """Settles suspicions, one at a time, at a bounded cost.
+
+    With one optimizer today's weights are compared with the newest good snapshot, and if they do not
+    lose, with the newest from before the suspicion. With several (GANs, actor-critic) only one player is swapped at a time, a climb is
+    never enough, and damage is called only if that player loses by far to two snapshots of
+    different ages: a player's loss rises when the other one learns. A loss that comes down by
+    itself is given time before anything is called damage.
+
+    Args:
+        run: whose snapshots are used, and whose step counts.
+        state: the tensors that are swapped.
+        ranks: who try together; losses are averaged over them.
+        loss_level: returns the usual loss and its noise.
+        held_lr: returns the highest learning rate that was held without a schedule.
+        note: told of what cannot be tried.
+
+    Attributes:
+        forwards: passes that experiments have cost so far.
+        settled: questions answered so far.
+    """
+
+    def __init__(
+        self,
+        run: TorchRun,
+        state: TrainingState,
+        ranks: Ranks,
+        loss_level: Callable[[], tuple[float, float]],
+        held_lr: Callable[[], float],
+        note: Callable[[str], None],
+    ) -> None:
+        self._run = run
+        self._state = state
+        self._ranks = ranks
+        self._loss_level = loss_level
+        self._held_lr = held_lr
+        self._note = note
+        self._question: _Question | None = None
+        self._spent: deque[int] = deque()
+        self._recent: deque[float] = deque(maxlen=3)
+        self.forwards = 0
+        self.settled = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a question waits for its answer."""
+        return self._question is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a trial should be run before the step that comes next; alike on every rank."""
+        question = self._question
+        if question is None or question.trial_step >= 0:
+            return False
+        return self._run.step >= question.due_at
+
+    def ask(self, finding: Finding) -> bool:
+        """Look into a suspicion, unless one is being looked into or the budget is spent."""
+        if self._question is not None or not self._can_afford():
+            return False
+        arms = self._arms(finding)
+        if not arms:
+            return False
+        step = self._run.step
+        level, spread = self._loss_level()
+        usual = _number(finding.evidence.get("usual_loss"), level)
+        noise = _number(finding.evidence.get("noise"), spread)
+        loss = _number(finding.evidence.get("loss"), math.nan)
+        noise = 0.0 if math.isnan(noise) else noise
+        wait = min(LONGEST_WAIT, max(4, step // 4))
+        self._question = _Question(finding, noise, usual, loss, step, step + wait, arms)
+        return True
+
+    def clear(self) -> None:
+        """Forget the question: the run has returned to another state."""
+        self._question = None
+        self._recent.clear()
+
+    @contextmanager
+    def trial(self) -> Iterator["Trial"]:
+        """Put the old weights in place for the body; every bit is put back afterwards."""
+        trial = self.begin_trial()
+        try:
+            yield trial
+        finally:
+            trial.end()
+
+    def begin_trial(self) -> "Trial":
+        """Put the old weights in place until :meth:`Trial.end`. Only where :attr:`is_due`."""
+        question = self._question
+        assert question is not None
+        step, player = question.arms[question.arm]
+        question.trial_step = self._run.step
+        question.old_loss, question.now_loss = math.nan, None
+        try:
+            snapshot: Snapshot | None = self._run.ring.take(step)
+        except (SnapshotCorrupt, KeyError) as error:
+            self._note(f"experiment: {error}")
+            snapshot = None
+        return Trial(self, self._state, snapshot, player)
+
+    def note_losses(self, old: Tensor | float | None, now: Tensor | float | None = None) -> None:
+        """Take in what a trial has shown.
+
+        Args:
+            old: the loss with the old weights; None if it could not be computed.
+            now: that with today's weights, if it was computed as well; else the real step tells.
+        """
+        question = self._question
+        if question is None:
+            return
+        passes = 1 if now is None else 2
+        self.forwards += passes
+        question.forwards += passes
+        self._spent.extend([self._run.step] * passes)
+        question.old_loss = self._mean(old)
+        question.now_loss = None if now is None else self._mean(now)
+
+    def observe(self, record: Record) -> Settled | None:
+        """Take in the record of a step; return the answer if there is one now."""
+        if record.has_finite_loss:
+            self._recent.append(record.loss)
+        question = self._question
+        if question is None:
+            return None
+        if question.trial_step < 0:
+            if record.step >= question.due_at + UNANSWERED_STEPS:
+                return self._settle(Answer.UNDECIDED, NO_FORWARD)
+            return None
+        if record.step < question.trial_step:
+            return None
+        now = question.now_loss
+        if now is None:
+            if record.step > question.trial_step:
+                return self._settle(Answer.UNDECIDED, "the step of the trial left no record")
+            now = record.loss if record.has_finite_loss else math.inf
+        question.trial_step = -1
+        question.due_at = record.step + 1
+        if math.isnan(question.old_loss):
+            return self._settle(Answer.UNDECIDED, "the forward pass with old weights failed")
+        pair = Pair(now, question.old_loss)
+        question.pairs.append(pair)
+        question.all_pairs.append(pair)
+        return self._next(question, record.step)
+
+    def _next(self, question: _Question, step: int) -> Settled | None:
+        """Go on to the next batch, the next arm or the answer."""
+        answer = judge(question.pairs, question.noise)
+        is_game = question.arms[0][1] is not None
+        if answer is None and is_game:
+            answer = Answer.OTHER_DATA  # what one player gains the other loses: only by far
+        if answer is None:
+            if self._can_afford():
+                return None
+            return self._settle(Answer.UNDECIDED, "the budget of forward passes is spent")
+        if is_game:
+            return self._next_player(question, answer)
+        if answer is Answer.OTHER_DATA and question.arm + 1 < len(question.arms):
+            question.arm += 1
+            question.pairs.clear()
+            return None
+        if answer is Answer.DAMAGED and self._recovers(question, step):
+            question.pairs.clear()
+            question.due_at = step + max(2, (question.patient_until - step) // 2)
+            return None
+        return self._settle(answer, WHY[answer])
+
+    def _next_player(self, question: _Question, answer: Answer) -> Settled | None:
+        """Ask the other snapshot about a player who lost; one who did not is acquitted."""
+        player = question.arms[question.arm][1]
+        rest = range(question.arm + 1, len(question.arms))
+        if answer is Answer.DAMAGED:
+            following = next((i for i in rest if question.arms[i][1] == player), None)
+            if following is None:
+                return self._settle(answer, WHY[answer])
+        else:
+            following = next((i for i in rest if question.arms[i][1] != player), None)
+            if following is None:
+                return self._settle(answer, WHY[answer])
+        question.arm = following
+        question.pairs.clear()
+        return None
+
+    def _recovers(self, question: _Question, step: int) -> bool:
+        """Whether the loss has come down by half since it was last looked at, and may go on."""
+        if not self._recent or step >= question.patient_until:
+            return False
+        if not math.isfinite(question.usual) or not math.isfinite(question.peak):
+            return False
+        level = median(self._recent)
+        recovers = level - question.usual < 0.5 * (question.peak - question.usual)
+        question.peak = level
+        return recovers
+
+    def _settle(self, answer: Answer, why: str) -> Settled:
+        question = self._question
+        assert question is not None
+        self._question = None
+        self.settled += 1
+        finding = question.finding
+        snapshots = tuple(dict.fromkeys(s for s, _ in question.arms[: question.arm + 1]))
+        pairs = tuple(question.all_pairs)
+        if answer is Answer.DAMAGED:
+            finding = self._proven(question, snapshots[-1])
+        return Settled(finding, answer, why, pairs, snapshots, question.forwards)
+
+    def _proven(self, question: _Question, snapshot_step: int) -> Finding:
+        """Return the suspicion as a fact; blamed on the learning rate if nothing explains that."""
+        finding, pair = question.finding, question.all_pairs[-1]
+        evidence: dict[str, object] = {
+            **finding.evidence,
+            "loss_now": pair.now,
+            "loss_with_old_weights": pair.old,
+            "snapshot": snapshot_step,
+        }
+        cause = finding.cause
+        held, lr = self._held_lr(), self._run.learning_rate()
+        if 0.0 < 1.5 * held < lr:
+            cause = Cause.LR_SPIKE
+            evidence |= {"lr": lr, "usual_lr": held}
+        if math.isinf(pair.now):
+            evidence["loss_now"] = "not finite"
+        return replace(
+            finding,
+            cause=cause,
+            severity=Severity.ERROR,
+            bad_step=snapshot_step,
+            evidence=evidence,
+            wants_proof=False,
+        )
+
+    def _arms(self, finding: Finding) -> list[tuple[int, int | None]]:
+        """Return which snapshots to compare with, and which optimizer's parameters to swap."""
+        good = [s for s in self._run.ring.good_steps() if self._fits(s)]
+        good = list(self._ranks.common(good))
+        before = [s for s in good if s <= finding.bad_step] or good[-1:]
+        players = len(self._state.optimizers)
+        if players == 1:
+            # When a slow change began is a guess: where the newest one wins, less is undone.
+            tried = dict.fromkeys([*good[:1], *before[:1]])
+            return [(step, None) for step in tried]
+        if len(before) < 2 or finding.cause is Cause.DIVERGENCE:
+            return []
+        return [(step, player) for player in range(players) for step in before[:2]]
+
+    def _fits(self, step: int) -> bool:
+        snapshot = self._run.ring.of_step(step)
+        return snapshot is not None and self._run.is_of_these_parameters(snapshot)
+
+    def _can_afford(self) -> bool:
+        while self._spent and self._spent[0] <= self._run.step - BUDGET_STEPS:
+            self._spent.popleft()
+        return len(self._spent) < BUDGET
+
+    def _mean(self, loss: Tensor | float | None) -> float:
+        """Return the mean over ranks, which all must ask for; NaN if one could not compute it."""
+        value = torch.full((), math.nan, dtype=torch.float64)
+        if loss is not None:
+            value.fill_(float(loss.detach() if isinstance(loss, Tensor) else loss))
+        if self._ranks.has_others:
+            value = self._ranks.mean(value.to(self._ranks.device))
+        return float(value)
+
+
+NO_FORWARD = (
+    "no forward pass could be run: iterate healer.batches(loader), or give Healer a forward="
+)
+
+WHY = {
+    Answer.DAMAGED: "the weights of the snapshot do far better on the same batches",
+    Answer.OTHER_DATA: "the weights of the snapshot do no better on the same batches",
+}
+
+
+class Trial:
+    """Old weights in place of today's, until :meth:`end`.
+
+    Weights that the optimizer trains and buffers that move are swapped by copying, so that every
+    tensor keeps its address. Gradients, generators, parameter groups and schedulers are put back.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        state: TrainingState,
+        snapshot: Snapshot | None,
+        player: int | None,
+    ) -> None:
+        self._experiment = experiment
+        self._state = state
+        self._live = state.everything()
+        held = [key for key in self._live if key[0] in ("parameter", "buffer")]
+        self._saved = {key: self._live[key].detach().clone() for key in held}
+        self._grads = [(p, p.grad) for p in state.parameters()]
+        self._modes = [(module, module.training) for module in state.model.modules()]
+        self._values = state.values()
+        self.rng = RngState.now()
+        self.is_possible = snapshot is not None
+        self._is_over = False
+        for param, _ in self._grads:
+            param.grad = None
+        if snapshot is not None:
+            swapped = state.keys_of(player, snapshot.tensors)
+            self._write({key: snapshot.tensors[key] for key in swapped if key in self._live})
+
+    @torch.no_grad()
+    def _write(self, tensors: Mapping[Key, Tensor]) -> None:
+        for key, tensor in tensors.items():
+            # Through .data: a write that is taken back is none to whoever counts versions.
+            self._live[key].data.copy_(tensor)
+
+    def forward(self, compute: Callable[[], Tensor | float]) -> float | None:
+        """Return a loss computed without gradients; None if that failed. Generators are put back.
+
+        With several ranks all of them call this, and a failure of one is a failure of all.
+        """
+        if not self.is_possible:
+            return None
+        try:
+            with torch.no_grad():
+                return float(compute())
+        except Exception as error:  # an experiment must not end a run
+            self._experiment._note(f"experiment: the forward pass failed: {error!r}")
+            return None
+        finally:
+            self.rng.put_back()
+
+    def put_back(self) -> None:
+        """Put today's weights back, and go on in the trial, to compute with them."""
+        self._write(self._saved)
+        self.rng.put_back()
+
+    def end(self) -> None:
+        """Put every bit back. May be called again, if a body goes on after it."""
+        if not self._is_over:
+            self._write(self._saved)
+            self._is_over = True
+        for param, grad in self._grads:
+            param.grad = grad
+        for module, mode in self._modes:
+            module.training = mode
+        self._state.restore_settings(self._values)
+        self.rng.put_back()
+
+
+def _number(value: object, otherwise: float) -> float:
+    return float(value) if isinstance(value, int | float) else otherwise
