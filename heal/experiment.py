@@ -70,8 +70,8 @@ def judge(pairs: Sequence[Pair], noise: float) -> Answer | None:
     """Compare paired losses; None if another batch is needed.
 
     Sequential: one batch that is lost by far is enough, one that is not lost clearly acquits, and
-    in between :data:`BATCHES` must all be lost. Losses at or below zero have no ratio and are judged
-    by differences beside the noise alone.
+    in between :data:`BATCHES` must all be lost. Losses at or below zero have no ratio and are
+    judged by differences beside the noise alone.
 
     Args:
         pairs: at least one.
@@ -150,11 +150,11 @@ class _Question:
 class Experiment:
     """Settles suspicions, one at a time, at a bounded cost.
 
-    With one optimizer today's weights are compared with the newest good snapshot, and if they do not
-    lose, with the newest from before the suspicion. With several (GANs, actor-critic) only one player is swapped at a time, a climb is
-    never enough, and damage is called only if that player loses by far to two snapshots of
-    different ages: a player's loss rises when the other one learns. A loss that comes down by
-    itself is given time before anything is called damage.
+    With one optimizer today's weights are compared with the newest good snapshot, and if they do
+    not lose, with the newest from before the suspicion. With several (GANs, actor-critic) only one
+    player is swapped at a time, a climb is never enough, and damage is called only if that player
+    loses by far to two snapshots of different ages: a player's loss rises when the other one
+    learns. A loss that comes down by itself is given time before anything is called damage.
 
     Args:
         run: whose snapshots are used, and whose step counts.

@@ -239,8 +239,10 @@ def _rungs(
 def _held_rate(diagnosis: Diagnosis) -> Plan:
     """Return how to keep a rate from rising again that no schedule has raised."""
     usual = diagnosis.evidence.get("usual_lr")
-    is_known = diagnosis.evidence.get("measured") or not isinstance(usual, float)
-    return () if is_known or diagnosis.cause is not Cause.LR_SPIKE else (HoldLr(usual),)
+    is_scheduled = bool(diagnosis.evidence.get("measured"))
+    if diagnosis.cause is not Cause.LR_SPIKE or is_scheduled or not isinstance(usual, float):
+        return ()
+    return (HoldLr(usual),)
 
 
 def _hold(config: HealingConfig) -> Plan:

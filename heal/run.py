@@ -2,6 +2,7 @@
 
 import gc
 import math
+import operator
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -159,7 +160,7 @@ class TorchRun:
         """
         params = self._state.parameters()
         owners = [owner() for owner in snapshot.owners]
-        return len(owners) == len(params) and all(o is p for o, p in zip(owners, params))
+        return len(owners) == len(params) and all(map(operator.is_, owners, params))
 
     def learning_rate(self) -> float:
         """Return the first parameter group's learning rate, healing left out; NaN if unknown."""

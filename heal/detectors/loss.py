@@ -14,9 +14,9 @@ class LossChange:
 
     A loss is measured in units of the noise: the robust standard deviation of the recent losses.
     One sum adds up what lies above the recent median, the other what lies above the best level of
-    the run, each less some slack; a sum that reaches its limit is a suspicion. So one enormous loss,
-    a few large ones or many slightly raised ones all lead there. A suspicion is no verdict: the
-    counterfactual experiment (:mod:`heal.experiment`) tells damage from other data.
+    the run, each less some slack; a sum that reaches its limit is a suspicion. So one enormous
+    loss, a few large ones or many slightly raised ones all lead there. A suspicion is no verdict:
+    the counterfactual experiment (:mod:`heal.experiment`) tells damage from other data.
 
     On stationary normal noise fewer than one run of 10,000 steps in a hundred is suspected; a loss
     that wanders by itself (critics, RL) is suspected each time it has wandered by some noise.

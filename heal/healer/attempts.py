@@ -192,9 +192,7 @@ class Attempts:
         for at in range(batches.count):
             rng = batches.turn(at)  # not tried: what the loader raises was judged there
             if is_trial:
-                batch = batches.drawn[at]
-                with self._experiment.trial() as trial:
-                    old_losses.append(trial.forward(lambda b=batch: train_step(own_copy(b))))
+                old_losses.append(self._try_old_weights(train_step, batches.drawn[at]))
                 if at == batches.count - 1:
                     self._experiment.note_losses(_mean(old_losses))
             if at == 0:
@@ -205,6 +203,11 @@ class Attempts:
             if failure is not None:
                 return None, failure
         return loss, None
+
+    def _try_old_weights(self, train_step: TrainStep, batch: Any) -> float | None:
+        """Return the loss of a batch with the weights of a snapshot; nothing else changes."""
+        with self._experiment.trial() as trial:
+            return trial.forward(lambda: train_step(own_copy(batch)))
 
     def _try_add(
         self, train_step: TrainStep, so_far: list[Any], batches: StepBatches

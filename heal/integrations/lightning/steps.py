@@ -1,6 +1,6 @@
 """Takes the place of a strategy's ``optimizer_step``: backward by Lightning, step by the healer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch.nn import Module
 
 from heal.actions import CannotHeal
 from heal.data.own_copy import own_copy
+from heal.integrations.patches import Patches
 from heal.loop import Healer
 from heal.state.rng import RngState
 
@@ -91,6 +92,8 @@ class HealedSteps:
 
     def _backward(self, closure: Any) -> tuple[bool, Any]:
         """Return whether there are gradients, and the loss; False if the batch was given up."""
+        if self._healer.parts.experiment.is_due and hasattr(closure, "_step_fn"):
+            self._try_old_weights(closure._step_fn.args[0])
         if not self._heals_errors or not hasattr(closure, "_step_fn"):
             return True, closure()
         attempts, micro = self._healer.parts.attempts, self._healer.parts.micro
@@ -117,6 +120,30 @@ class HealedSteps:
                 return False, None
             if "batch" in arguments:  # not if training_step draws from the loader itself
                 arguments["batch"] = own_copy(as_it_came)
+
+    def _try_old_weights(self, arguments: Mapping[str, Any]) -> None:
+        """Compare old weights with today's on this batch; nothing is logged meanwhile."""
+        experiment, module = self._healer.parts.experiment, self._module
+        strategy = self._trainer.strategy
+        if "batch" not in arguments:
+            return  # training_step draws from the loader itself
+
+        def compute() -> Tensor:
+            output = strategy.training_step(*own_copy(list(arguments.values())))
+            loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+            return loss
+
+        patches = Patches()
+        for name in ("log", "log_dict"):
+            patches.set(module, name, lambda *args, **kwargs: None)
+        try:
+            with experiment.trial() as trial:
+                old = trial.forward(compute)
+                trial.put_back()
+                now = trial.forward(compute)
+        finally:
+            patches.put_back()
+        experiment.note_losses(old, now)
 
     def _in_pieces(self, closure: Any) -> Tensor:
         """Forward and backward of a batch that does not fit whole, with Lightning's hooks."""

@@ -1,21 +1,27 @@
 """Tries the micro-batches of a trainer's step, and heals what an attempt raises."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from heal.causes import Family
+from heal.data.own_copy import own_copy
 from heal.healer.attempts import Attempts
+from heal.integrations.patches import Patches
 from heal.integrations.transformers.batches import TrainerBatches
 from heal.integrations.transformers.guard import TrainerGuard
-from heal.integrations.transformers.patches import Patches
 from heal.integrations.transformers.pieces import adds_up, count_samples, in_pieces, is_paired
 from heal.loop import Healer
 from heal.state.rng import RngState
 
 TrainingStep = Callable[..., Tensor]
+
+LOGGED = ("_metrics", "_stored_metrics", "_logs", "_total_train_tokens")
+"""What trainers of TRL write in ``compute_loss`` for their logs, and a trial must not."""
 
 
 class TrainerAttempts(Attempts):
@@ -69,11 +75,53 @@ class TrainerAttempts(Attempts):
         Where other ranks wait for our gradients nothing is tried again: what is raised goes on.
         """
         if self._ranks.has_others:
-            loss = self._training_step(model, inputs, num_items_in_batch)
+            with self._tried(model, inputs, num_items_in_batch):
+                loss = self._training_step(model, inputs, num_items_in_batch)
             self._guard.add_loss(loss)
             return loss
         if not self._calls:
             self._begin_step()
+        with self._tried(model, inputs, num_items_in_batch):
+            return self._heal_step(model, inputs, num_items_in_batch)
+
+    @contextmanager
+    def _tried(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Iterator[None]:
+        """Compare old weights with today's on a micro-batch, if an experiment is due.
+
+        The batch is prepared once: completions that were generated for the trial serve the step
+        as well. What the trainer counts and logs in ``compute_loss`` is put back.
+        """
+        if not self._experiment.is_due:
+            yield
+            return
+        trainer = self._trainer
+        model.train()
+        prepared = trainer._prepare_inputs(inputs)
+        kept = {
+            name: copy.deepcopy(vars(trainer)[name]) for name in LOGGED if name in vars(trainer)
+        }
+
+        def compute() -> Tensor:
+            with trainer.compute_loss_context_manager():
+                loss: Tensor = trainer.compute_loss(
+                    model, own_copy(prepared), num_items_in_batch=num_items_in_batch
+                )
+            return loss.mean()
+
+        with self._experiment.trial() as trial:
+            old = trial.forward(compute)
+            trial.put_back()
+            now = trial.forward(compute)
+        vars(trainer).update(kept)
+        self._experiment.note_losses(old, now)
+        patches = Patches()
+        patches.set(trainer, "_prepare_inputs", lambda _: prepared)
+        try:
+            yield
+        finally:
+            patches.put_back()
+
+    def _heal_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         self._calls += 1
         self._inputs.append(inputs)
         first = len(self._inputs) - 1

@@ -9,9 +9,9 @@ from transformers import TrainerCallback
 
 from heal.config import HealingConfig
 from heal.healer.arguments import checked_config
+from heal.integrations.patches import Patches
 from heal.integrations.transformers.checkpoint import load_healing, save_healing
 from heal.integrations.transformers.checks import checked_factor, checked_trainer
-from heal.integrations.transformers.patches import Patches
 from heal.integrations.transformers.session import Session
 from heal.integrations.transformers.undone_checkpoints import checkpoint_folder
 from heal.loop import Healer

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
 from heal.healer.dry_run import DryRunReport
-from heal.integrations.transformers.patches import Patches
+from heal.integrations.patches import Patches
 from heal.state.rng import RngState
 
 QUIET = {

@@ -12,10 +12,10 @@ from heal.detectors.preference import ACCURACY, MARGIN
 from heal.detectors.progress import Plateau
 from heal.detectors.rewards import REWARD
 from heal.hearing.log_watch import LogWatch
+from heal.integrations.patches import Patches
 from heal.integrations.transformers.attempts import TrainerAttempts
 from heal.integrations.transformers.batches import TrainerBatches
 from heal.integrations.transformers.guard import ScaledStep, TrainerGuard, clip_limit
-from heal.integrations.transformers.patches import Patches
 from heal.integrations.transformers.position import TrainerPosition
 from heal.integrations.transformers.prepared import (
     batches_passed_over,

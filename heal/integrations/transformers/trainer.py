@@ -11,6 +11,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from heal.config import HealingConfig
 from heal.healer.dry_run import DryRunReport
+from heal.integrations.patches import Patches
 from heal.integrations.trackers import make_trackers
 from heal.integrations.transformers.callback import (
     RetryingCallback,
@@ -19,7 +20,6 @@ from heal.integrations.transformers.callback import (
 )
 from heal.integrations.transformers.checks import check_ready
 from heal.integrations.transformers.dry_run import dry_run
-from heal.integrations.transformers.patches import Patches
 from heal.integrations.transformers.summary import summary
 from heal.loop import Healer
 
