@@ -405,7 +405,8 @@ class Experiment:
         """Return the mean over ranks, which all must ask for; NaN if one could not compute it."""
         value = torch.full((), math.nan, dtype=torch.float64)
         if loss is not None:
-            value.fill_(float(loss.detach() if isinstance(loss, Tensor) else loss))
+            number = float(loss.detach() if isinstance(loss, Tensor) else loss)
+            value.fill_(math.inf if math.isnan(number) else number)
         if self._ranks.has_others:
             value = self._ranks.mean(value.to(self._ranks.device))
         return float(value)
@@ -465,14 +466,16 @@ class Trial:
         """
         if not self.is_possible:
             return None
-        try:
-            with torch.no_grad():
-                return float(compute())
-        except Exception as error:  # an experiment must not end a run
-            self._experiment._note(f"experiment: the forward pass failed: {error!r}")
-            return None
-        finally:
-            self.rng.put_back()
+        for mode in (torch.no_grad, torch.enable_grad):  # a loss may differentiate by itself
+            try:
+                with mode():
+                    return float(compute())
+            except Exception as error:  # an experiment must not end a run
+                problem = error
+            finally:
+                self.rng.put_back()
+        self._experiment._note(f"experiment: the forward pass failed: {problem!r}")
+        return None
 
     def put_back(self) -> None:
         """Put today's weights back, and go on in the trial, to compute with them."""

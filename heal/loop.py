@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from heal.actions import CannotHeal
 from heal.config import HealingConfig
+from heal.detect import Detector
 from heal.exit_codes import ExitCode
 from heal.healer.arguments import (
     checked_config,
@@ -231,6 +232,23 @@ class Healer(Resuming, Lifetime, Probing):
         """
         self.parts.treatment.hook = hook
         return hook
+
+    def add_detector(self, name: str, detector: Detector) -> None:
+        """Have ``detector.observe(record)`` see every record from now on.
+
+        What it returns is treated like a finding of ours; one with ``wants_proof`` is settled by an
+        experiment first. Its state is saved in snapshots and checkpoints under ``name``.
+
+        Raises:
+            ValueError: there is a detector of this name.
+        """
+        detectors = self.parts.listener.watch.detectors
+        if name in detectors:
+            taken = ", ".join(detectors)
+            raise ValueError(
+                f"detector name: expected one that is not taken ({taken}), got {name!r}"
+            )
+        detectors[name] = detector
 
     def observe_eval(self, eval_loss: float, train_loss: float | None = None) -> None:
         """Tell of an evaluation, to be warned of overfitting."""

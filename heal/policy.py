@@ -108,7 +108,8 @@ def _stop(diagnosis: Diagnosis) -> Halt:
 
 
 def _halt(diagnosis: Diagnosis, why: str, code: ExitCode) -> Halt:
-    told = diagnosis.evidence.get("type") or diagnosis.evidence.get("tensor")
+    known = (diagnosis.evidence.get(name) for name in ("type", "blames", "tensor"))
+    told = next(filter(None, known), None)
     where = f" ({told})" if told else ""
     at = f" at step {diagnosis.step}" if diagnosis.step >= 0 else ""
     reason = f"{diagnosis.cause.value}{at}{where}"

@@ -1,0 +1,300 @@
+"""Suspicions are settled by an experiment: damage is healed, everything else is left alone."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from heal import Healer
+from heal.causes import Cause, Finding, Severity
+from heal.experiment import BUDGET, Answer, Pair, judge
+from tests.heal.runs import assert_same, fingerprint, language, regression
+
+STEPS = 80
+
+
+class Suspicious:
+    """Suspects the weights in every record: as bad as a detector can be."""
+
+    def observe(self, record):
+        return Finding(
+            cause=Cause.LOSS_SPIKE,
+            step=record.step,
+            bad_step=max(record.step - 1, 0),
+            severity=Severity.WARN,
+            evidence={"loss": record.loss, "usual_loss": record.loss, "noise": 0.1},
+            wants_proof=True,
+        )
+
+    def state(self):
+        return {}
+
+    def load_state(self, state):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _run_dir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def bare_run(make):
+    setup = make()
+    setup.bare(STEPS)
+    return fingerprint(setup)
+
+
+def suspected(setup, **options) -> Healer:
+    healer = setup.healer(run_dir=".", **options)
+    healer.add_detector("suspicious", Suspicious())
+    return healer
+
+
+def events(name):
+    lines = Path("events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+def in_a_loop(setup, healer, steps):
+    """A hand-written loop over as many batches as it takes."""
+    done = False
+    while not done:
+        for batch in healer.batches(setup.loader):
+            loss = setup.train_step(batch)
+            loss.backward()
+            healer.step(loss)
+            setup.optimizer.zero_grad()
+            done = healer.last_step >= steps - 1
+            if done:
+                break
+
+
+@pytest.mark.parametrize(
+    ("pairs", "answer"),
+    [
+        ([Pair(1e8, 0.2)], Answer.DAMAGED),
+        ([Pair(0.2, 0.2)], Answer.OTHER_DATA),
+        ([Pair(7.4, 7.2)], Answer.OTHER_DATA),
+        ([Pair(0.12, 0.02)], Answer.OTHER_DATA),
+        ([Pair(0.5, 0.2)], None),
+        ([Pair(0.5, 0.2), Pair(0.6, 0.25)], None),
+        ([Pair(0.5, 0.2), Pair(0.2, 0.2)], Answer.OTHER_DATA),
+        ([Pair(0.5, 0.2), Pair(0.6, 0.25), Pair(0.5, 0.2)], Answer.DAMAGED),
+        ([Pair(math.inf, 0.2)], Answer.DAMAGED),
+        ([Pair(math.inf, math.inf)], Answer.OTHER_DATA),
+        ([Pair(-1.0, -5.0)], Answer.DAMAGED),
+        ([Pair(-4.95, -5.0)], Answer.OTHER_DATA),
+    ],
+)
+def test_paired_losses_are_judged_by_ratio_and_noise(pairs, answer):
+    assert judge(pairs, noise=0.15) is answer
+
+
+@pytest.mark.parametrize("make", [regression, language])
+def test_experiments_leave_no_trace_in_run(make):
+    expected = bare_run(make)
+    setup = make()
+    healer = suspected(setup)
+    healer.run(setup.train_step, setup.loader, STEPS, progress=False)
+    assert len(events("experiment")) > 3
+    assert not healer.recoveries
+    assert_same(fingerprint(setup), expected)
+
+
+@pytest.mark.parametrize("make", [regression, language])
+def test_experiments_leave_no_trace_in_a_hand_written_loop(make):
+    expected = bare_run(make)
+    setup = make()
+    healer = suspected(setup)
+    in_a_loop(setup, healer, STEPS)
+    assert len(events("experiment")) > 3
+    assert_same(fingerprint(setup), expected)
+
+
+def test_addresses_stay_what_they_were():
+    setup = regression()
+    addresses = [p.data_ptr() for p in setup.model.parameters()]
+    healer = suspected(setup)
+    in_a_loop(setup, healer, 20)
+    assert [p.data_ptr() for p in setup.model.parameters()] == addresses
+
+
+def test_the_body_runs_once_more_with_old_weights_and_its_step_changes_nothing():
+    setup = regression()
+    healer = suspected(setup)
+    seen = []
+    for batch in healer.batches(setup.loader):
+        seen.append((healer.last_step, setup.model[0].weight.detach().clone()))
+        loss = setup.train_step(batch)
+        loss.backward()
+        healer.step(loss)
+        setup.optimizer.zero_grad()
+        if healer.last_step >= 12:
+            break
+    twice = [i for i in range(1, len(seen)) if seen[i][0] == seen[i - 1][0]]
+    assert twice
+    assert any(not torch.equal(seen[i][1], seen[i - 1][1]) for i in twice)
+
+
+def test_accumulated_batches_are_given_out_again_together():
+    def loop(batches, step, setup):
+        for i, batch in enumerate(batches):
+            loss = setup.train_step(batch) / 2
+            loss.backward()
+            if i % 2:
+                step(loss)
+                setup.optimizer.zero_grad()
+
+    bare = regression()
+    loop(bare.loader, lambda loss: bare.optimizer.step(), bare)
+    expected = fingerprint(bare)
+    setup = regression()
+    healer = suspected(setup)
+    loop(healer.batches(setup.loader), healer.step, setup)
+    assert healer.parts.experiment.forwards
+    assert_same(fingerprint(setup), expected)
+
+
+def test_a_given_forward_is_used_in_place_of_the_body():
+    setup, calls = regression(), []
+
+    def forward(batch):
+        calls.append(torch.is_grad_enabled())
+        return setup.train_step(batch)
+
+    healer = suspected(setup, forward=forward)
+    bodies = 0
+    for batch in healer.batches(setup.loader):
+        bodies += 1
+        loss = setup.train_step(batch)
+        loss.backward()
+        healer.step(loss)
+        setup.optimizer.zero_grad()
+    assert bodies == healer.last_step + 1
+    assert calls
+    assert not any(calls)
+
+
+def test_a_body_that_steps_another_optimizer_is_not_run_twice():
+    setup = regression()
+    other = nn.Linear(2, 2)
+    others = torch.optim.SGD(other.parameters(), lr=0.1)
+    healer = suspected(setup)
+    bodies = 0
+    for batch in healer.batches(setup.loader):
+        bodies += 1
+        other(torch.ones(2)).sum().backward()
+        others.step()
+        loss = setup.train_step(batch)
+        loss.backward()
+        healer.step(loss)
+        setup.optimizer.zero_grad()
+    assert bodies == healer.last_step + 1
+    assert any("forward" in note for note in healer.notes)
+
+
+def test_without_a_forward_pass_a_suspicion_is_only_reported():
+    setup = regression()
+    healer = suspected(setup)
+    for batch in setup.loader:  # not healer.batches
+        loss = setup.train_step(batch)
+        loss.backward()
+        healer.step(loss)
+        setup.optimizer.zero_grad()
+    alerts = events("alert")
+    assert {alert["failure"] for alert in alerts} == {"loss_spike"}
+    assert not any(event["plan"] for event in events("recovery"))
+
+
+def test_experiments_cost_no_more_than_their_budget():
+    setup = regression()
+    healer = suspected(setup)
+    healer.run(setup.train_step, setup.loader, 300, progress=False)
+    assert 0 < healer.parts.experiment.forwards <= BUDGET
+
+
+def damaged(setup, step, damage):
+    """The setup with ``damage`` done right before the forward pass of a step."""
+    inner, calls = setup.train_step, []
+
+    def train_step(batch):
+        if torch.is_grad_enabled():
+            calls.append(1)
+            if len(calls) == step:
+                with torch.no_grad():
+                    damage(setup)
+        return inner(batch)
+
+    setup.train_step = train_step
+    return setup
+
+
+def scale_weights(setup):
+    for param in setup.model.parameters():
+        param.mul_(100.0)
+
+
+def blow_up_moments(setup):
+    for state in setup.optimizer.state.values():
+        state["exp_avg"].mul_(1e4)
+
+
+def one_huge_weight(setup):
+    setup.model[3].weight[0, 0] = 1e4
+
+
+@pytest.mark.parametrize("damage", [scale_weights, blow_up_moments, one_huge_weight])
+@pytest.mark.parametrize("step", [5, 23, 61])
+def test_damage_at_any_step_is_rolled_back_and_the_loss_comes_back(damage, step):
+    setup = damaged(regression(), step, damage)
+    setup.run(160, run_dir=".")
+    rolled = [e for e in events("recovery") if e["resumed_at"] < e["noticed_at"]]
+    assert rolled
+    assert all(event["resumed_at"] < step for event in rolled)
+    losses = [float(setup.train_step(batch).detach()) for batch in setup.loader]
+    twin = regression()
+    twin.bare(160)
+    expected = [float(twin.train_step(batch).detach()) for batch in twin.loader]
+    assert sum(losses) < 1.5 * sum(expected) + 0.05
+
+
+def test_nan_data_skips_steps_and_never_rolls_back():
+    setup = regression(max_consecutive=20)
+    inner, calls = setup.train_step, []
+
+    def train_step(batch):
+        if torch.is_grad_enabled():
+            calls.append(1)
+        loss = inner(batch)
+        return loss * math.nan if len(calls) > 40 else loss
+
+    setup.train_step = train_step
+    healer = setup.healer()
+    weights = {}
+
+    def keep(step):
+        if step == 39:
+            weights.update({k: v.clone() for k, v in setup.model.state_dict().items()})
+
+    from heal.actions import CannotHeal
+
+    with pytest.raises(CannotHeal) as halt:
+        healer.run(setup.train_step, setup.loader, 200, progress=False, on_step=keep)
+    assert halt.value.exit_code == 43
+    assert "data" in str(halt.value)
+    for name, value in setup.model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+def test_weights_that_overflow_are_told_from_nan_data():
+    def overflow(setup):
+        for param in setup.model.parameters():
+            param.mul_(1e25)
+
+    setup = damaged(regression(), 40, overflow)
+    setup.run(120, run_dir=".")
+    assert all(torch.isfinite(p).all() and p.abs().max() < 1e3 for p in setup.model.parameters())
+    assert any(e["resumed_at"] < e["noticed_at"] for e in events("recovery"))
