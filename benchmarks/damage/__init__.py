@@ -1,0 +1,1 @@
+"""Damage to weights, optimizer, learning rate and data, with and without healing."""

@@ -1,0 +1,1 @@
+"""Healthy trainings that a healer must leave alone, bit by bit."""
