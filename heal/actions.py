@@ -41,7 +41,7 @@ class Run(Protocol):
         ...
 
     def hold_lr(self, limit: float) -> None:
-        """Scale every learning rate above ``limit`` down to it, until it comes below by itself."""
+        """Hold every learning rate at ``limit``, until it comes to that or less by itself."""
         ...
 
     def tighten_clip(self, factor: float) -> None:
@@ -160,9 +160,9 @@ class ScaleLr:
 
 @dataclass(frozen=True, slots=True)
 class HoldLr:
-    """Let the learning rate not exceed ``limit``, until it comes below by itself.
+    """Hold the learning rate at ``limit``, until it comes to that or less by itself.
 
-    For a rate that something other than a schedule has raised, and raises again after a rollback.
+    For a rate that something other than a schedule has changed, and changes again after a rollback.
     """
 
     limit: float

@@ -172,7 +172,7 @@ class TorchRun:
         return math.nan
 
     def hold_lr(self, limit: float) -> None:
-        """Let no learning rate exceed ``limit`` until it comes below by itself."""
+        """Hold the learning rate at ``limit`` until it comes to that or less by itself."""
         self._lr_limit = limit
 
     def apply_lr_limit(self) -> None:
@@ -180,12 +180,13 @@ class TorchRun:
         if self._lr_limit is None:
             return
         lr = self.learning_rate()
-        if lr <= self._lr_limit * (1.0 + 1e-6):
+        if lr == 0.0 or 0.0 < lr <= self._lr_limit * (1.0 + 1e-6):
             self._lr_limit = None
             self.lr_scale = self._lr_scale
             return
         for optimizer in self._guarded.optimizers:
-            optimizer.lr_scale = min(self._lr_scale, self._lr_limit / lr)
+            # A negative rate is turned round: climbing is no schedule.
+            optimizer.lr_scale = self._lr_limit / lr * min(self._lr_scale, 1.0)
 
     def state(self) -> dict[str, Any]:
         """Return what healing changed about the run, as plain values; see :meth:`resume`."""

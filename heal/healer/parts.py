@@ -120,7 +120,13 @@ class Parts:
         rates = LearningRates(wrapped, self.schedules.wanted, note)
         watch = Watch(config)
         self.experiment = Experiment(
-            run, state, guarded.ranks, watch.loss_level, watch.held_lr, note
+            run,
+            state,
+            guarded.ranks,
+            watch.loss_level,
+            watch.held_lr,
+            2 * config.loss_spike_patience,
+            note,
         )
         self.trials = BodyTrials(self.experiment, guarded, given.forward, note)
         self.listener = Listener(

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from heal.causes import Finding
+from heal.causes import Cause, Finding
 from heal.cluster.watch import ClusterWatch
 from heal.cluster.watchdog import HangWatchdog
 from heal.config import HealingConfig
 from heal.detect import Watch
-from heal.experiment import NO_FORWARD, Answer, Experiment, Settled
+from heal.experiment import NO_FORWARD, NOT_LEARNING, Answer, Experiment, Settled
 from heal.forecast.features import CHECK_INTERVAL
 from heal.hearing.calm import Calm
 from heal.hearing.health import HealthCheck
@@ -72,6 +72,7 @@ class Listener:
         self.watch = watch
         self._experiment = experiment
         self._wants_check = False
+        self._unprovable: set[Cause] = set()  # reported once for lack of a forward pass
         self._latest: Record | None = None
         self.series = Series()
         self.sources: list[Callable[[], Flag]] = []
@@ -258,11 +259,17 @@ class Listener:
             if settled.finding.cause in NONFINITE:
                 self.watch.note_nan_data()
             return []
+        found = replace(settled.finding, wants_proof=False)
+        if settled.why is NOT_LEARNING:
+            return [found]
         if settled.why is not NO_FORWARD:
             return []
+        self.watch.rebase()  # the level stays unexplained; later ones are measured against it
+        if found.cause in self._unprovable or found.cause is Cause.NOT_LEARNING:
+            return []
+        self._unprovable.add(found.cause)
         self._note(settled.why)
-        self.watch.rebase()  # or the new level would be reported for ever
-        return [replace(settled.finding, wants_proof=False)]
+        return [found]
 
     def untreated(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """Return what was found and not treated yet, by step, as plain values."""

@@ -97,6 +97,7 @@ class SnapshotRing:
         self.degraded = ""
         self._checked_step = -1
         self._suspect_since: int | None = None
+        self._pinned: set[int] = set()
         self._kept: list[Snapshot] = []  # oldest first
         self._spare: list[dict[Key, Tensor]] = []
         self._copied: torch.Event | None = None
@@ -202,6 +203,10 @@ class SnapshotRing:
         self._promote()
         known = since if self._suspect_since is None else self._suspect_since
         self._suspect_since = min(known, since)
+
+    def pin(self, steps: set[int]) -> None:
+        """Keep the snapshots of these steps, and no others, from making way for newer ones."""
+        self._pinned = steps
 
     def note_settled(self) -> None:
         """The suspicion is answered: quarantines begin anew for what was taken meanwhile."""
@@ -319,6 +324,7 @@ class SnapshotRing:
         choices = [s for s in self._kept if not s.is_good and s.step < overdue]
         choices += self._spare_good(good, step) if len(good) > 1 else []
         choices += good if len(self._kept) == 1 else []
+        choices = [s for s in choices if s.step not in self._pinned]
         choices = choices or (good if must else []) or (self._kept if must else [])
         misfit = {id(s): self._misfit([k for k in self._kept if k is not s], step) for s in choices}
         return min(choices, key=lambda s: misfit[id(s)], default=None)
