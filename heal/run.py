@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,13 +15,15 @@ from heal.state.constants import Constants
 from heal.state.distinct import Key
 from heal.state.rng import RngState
 from heal.state.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
-from heal.state.training_state import StateMismatch, TrainingState
+from heal.state.training_state import RestoreFailed, StateMismatch, TrainingState
 from heal.step.activation_checkpointing import checkpoint_activations
 from heal.step.clip_limits import ClipLimits
 from heal.step.guarded_step import GuardedStep
 from heal.step.micro_batch import MicroBatcher
 from heal.step.schedules import Schedules
 from heal.step.weight_anchor import WeightAnchor
+
+TRIES = 2  # times that a snapshot is written before an older one is taken
 
 
 class Checkpoints(Protocol):
@@ -143,7 +145,8 @@ class TorchRun:
             "data": self._stream.position(),
             "healing": self.healing_state(),
         }
-        return self.ring.capture(self.step, self._state.tensors(), values, is_proven)
+        tensors, without_nan = self._state.tensors(), self._state.without_nan()
+        return self.ring.capture(self.step, tensors, values, is_proven, without_nan)
 
     def state(self) -> dict[str, Any]:
         """Return what healing changed about the run, as plain values; see :meth:`resume`."""
@@ -186,24 +189,55 @@ class TorchRun:
         return True
 
     def restore(self, step: int) -> None:
-        """Return to the good snapshot of ``step``, or to an older one if its bytes have changed.
+        """Return to the good snapshot of ``step``, or to an older one if that cannot be done.
 
-        All ranks return to the same one, or none does.
+        All ranks return to the same one, or none does. A copy that fails is taken back and tried
+        once more; a snapshot whose bytes have changed, or that fails twice, gives way to the next
+        older one.
 
         Raises:
-            CannotHeal: there is none, or it does not fit; nothing was changed.
+            CannotHeal: there is none, or it does not fit, or none could be written. Unless the
+                message says that the memory holds a mix, nothing was changed.
         """
-        snapshot = self._verified(self._ranks.least(step))
-        changed = self._constants.changed()
-        problem = self._misfit(snapshot, changed)
-        if not self._ranks.all_agree(not problem):
-            raise CannotHeal(problem or "another rank could not return to its snapshot")
+        failure: RestoreFailed | None = None
+        for snapshot in self._verified(self._ranks.least(step)):
+            changed = self._constants.changed()
+            problem = self._misfit(snapshot, changed)
+            if not self._ranks.all_agree(not problem):
+                raise CannotHeal(problem or "another rank could not return to its snapshot")
+            for _ in range(TRIES):
+                failure = self._write(snapshot)
+                if failure is None:
+                    self._returned(snapshot, changed)
+                    return
+                self._note(f"the rollback to step {snapshot.step} failed: {failure}")
+        if failure is None:
+            raise CannotHeal(f"no intact snapshot of step {step} or before", ExitCode.NO_SNAPSHOT)
+        held = (
+            "the memory holds a mix of two states: do not save it, resume from a checkpoint"
+            if failure.is_mixed
+            else "the state is what it was before"
+        )
+        raise CannotHeal(f"no rollback succeeded, the last failed with {failure}; {held}")
+
+    def _write(self, snapshot: Snapshot) -> RestoreFailed | None:
+        """Write a snapshot over the run; return why it could not be done."""
+        settle = None if self.schedules is None else self.schedules.before_return()
+        try:
+            self._state.restore(
+                snapshot.tensors,
+                snapshot.values,
+                (lambda: None) if settle is None else (lambda: settle(snapshot.step)),
+                self._ranks.all_agree,
+            )
+        except RestoreFailed as failure:
+            return failure
+        return None
+
+    def _returned(self, snapshot: Snapshot, changed: Sequence[Key]) -> None:
+        """Have all else follow the state that was written."""
         self._guarded.mailbox.clear()
         self.anchor.release()
-        settle = None if self.schedules is None else self.schedules.before_return()
-        self._state.restore(snapshot.tensors, snapshot.values)
-        if settle is not None:
-            settle(snapshot.step)
         if self._config.data == "replay":
             snapshot.values["rng"].put_back()
             self._stream.rewind(snapshot.values["data"])
@@ -304,12 +338,12 @@ class TorchRun:
         """Hold the weights where they are; see :class:`heal.step.weight_anchor.WeightAnchor`."""
         return self.anchor.hold(strength, steps)
 
-    def _verified(self, step: int) -> Snapshot:
+    def _verified(self, step: int) -> Iterator[Snapshot]:
+        """Yield snapshots of ``step`` and before that are intact on every rank, newest first."""
         for candidate in [s for s in self.snapshots() if s <= step]:
             snapshot = self._intact(candidate)
             if self._ranks.all_agree(snapshot is not None) and snapshot is not None:
-                return snapshot
-        raise CannotHeal(f"no intact snapshot of step {step} or before", ExitCode.NO_SNAPSHOT)
+                yield snapshot
 
     def _intact(self, step: int) -> Snapshot | None:
         try:

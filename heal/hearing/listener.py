@@ -80,6 +80,7 @@ class Listener:
         self._health = HealthCheck(
             guarded.optimizers,
             guarded.names,
+            guarded.buffers,
             config.lag,
             guarded.ranks,
             waits=self.watch.forecast is not None,

@@ -64,9 +64,11 @@ class BufferCopies:
             if before is not None and before.owner is slot.owner:
                 continue
             if slot.is_statistic:
+                slot.may_be_bad = not self._has_settled and not slot.is_finite()
                 self._moving[name] = slot
             else:
                 slot.copy = slot.buffer.detach().clone() if slot.is_small() else None
+                slot.may_be_bad = self._has_settled or slot.holds_nan()
                 self._still[name] = slot
         for name in known.keys() - found.keys():
             self._moving.pop(name, None)
@@ -80,6 +82,20 @@ class BufferCopies:
     def still(self) -> list[tuple[str, Tensor]]:
         """Return the buffers that nobody was seen to write."""
         return [(name, slot.buffer) for name, slot in self._still.items()]
+
+    def statistics(self) -> list[tuple[str, Tensor]]:
+        """Return the buffers of norm layers: NaN or Inf in them is a fault, unless it was there."""
+        found = [(n, s) for n, s in self._moving.items() if s.is_statistic]
+        return [(n, s.buffer) for n, s in found if not s.may_be_bad]
+
+    def without_nan(self) -> list[tuple[str, Tensor]]:
+        """Return the other moving buffers that NaN has no place in.
+
+        A mask may hold Inf. One that held NaN before training, or was made in a forward, may be
+        meant to hold it.
+        """
+        others = [(n, s) for n, s in self._moving.items() if not s.is_statistic]
+        return [(n, s.buffer) for n, s in others if not s.may_be_bad]
 
     def count_as_moving(self, name: str) -> None:
         """Hear that a buffer was written though ``_version`` does not say so."""
@@ -217,7 +233,17 @@ class BufferCopies:
 class _Slot:
     """A place for a buffer in a module, and what is known of it."""
 
-    __slots__ = ("buffer", "copy", "is_statistic", "key", "name", "num_writes", "owner", "version")
+    __slots__ = (
+        "buffer",
+        "copy",
+        "is_statistic",
+        "key",
+        "may_be_bad",
+        "name",
+        "num_writes",
+        "owner",
+        "version",
+    )
 
     def __init__(self, name: str, owner: dict[str, Any], key: str, is_statistic: bool) -> None:
         self.name, self.owner, self.key = name, owner, key
@@ -226,6 +252,21 @@ class _Slot:
         self.version = version_of(self.buffer)
         self.copy: Tensor | None = None
         self.num_writes = 0
+        self.may_be_bad = False
+
+    def is_finite(self) -> bool:
+        """Return whether all of it is finite, or nobody can say; waits for the device."""
+        buffer = self.buffer
+        if not buffer.is_floating_point() or buffer.itemsize < 2 or buffer.is_meta:
+            return True
+        return bool(buffer.isfinite().all())
+
+    def holds_nan(self) -> bool:
+        """Return whether there is NaN in it, or nobody can say; waits for the device."""
+        buffer = self.buffer
+        if not buffer.is_floating_point() or buffer.itemsize < 2 or buffer.is_meta:
+            return True
+        return bool(buffer.isnan().any())
 
     def is_small(self) -> bool:
         """Return whether it is copied before it was ever written."""

@@ -5,7 +5,7 @@ decides which copies to keep, and vouches for what it gives back.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class Snapshot:
     tensors: dict[Key, Tensor]
     values: dict[str, Any]
     hashes: Tensor  # int64 [tensors], of the sources, on the host
-    num_bad: Tensor  # int64 [], parameters and moments with NaN or Inf; on the host
+    num_bad: Tensor  # int64 [], tensors with NaN or Inf that must not; on the host
     landed: torch.Event | None
     clean_steps: int = 0
     is_good: bool = False
@@ -129,6 +129,7 @@ class SnapshotRing:
         tensors: Mapping[Key, Tensor],
         values: dict[str, Any],
         is_proven: bool = False,
+        without_nan: Collection[Key] = (),
     ) -> bool:
         """Copy the state out; False if there is no memory for it, or no place yet.
 
@@ -137,6 +138,7 @@ class SnapshotRing:
             tensors: all that steps may change.
             values: plain values; kept as they are.
             is_proven: whether it needs no quarantine: no step has had the chance to spoil it.
+            without_nan: keys of buffers in which NaN is a fault, though Inf may not be.
         """
         num_bytes = sum([t.nbytes for t in tensors.values()])
         if not self._make_room(step, num_bytes):
@@ -150,7 +152,7 @@ class SnapshotRing:
             return False
         slot.clear()
         slot.update(copies)
-        hashes, num_bad, landed = self._copy(copies, tensors)
+        hashes, num_bad, landed = self._copy(copies, tensors, without_nan)
         snapshot = Snapshot(step, copies, values, hashes, num_bad, landed, buffers=slot)
         snapshot.is_proven, snapshot.num_bytes = is_proven, num_bytes
         self._kept = [s for s in self._kept if s.step < step] + [snapshot]
@@ -314,19 +316,22 @@ class SnapshotRing:
         return misfit
 
     def _copy(
-        self, copies: Mapping[Key, Tensor], tensors: Mapping[Key, Tensor]
+        self,
+        copies: Mapping[Key, Tensor],
+        tensors: Mapping[Key, Tensor],
+        without_nan: Collection[Key],
     ) -> tuple[Tensor, Tensor, torch.Event | None]:
         """Copy, hash and measure the sources; on the device without waiting for it."""
         device = next((t.device for t in tensors.values() if t.device.type == "cuda"), None)
         if device is None:
-            hashes, num_bad = copy_on_host(copies, tensors)
+            hashes, num_bad = copy_on_host(copies, tensors, without_nan)
             return hashes, num_bad, None
         # Buffers are written by the next forward, which nothing here can hold back: they are
         # copied in the stream of the run. The rest is not written before the next update.
         early = [key for key in tensors if key[0] not in ("parameter", "state")]
         late = [key for key in tensors if key[0] in ("parameter", "state")]
         copy_by_kind([copies[k] for k in early], [tensors[k] for k in early], non_blocking=True)
-        there = fingerprints(tensors.values()), count_bad(tensors.items())
+        there = fingerprints(tensors.values()), count_bad(tensors.items(), without_nan)
         hashes, num_bad = (host_memory(t).copy_(t, non_blocking=True) for t in there)
         if device not in self._sides:
             self._sides[device] = SideStream(device)
