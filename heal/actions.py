@@ -6,7 +6,7 @@ effect.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,10 @@ class Run(Protocol):
 
     def restore(self, step: int) -> None:
         """Return to the snapshot of ``step``: all of it, or raise and change nothing."""
+        ...
+
+    def corruption(self) -> Mapping[str, Any] | None:
+        """Look for NaN and Inf in weights, buffers and optimizer state; None if there are none."""
         ...
 
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:

@@ -58,12 +58,17 @@ class HealthCheck:
         if not weights:
             return
         statistics, others = self._buffers.statistics(), self._buffers.without_nan()
-        named = [(n, b) for n, b in (*statistics, *others) if b.dtype in MEASURED]
+        checked = {**statistics, **others}
         measured = len(weights) + len(moments)
-        stats = zclip.grad_stats([*weights, *moments, *(b.detach() for _, b in named)])
+        stats = zclip.grad_stats([*weights, *moments, *(b.detach() for b, _ in checked.values())])
         bad = stats[:, NAN:].sum(dim=1)
-        num_statistics = sum(b.dtype in MEASURED for _, b in statistics)
-        bad[measured + num_statistics :] = stats[measured + num_statistics :, NAN]
+        if checked:
+            first_other = measured + len(statistics)
+            bad[first_other:] = stats[first_other:, NAN]
+            were_bad = [
+                was_bad.to(bad.device, non_blocking=True) for _, was_bad in checked.values()
+            ]
+            bad[measured:] *= torch.stack(were_bad).logical_not()
         counted = counters.to(stats, non_blocking=True)
         told = self._ranks.mean(torch.cat([stats[:measured, SUMSQ], bad, counted]))
         told[:measured].sqrt_()
@@ -72,7 +77,7 @@ class HealthCheck:
         mailbox.post(step, told)
         names = tuple(name for name, _ in self._named_parameters())
         due = step if told.is_cpu and not self._waits else step + self._lag
-        layout = _Layout(owners, names, tuple(name for name, _ in named))
+        layout = _Layout(owners, names, tuple(checked))
         self._sent.append((step, due, mailbox, layout))
 
     def read(self, step: int) -> list[HealthRow]:

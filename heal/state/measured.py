@@ -1,6 +1,6 @@
 """What vouches for tensors: a hash of their bits, and whether any of them is NaN or Inf."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,15 +18,16 @@ HALF = (torch.bfloat16, torch.float16)  # whose own range a sum may leave
 def copy_on_host(
     copies: Mapping[Key, Tensor],
     tensors: Mapping[Key, Tensor],
-    without_nan: Collection[Key] = (),
+    without_nan: Mapping[Key, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Copy, hash and measure; return the latter two. What is a run of bytes is read once.
 
     Args:
         copies: written, by key.
         tensors: read.
-        without_nan: those that may hold Inf but not NaN.
+        without_nan: see :func:`count_bad`.
     """
+    may_hold_inf = without_nan or {}
     runs = [key for key, tensor in tensors.items() if is_run_of_bytes(copies[key], tensor)]
     at_once = set(runs)
     others = [key for key in tensors if key not in at_once]
@@ -35,7 +36,7 @@ def copy_on_host(
     counted = zip(runs, rows, strict=True)
     bad = [key for key, row in counted if row[1]]
     num_bad = sum(must_be_finite(key, tensors[key]) for key in bad)
-    num_bad += sum(bool(tensors[key].isnan().any()) for key in bad if key in without_nan)
+    num_bad += int(count_bad(((k, tensors[k]) for k in bad if k in may_hold_inf), may_hold_inf))
     if others:
         copy_by_kind([copies[k] for k in others], [tensors[k] for k in others], non_blocking=False)
         hashes |= zip(others, fingerprints(tensors[k] for k in others).tolist(), strict=True)
@@ -73,23 +74,27 @@ def fingerprints(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(rows)
 
 
-def count_bad(tensors: Iterable[tuple[Key, Tensor]], without_nan: Collection[Key] = ()) -> Tensor:
-    """How many parameters, moments and buffers have NaN or Inf in them that must not; nothing waits.
+def count_bad(
+    tensors: Iterable[tuple[Key, Tensor]], without_nan: Mapping[Key, Tensor] | None = None
+) -> Tensor:
+    """Count parameters, moments and buffers with NaN or Inf where it must not be; nothing waits.
 
     A sum is finite only if all it adds up is. It reads memory at full speed whatever the numbers;
     sums of squares do not where they underflow, as those of second moments may.
 
     Args:
         tensors: by key; those of other kinds are left out.
-        without_nan: keys of buffers that may hold Inf but not NaN.
+        without_nan: keys of buffers that may hold Inf but not NaN, and whether they held it from
+            the beginning: then they may.
     """
     found = []
     for key, tensor in tensors:
         if must_be_finite(key, tensor):
             total = tensor.sum(dtype=torch.float32 if tensor.dtype in HALF else None)
             found.append(total.isfinite().logical_not())
-        elif key in without_nan:
-            found.append(tensor.isnan().any())
+        elif without_nan is not None and key in without_nan:
+            held_before = without_nan[key].to(tensor.device, non_blocking=True)
+            found.append(tensor.isnan().any() & ~held_before)
     if not found:
         return torch.zeros((), dtype=torch.int64)
     device = found[0].device

@@ -5,7 +5,7 @@ decides which copies to keep, and vouches for what it gives back.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,7 +129,7 @@ class SnapshotRing:
         tensors: Mapping[Key, Tensor],
         values: dict[str, Any],
         is_proven: bool = False,
-        without_nan: Collection[Key] = (),
+        without_nan: Mapping[Key, Tensor] | None = None,
     ) -> bool:
         """Copy the state out; False if there is no memory for it, or no place yet.
 
@@ -138,7 +138,7 @@ class SnapshotRing:
             tensors: all that steps may change.
             values: plain values; kept as they are.
             is_proven: whether it needs no quarantine: no step has had the chance to spoil it.
-            without_nan: keys of buffers in which NaN is a fault, though Inf may not be.
+            without_nan: buffers in which NaN is a fault, see :func:`heal.state.measured.count_bad`.
         """
         num_bytes = sum([t.nbytes for t in tensors.values()])
         if not self._make_room(step, num_bytes):
@@ -319,7 +319,7 @@ class SnapshotRing:
         self,
         copies: Mapping[Key, Tensor],
         tensors: Mapping[Key, Tensor],
-        without_nan: Collection[Key],
+        without_nan: Mapping[Key, Tensor] | None,
     ) -> tuple[Tensor, Tensor, torch.Event | None]:
         """Copy, hash and measure the sources; on the device without waiting for it."""
         device = next((t.device for t in tensors.values() if t.device.type == "cuda"), None)

@@ -162,9 +162,10 @@ class TrainingState:
         """Return all tensors that steps may change, each part of memory once."""
         return without_duplicates(self._named_tensors())
 
-    def without_nan(self) -> set[Key]:
-        """Return the keys of buffers that steps write and that NaN has no place in."""
-        return {("buffer", name) for name, _ in self.buffers.without_nan()}
+    def without_nan(self) -> dict[Key, Tensor]:
+        """Return the keys of buffers that NaN has no place in, and whether they held it before."""
+        named = self.buffers.without_nan().items()
+        return {("buffer", name): was_bad for name, (_, was_bad) in named}
 
     def everything(self) -> dict[Key, Tensor]:
         """Return the same and all other buffers, as a checkpoint has them."""

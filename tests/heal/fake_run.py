@@ -16,6 +16,9 @@ class FakeRun:
         self.done.append(("restore", step))
         self.step = step
 
+    def corruption(self):
+        return None
+
     def scale_lr(self, factor, floor, ramp_steps):
         self.done.append(("scale_lr", factor))
         self.lr_scale = max(self.lr_scale * factor, floor)
