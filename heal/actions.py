@@ -36,8 +36,12 @@ class Run(Protocol):
         """Return to the snapshot of ``step``: all of it, or raise and change nothing."""
         ...
 
-    def corruption(self) -> Mapping[str, Any] | None:
-        """Look for NaN and Inf in weights, buffers and optimizer state; None if there are none."""
+    def corruption(self, is_shared: bool) -> Mapping[str, Any] | None:
+        """Look for NaN and Inf in weights, buffers and optimizer state; None if there are none.
+
+        Args:
+            is_shared: whether every rank asks now; else ranks that have peers do not look.
+        """
         ...
 
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:

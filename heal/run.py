@@ -2,16 +2,18 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from heal.actions import CannotHeal
+from heal.causes import Cause
 from heal.config import HealingConfig
 from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
 from heal.state.constants import Constants
+from heal.state.corruption import find_corruption
 from heal.state.distinct import Key
 from heal.state.rng import RngState
 from heal.state.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
@@ -261,6 +263,21 @@ class TorchRun:
         except StateMismatch as error:
             return f"the snapshot of step {snapshot.step} does not fit: {error}"
         return ""
+
+    def corruption(self, is_shared: bool) -> Mapping[str, Any] | None:
+        """Look for NaN and Inf in all that steps change, on every rank; waits for the device."""
+        if self._ranks.has_others and not is_shared:
+            return None
+        found = find_corruption(self._state)
+        if found is None:
+            frozen = self._constants.corrupt(self._constants.changed())
+            if frozen:
+                found = {"cause": Cause.WEIGHT_CORRUPTION.value, "tensor": frozen, "tensors": 1}
+        told = self._ranks.gather(found)
+        rank = next((r for r, answer in enumerate(told) if answer is not None), None)
+        if rank is None or len(told) == 1:
+            return found
+        return {**told[rank], "rank": rank}
 
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:
         """Multiply the learning rate's factor, and return to 1 over ``ramp_steps`` steps."""

@@ -13,12 +13,13 @@ from heal.actions import (
     Plan,
     Rollback,
     Run,
+    ScaleLr,
     SkipBatches,
     action_to_json,
 )
-from heal.causes import Cause, Finding, Severity
+from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
-from heal.diagnose import Diagnosis, diagnose
+from heal.diagnose import Diagnosis, blame_state, diagnose, may_be_the_weights
 from heal.exit_codes import ExitCode
 from heal.history import NONFINITE, History
 from heal.journal.journal import Journal
@@ -112,10 +113,13 @@ class Treatment:
             CannotHeal: the run must stop.
         """
         self.catch_up()
+        diagnosis, is_misread = self._look_at_state(diagnosis)
         if diagnosis.cause in NONFINITE and "type" in diagnosis.evidence:
             # It was raised, so that the device counted no refused step: patience must end too.
             diagnosis = replace(diagnosis, streak=self.history.note_nonfinite_error())
         plan = decide(diagnosis, self.history, self._config, self._run.snapshots())
+        if is_misread:
+            plan = self._take_back_lr(plan)
         plan = self._ask_hook(diagnosis, plan)
         at, before = self._run.step, self._knobs()
         began = time.monotonic()
@@ -130,6 +134,29 @@ class Treatment:
             self.log.append((at, diagnosis, plan))
             self._write_down(diagnosis, plan, effects, time.monotonic() - began, at, before)
         return plan
+
+    def _look_at_state(self, diagnosis: Diagnosis) -> tuple[Diagnosis, bool]:
+        """Look for NaN in the state where it could be the cause; return whether it is."""
+        stops = self._config.nan_action == "raise" and diagnosis.cause in NONFINITE
+        if stops or not may_be_the_weights(diagnosis, self._config.nan_patience):
+            return diagnosis, False
+        # What came by a record is treated by every rank in the same step; an exception is not.
+        try:
+            found = self._run.corruption("type" not in diagnosis.evidence)
+        except Exception as error:
+            self._note(f"weights could not be checked for NaN: {error!r}")
+            return diagnosis, False
+        if found is None:
+            return diagnosis, False
+        return blame_state(diagnosis, found, self._run.step), True
+
+    def _take_back_lr(self, plan: Plan) -> Plan:
+        """Add that the rate returns to its schedule, if symptoms of corrupt weights lowered it."""
+        incident = self.history.open_incident(Family.NUMERIC)
+        lowers = any(isinstance(action, (ScaleLr, Halt)) for action in plan)
+        if incident is None or not incident.count(ScaleLr) or lowers or self._run.lr_scale >= 1.0:
+            return plan
+        return (*plan, ScaleLr(1.0 / self._run.lr_scale, self._config.lr_floor, 0))
 
     def give_up_batch(self, diagnosis: Diagnosis) -> None:
         """Count a batch that is given up because the plan has no cure for what it raised.
