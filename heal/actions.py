@@ -44,6 +44,14 @@ class Run(Protocol):
         """
         ...
 
+    def whereabouts(self, step: int, with_samples: bool) -> Mapping[str, Any]:
+        """Return the number of the call of ``step`` and the batch that a step had, if known."""
+        ...
+
+    def data_fault(self, step: int) -> str | None:
+        """Read the batch of a step again: what is NaN in it, "" if nothing is, None if unknown."""
+        ...
+
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:
         """Multiply ``lr_scale``, no lower than ``floor``; return to 1 over ``ramp_steps`` steps."""
         ...

@@ -82,7 +82,9 @@ class Diagnosis:
     def summary(self) -> str:
         """One sentence for people, with the evidence that has a name."""
         told = ABOUT[self.cause].summary
-        where = self.evidence.get("tensor")
+        blames, where = self.evidence.get("blames"), self.evidence.get("tensor")
+        if blames:
+            return f"{told} To blame is {blames}."
         return f"{told} Tensor: {where}." if where else told
 
     def to_json(self) -> dict[str, Any]:
@@ -169,7 +171,7 @@ def diagnose_exception(
     )
 
 
-def may_be_the_weights(diagnosis: Diagnosis, patience: int) -> bool:
+def may_be_the_weights(diagnosis: Diagnosis, patience: int, most: int) -> bool:
     """Tell whether weights that hold NaN or Inf could be behind a diagnosis.
 
     So it is with NaN losses and gradients, and with any exception of the model's own code: where it
@@ -180,10 +182,12 @@ def may_be_the_weights(diagnosis: Diagnosis, patience: int) -> bool:
     Args:
         diagnosis: what is wrong, as far as is known.
         patience: skipped steps in a row that make a plan.
+        most: skipped steps in a row that end the run.
     """
     was_raised = "type" in diagnosis.evidence
     if diagnosis.cause in (Cause.NONFINITE_LOSS, Cause.NONFINITE_GRADIENT):
-        return was_raised or diagnosis.streak == 1 or diagnosis.streak % patience == 0
+        streak = diagnosis.streak
+        return was_raised or streak == 1 or streak % patience == 0 or streak >= most
     if diagnosis.cause is Cause.UNKNOWN:
         return True
     is_of_loader = diagnosis.evidence.get("phase") in LOADER_PHASES

@@ -140,17 +140,29 @@ class Healer(Resuming, Lifetime, Probing):
 
         Out of memory, a batch that cannot be used, a network that is away: gradients, buffers and
         generators are put back, the plan is carried out, and the loop goes on with the next batch.
-        After OOM cut your batches into :attr:`micro_batches` pieces. What has no cure is raised.
+        Out of memory is healed by smaller pieces, so the loop has to ask for them. Without that the
+        run halts when recomputing activations does not help either. What has no cure is raised.
 
         Example:
             >>> for batch in healer.batches(loader):
             ...     with healer.attempt():
-            ...         loss = model(batch)
-            ...         loss.backward()
-            ...         healer.step(loss)
+            ...         total = 0.0
+            ...         for piece, share in healer.pieces(batch):  # one, unless memory ran out
+            ...             loss = share * model(piece)
+            ...             loss.backward()
+            ...             total += loss.detach()
+            ...         healer.step(total)
             ...     optimizer.zero_grad()
         """
         return self.parts.attempts.attempt()
+
+    def pieces(self, batch: Any) -> list[tuple[Any, float]]:
+        """Cut a batch into pieces that fit into memory, with the share of each in the mean loss.
+
+        One piece with the share 1 until memory runs out in :meth:`attempt`. Add up the gradients of
+        ``share * loss``, then call :meth:`step` once: the gradient is that of the whole batch.
+        """
+        return self.parts.micro.pieces_of(batch)
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Clip, step the optimizer unless the device refuses, step the scheduler, and listen.

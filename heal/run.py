@@ -58,6 +58,7 @@ class TorchRun:
 
     Attributes:
         step: the number of the step that comes next.
+        calls: how many steps were taken in all, those that a rollback took back included.
         buffers: copies of those that steps write.
         on_restore: called with the plain healing state that was saved, after a rollback.
         on_resume: called after a run of another process is gone on with.
@@ -78,7 +79,7 @@ class TorchRun:
         note: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.step = 0
+        self.step = self.calls = 0
         self.buffers = state.buffers
         self.on_restore: Callable[[dict[str, Any]], None] = lambda saved: None
         self.on_resume: Callable[[], None] = lambda: None
@@ -153,6 +154,7 @@ class TorchRun:
     def state(self) -> dict[str, Any]:
         """Return what healing changed about the run, as plain values; see :meth:`resume`."""
         return {
+            "calls": self.calls,
             "lr_scale": self._lr_scale,
             "ramp": self._ramp,
             "micro_batches": self.micro_batches,
@@ -163,7 +165,7 @@ class TorchRun:
 
     def resume(self, step: int, saved: dict[str, Any]) -> None:
         """Go on at a step of another process, with what :meth:`state` returned there."""
-        self.step = step
+        self.step, self.calls = step, saved.get("calls", step)  # not in the first checkpoints
         self.lr_scale, self._ramp = saved["lr_scale"], saved["ramp"]
         self.micro_batches = saved["micro_batches"]
         if "micro" in saved:  # not in the first checkpoints
@@ -264,6 +266,25 @@ class TorchRun:
             return f"the snapshot of step {snapshot.step} does not fit: {error}"
         return ""
 
+    def whereabouts(self, step: int, with_samples: bool) -> Mapping[str, Any]:
+        """Return how a step can be found again, whatever rollbacks did to its number.
+
+        ``call`` counts the calls of ``step`` from 1. Epoch, batch and samples are known for batches
+        of :meth:`heal.Healer.batches`; samples only where no other rank could have had the bad one.
+        """
+        found: dict[str, Any] = {"call": self.calls - (self.step - step) + 1}
+        place = self._stream.batch_of(step)
+        if place is None:
+            return found
+        if with_samples and not self._ranks.has_others:
+            return {**found, **place.named()}
+        return {**found, "epoch": place.epoch, "batch": place.number}
+
+    def data_fault(self, step: int) -> str | None:
+        """Read the batch of a step again: what is NaN in it, "" if nothing is, None if unknown."""
+        place = self._stream.batch_of(step)
+        return None if place is None else place.bad_numbers()
+
     def corruption(self, is_shared: bool) -> Mapping[str, Any] | None:
         """Look for NaN and Inf in all that steps change, on every rank; waits for the device."""
         if self._ranks.has_others and not is_shared:
@@ -293,6 +314,7 @@ class TorchRun:
     def advance(self) -> None:
         """Count a step: the learning rate comes a little closer to its schedule."""
         self.step += 1
+        self.calls += 1
         if self.anchor.steps_left:
             self.anchor.count_step()
         if self.clip_limits.steps_left:

@@ -50,6 +50,31 @@ class DataPosition:
     """The pass itself, in the process that made it: a loader has no form on disk."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a batch came from."""
+
+    ordinal: int
+    epoch: int
+    number: int  # in the epoch, from 0
+    origin: LoaderPass = field(repr=False)
+
+    def named(self) -> dict[str, Any]:
+        """Return epoch, number and samples; the latter are None where the loader cannot tell."""
+        return {
+            "epoch": self.epoch,
+            "batch": self.number,
+            "samples": self.origin.samples_of(self.number),
+        }
+
+    def bad_numbers(self) -> str | None:
+        """Read the batch again and return which of its tensors holds NaN or Inf.
+
+        Empty if none does, None if the batch cannot be read again.
+        """
+        return self.origin.bad_numbers(self.number)
+
+
 class BatchStream:
     """Batches of one or more epochs over a loader.
 
@@ -101,7 +126,7 @@ class BatchStream:
         self._passes: weakref.WeakValueDictionary[int, LoaderPass] = weakref.WeakValueDictionary()
         self._rewind_to: DataPosition | None = None
         self._step_of: dict[int, int] = {}  # ordinal of a batch -> step that it was for
-        self._places: deque[tuple[int, int, LoaderPass]] = deque(maxlen=NUM_PLACES)
+        self._places: deque[Place] = deque(maxlen=NUM_PLACES)
         self._unwanted: set[int] = set()  # ordinals
         self._abandoned_from: int | None = None
 
@@ -212,10 +237,15 @@ class BatchStream:
 
         Empty if it did not come from here; samples are None where the loader cannot tell.
         """
-        if back >= len(self._places):
-            return {}
-        epoch, number, origin = self._places[-1 - back]
-        return {"epoch": epoch, "batch": number, "samples": origin.samples_of(number)}
+        return {} if back >= len(self._places) else self._places[-1 - back].named()
+
+    def batch_of(self, step: int) -> "Place | None":
+        """Return the place of the batch that a step was given, the last if it had several.
+
+        None if it did not come from here, or is long past.
+        """
+        theirs = [p for p in reversed(self._places) if self._step_of.get(p.ordinal) == step]
+        return theirs[0] if theirs else None
 
     def samples_of(self, index: int) -> list[Any] | None:
         """Return which samples a batch of this epoch has, by their index; None if unknown."""
@@ -269,7 +299,7 @@ class BatchStream:
             reader, ordinal = self._reader, self.ordinal
             if reader is None or reader.was_left_here:
                 raise StopIteration
-            place = reader.epoch, reader.index, reader.origin
+            place = Place(ordinal, reader.epoch, reader.index, reader.origin)
             try:
                 batch = reader.read()
                 reader.index += 1
@@ -278,7 +308,7 @@ class BatchStream:
                 raise
             except Exception as error:
                 error.__traceback__ = None  # it would keep the loader's frames alive
-                told = self._on_error(error, *place[:2])
+                told = self._on_error(error, place.epoch, place.number)
                 if told is AfterError.TRY_AGAIN and reader.try_again():
                     continue
                 self.ordinal += 1

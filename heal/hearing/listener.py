@@ -228,14 +228,15 @@ class Listener:
         """Read the last records, when no step is to come that a plan could serve."""
         mailbox = self._guarded.mailbox
         for _, findings in self._late:
-            self._treatment.history.note_findings(findings)
+            self._treatment.report_last(findings)
         self._late.clear()
         lag, mailbox.lag = mailbox.lag, 0
         for step, row in mailbox.poll():
             (findings,) = self.watch.observe_all([self._decode(step, row)])
-            self._treatment.history.note_findings(findings)
+            self._treatment.report_last(findings)
             self._treatment.note_moves(self.watch.take_moves(step, findings))
         mailbox.lag = lag
+        self._treatment.report_end()
 
     def report(self, flag: Flag) -> None:
         """Send a flag of the host with the record of the next step; safe in a signal handler."""
@@ -314,10 +315,10 @@ class Listener:
         if findings and is_suspect(findings):
             self._run.ring.note_suspect()
         elif not record.blocked:
-            self._run.clip_limits.note_norm(record.norm)
+            self._run.clip_limits.note_norm(record.norm, record.clipped_norm)
             self._run.ring.note_clean(record.step)
             if not findings:
-                self._treatment.history.note_step(record.step, self._config)
+                self._treatment.note_clean(record.step)
 
     def _forget(self) -> None:
         """Let go of all that is of steps that did not happen, or of another run."""

@@ -20,6 +20,12 @@ class FakeRun:
     def corruption(self, is_shared):
         return self.corrupt
 
+    def whereabouts(self, step, with_samples):
+        return {}
+
+    def data_fault(self, step):
+        return None
+
     def scale_lr(self, factor, floor, ramp_steps):
         self.done.append(("scale_lr", factor))
         self.lr_scale = max(self.lr_scale * factor, floor)
