@@ -34,7 +34,7 @@ from heal.integrations.trackers import attach
 from heal.journal.environment import describe_machine, describe_training
 from heal.journal.journal import Journal
 from heal.journal.notes import LEFT_OUT, Notes
-from heal.state.scheduler_state import note_stateless
+from heal.state.scheduler_state import note_rewriting, note_stateless
 from heal.step.loss_watch import judgeable
 from heal.step.micro_batch import TrainStep
 from heal.step.ranks import HostFacts
@@ -120,6 +120,7 @@ class Healer(Resuming, Lifetime, Probing):
         )
         self.parts = Parts(given, self.journal, notes, self)
         note_stateless(self.parts.schedules.given, notes.add)
+        note_rewriting(optimizers, notes.add)
         if checkpoint_dir is not None:
             self._save_to(checkpoint_dir, process_group)
         self.exits = Exits(self, self.journal, clock)
@@ -235,6 +236,28 @@ class Healer(Resuming, Lifetime, Probing):
         findings = watch.observe_eval(step, eval_loss, train_loss)
         with self.exits.halting():
             self.parts.treatment.treat(findings)
+
+    def add_state(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        """Have rollbacks and checkpoints hold a state that is outside of model and optimizer.
+
+        A moving average of the weights, a reference model, a replay buffer: what is not added stays
+        as it is in a rollback. Call this before the first step. A state that the loop updates after
+        :meth:`step` is exact too: it is saved, and given back, before the next batch is drawn.
+
+        Args:
+            name: of the state, in checkpoints.
+            save: returns it: tensors, numbers and texts in dicts and lists. It is copied to host
+                memory with every snapshot, which waits for the device.
+            load: takes what ``save`` returned, with its tensors in host memory.
+
+        Raises:
+            TypeError: ``save`` or ``load`` cannot be called.
+            ValueError: the name is taken.
+
+        Example:
+            >>> healer.add_state("ema", ema.state_dict, ema.load_state_dict)
+        """
+        self.parts.state.added.add(name, save, load)
 
     def report(self, flag: Flag) -> None:
         """Send news of this host with the record of the next step, so that all ranks act on it.

@@ -107,6 +107,8 @@ class TorchRun:
         self.anchor = WeightAnchor(guarded.optimizers, guarded.ranks)
         self._constants = Constants(state, note)
         self._signature = state.signature()
+        self._unfinished: Snapshot | None = None  # whose added states are to be saved again
+        self._returned_states: Mapping[str, Any] | None = None  # to be loaded again
 
     @property
     def lr_scale(self) -> float:
@@ -150,6 +152,34 @@ class TorchRun:
         }
         tensors, without_nan = self._state.tensors(), self._state.without_nan()
         return self.ring.capture(self.step, tensors, values, is_proven, without_nan)
+
+    def capture_after_step(self) -> bool:
+        """Take a snapshot within ``step``; what the user does after it belongs to it, too.
+
+        A moving average is updated after ``step`` has returned. So added states are saved once
+        more before the next step begins.
+        """
+        taken = self.capture()
+        self._unfinished = self.ring.of_step(self.step) if taken and self._state.added else None
+        return taken
+
+    def between_steps(self) -> None:
+        """Have added states follow what happened within ``step``, now that the user's turn is over.
+
+        A rollback gave them their states within ``step``; what the loop did to them since, as the
+        update of a moving average, was for a step that did not happen.
+        """
+        snapshot, self._unfinished = self._unfinished, None
+        if snapshot is not None:
+            snapshot.values["added"] = self._state.added.saved()
+        states, self._returned_states = self._returned_states, None
+        if states is not None:
+            self._state.added.load(states)
+
+    @property
+    def has_added_states(self) -> bool:
+        """Whether the user keeps state beside the model."""
+        return bool(self._state.added)
 
     def state(self) -> dict[str, Any]:
         """Return what healing changed about the run, as plain values; see :meth:`resume`."""
@@ -242,6 +272,7 @@ class TorchRun:
         """Have all else follow the state that was written."""
         self._guarded.mailbox.clear()
         self.anchor.release()
+        self._unfinished, self._returned_states = None, snapshot.values.get("added")
         if self._config.data == "replay":
             snapshot.values["rng"].put_back()
             self._stream.rewind(snapshot.values["data"])

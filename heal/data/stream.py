@@ -93,6 +93,7 @@ class BatchStream:
             batch, None if the epoch could not be opened; it raises if the run should end.
         step: returns the number of the step that the next batch is for.
         on_begin: called when an epoch was begun and nothing was drawn from it yet.
+        before_draw: called before a batch is drawn: the loop is through with the one before.
         keeps_last: hold on to the last good batch.
         note: told of batches that an error has cost beyond the bad one.
 
@@ -108,12 +109,14 @@ class BatchStream:
         on_error: OnError,
         step: Callable[[], int],
         on_begin: Callable[[], None],
+        before_draw: Callable[[], None] = lambda: None,
         keeps_last: bool = False,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._on_error = on_error
         self._step = step
         self._on_begin = on_begin
+        self._before_draw = before_draw
         self._keeps_last = keeps_last
         self._note = note
         self._last: Any = None
@@ -260,6 +263,12 @@ class BatchStream:
         return self.newest[0] < self._furthest
 
     def _begin_epoch(self, loader: Any) -> None:
+        num_workers: int = getattr(loader, "num_workers", 0)
+        if num_workers and is_stateful(loader):
+            self._note(
+                f"the workers of a {type(loader).__name__} begin with new seeds when it is "
+                "rewound or resumed: a dataset that draws random numbers in them draws others"
+            )
         start = start_of(loader)
         before = None if self._reader is None else self._reader.origin
         known = None if before is None else before.following
@@ -291,6 +300,7 @@ class BatchStream:
 
     def _draw(self, loader: Any) -> Any:
         """Return the next batch that is wanted and can be read."""
+        self._before_draw()
         while True:
             if self._rewind_to is not None:
                 self._carry_out_rewind(self._rewind_to, loader)

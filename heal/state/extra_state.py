@@ -52,10 +52,15 @@ class AddedStates:
     """State that lives outside the model and the optimizers, saved and loaded by functions.
 
     Copies are in host memory, and the functions get copies too: what they are given is theirs.
+
+    Args:
+        note: told of a state that could not be saved, and is not in a snapshot.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None] = lambda text: None) -> None:
         self._kept: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self._unclaimed: dict[str, Any] = {}  # of a checkpoint, for states that are added later
+        self._note = note
 
     def __bool__(self) -> bool:
         return bool(self._kept)
@@ -78,16 +83,25 @@ class AddedStates:
         if name in self._kept:
             raise ValueError(f"name: expected a new one, got {name!r}, which was added before")
         self._kept[name] = save, load
+        if name in self._unclaimed:
+            load(self._unclaimed.pop(name))
 
     def saved(self) -> dict[str, Any]:
         """Return copies of all states as they are now, in host memory; waits for the device."""
-        return {name: on_host(save()) for name, (save, _) in self._kept.items()}
+        found = {}
+        for name, (save, _) in self._kept.items():
+            try:
+                found[name] = on_host(save())
+            except Exception as error:  # a snapshot without it is better than none
+                self._note(f"add_state: {name} could not be saved: {error!r}")
+        return found
 
     def load(self, states: Mapping[str, Any]) -> None:
         """Give each its state again; one that was not added when they were saved stays as it is."""
         for name, (_, load) in self._kept.items():
             if name in states:
                 load(on_host(states[name]))
+        self._unclaimed = {n: on_host(s) for n, s in states.items() if n not in self._kept}
 
 
 def on_host(value: Any) -> Any:

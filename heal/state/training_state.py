@@ -74,7 +74,7 @@ class TrainingState:
         self.schedulers = list(schedulers)
         self.scaler = scaler
         self.extra = dict(extra or {})
-        self.added = AddedStates()
+        self.added = AddedStates(note)
         self.buffers = BufferCopies(model) if buffers is None else buffers
         self._note = note
         self._frozen_versions: dict[int, int] = {}
