@@ -107,8 +107,8 @@ class TorchRun:
         self.anchor = WeightAnchor(guarded.optimizers, guarded.ranks)
         self._constants = Constants(state, note)
         self._signature = state.signature()
-        self._unfinished: Snapshot | None = None  # whose added states are to be saved again
-        self._returned_states: Mapping[str, Any] | None = None  # to be loaded again
+        self._unfinished: Snapshot | None = None  # to be brought up to date
+        self._returned_to: Snapshot | None = None  # by the rollback of this step
 
     @property
     def lr_scale(self) -> float:
@@ -156,25 +156,34 @@ class TorchRun:
     def capture_after_step(self) -> bool:
         """Take a snapshot within ``step``; what the user does after it belongs to it, too.
 
-        A moving average is updated after ``step`` has returned. So added states are saved once
-        more before the next step begins.
+        A moving average is updated after ``step`` has returned, and an evaluation may draw random
+        numbers. So these are saved once more before the next step begins.
         """
         taken = self.capture()
-        self._unfinished = self.ring.of_step(self.step) if taken and self._state.added else None
+        self._unfinished = self.ring.of_step(self.step) if taken else None
         return taken
 
-    def between_steps(self) -> None:
-        """Have added states follow what happened within ``step``, now that the user's turn is over.
+    def between_steps(self, is_drawing: bool) -> None:
+        """Follow what happened within ``step``, now that the user's turn is over.
 
-        A rollback gave them their states within ``step``; what the loop did to them since, as the
-        update of a moving average, was for a step that did not happen.
+        A rollback put generators and added states back within ``step``. What the loop did to them
+        since, as the update of a moving average, was for a step that did not happen.
+
+        Args:
+            is_drawing: whether a batch is about to be drawn. Else the forward of the next step has
+                used the generators already.
         """
         snapshot, self._unfinished = self._unfinished, None
         if snapshot is not None:
-            snapshot.values["added"] = self._state.added.saved()
-        states, self._returned_states = self._returned_states, None
-        if states is not None:
-            self._state.added.load(states)
+            if self._state.added:
+                snapshot.values["added"] = self._state.added.saved()
+            if is_drawing:
+                snapshot.values["rng"] = RngState.now()
+        returned, self._returned_to = self._returned_to, None
+        if returned is not None:
+            self._state.added.load(returned.values.get("added", {}))
+            if is_drawing and self._config.data == "replay":
+                returned.values["rng"].put_back()
 
     @property
     def has_added_states(self) -> bool:
@@ -272,7 +281,7 @@ class TorchRun:
         """Have all else follow the state that was written."""
         self._guarded.mailbox.clear()
         self.anchor.release()
-        self._unfinished, self._returned_states = None, snapshot.values.get("added")
+        self._unfinished, self._returned_to = None, snapshot
         if self._config.data == "replay":
             snapshot.values["rng"].put_back()
             self._stream.rewind(snapshot.values["data"])

@@ -74,7 +74,14 @@ class LoaderPass:
         return iterator, failed
 
     def samples_of(self, index: int) -> list[Any] | None:
-        """Return which samples a batch has, by their index in the dataset; None if unknown."""
+        """Return which samples a batch has, by their index in the dataset; None if unknown.
+
+        A loader that stands in for another may answer by itself, by its ``sample_indices``.
+        """
+        own = getattr(self.loader, "sample_indices", None)
+        if own is not None:
+            found: list[Any] | None = own(self.start, index)
+            return found
         return sample_indices(self.loader, self.start, index)
 
     def can_fetch(self, index: int) -> bool:

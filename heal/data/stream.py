@@ -242,6 +242,11 @@ class BatchStream:
         """
         return {} if back >= len(self._places) else self._places[-1 - back].named()
 
+    @property
+    def last_place(self) -> "Place | None":
+        """The place of the batch that was given out last; None if there was none."""
+        return self._places[-1] if self._places else None
+
     def batch_of(self, step: int) -> "Place | None":
         """Return the place of the batch that a step was given, the last if it had several.
 

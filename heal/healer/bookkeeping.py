@@ -79,7 +79,7 @@ class Bookkeeping:
         Contained: what the host has to tell must go with the step whatever fails here.
         """
         run = self._run
-        self.between_steps()
+        self.between_steps(is_drawing=False)
         try:
             run.ring.before_step()
             if run.step == 0:  # what has changed since an epoch began must be in the first one
@@ -91,9 +91,9 @@ class Bookkeeping:
         except Exception as error:
             self._notes.add(f"{LEFT_OUT}: {error!r}")
 
-    def between_steps(self) -> None:
+    def between_steps(self, is_drawing: bool) -> None:
         """Do what had to wait until the user's loop was through with the last step."""
-        self._notes.contain(self._run.between_steps)
+        self._notes.contain(lambda: self._run.between_steps(is_drawing))
         if self._owes_checkpoint and self.durable is not None:
             self._owes_checkpoint = False
             self.durable.after_step()

@@ -102,7 +102,7 @@ class Parts:
             lambda error, epoch, index: self.attempts.loader_failed(error, epoch, index),
             lambda: self.run.step,
             lambda: self.books.begin_epoch(),
-            lambda: self.books.between_steps(),
+            lambda: self.books.between_steps(is_drawing=True),
             keeps_last=guarded.ranks.has_others,
             note=note,
         )

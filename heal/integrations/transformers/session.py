@@ -12,6 +12,7 @@ from heal.detectors.preference import ACCURACY, MARGIN
 from heal.detectors.progress import Plateau
 from heal.detectors.rewards import REWARD
 from heal.hearing.log_watch import LogWatch
+from heal.integrations.beside_model import hold_models_of
 from heal.integrations.transformers.attempts import TrainerAttempts
 from heal.integrations.transformers.batches import TrainerBatches
 from heal.integrations.transformers.guard import ScaledStep, TrainerGuard, clip_limit
@@ -87,6 +88,7 @@ class Session:
             else None,
         )
         self._keep_position()
+        hold_models_of(trainer.callback_handler.callbacks, self.healer)
         if plateau_lr_factor is not None:
             self.healer.on_instability(raise_lr_at_chance(plateau_lr_factor, config))
         patches.set(accelerator, "clip_grad_norm_", self._guard.clip_grad_norm_)
