@@ -207,6 +207,11 @@ class BatchStream:
         """Whether the next batch is one of an earlier position."""
         return self._rewind_to is not None
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the next batch is one of an epoch before the newest, or will be."""
+        return self._rewind_to is not None or self._is_replaying()
+
     def resume(self, position: DataPosition, unwanted: Iterable[int]) -> None:
         """Begin where another process was, which no batch was drawn from yet."""
         self._rewind_to = position if position.start is not None else None

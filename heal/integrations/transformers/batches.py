@@ -24,6 +24,8 @@ class TrainerBatches:
         waits: told of every error of the loader; True if the same batch should be tried again.
         before_step: called before anything is drawn for a step.
         skipped_first: batches of the first epoch that a resumed trainer passes over.
+        is_followed: whether the trainer's loop goes back when the data does, and then begins epochs
+            that were begun before: they are the stream's own already.
 
     Attributes:
         of_step: the batches of the step that is under way.
@@ -36,8 +38,10 @@ class TrainerBatches:
         waits: Callable[[Exception], bool],
         before_step: Callable[[], None],
         skipped_first: int,
+        is_followed: bool = False,
     ) -> None:
         self._trainer = trainer
+        self._is_followed = is_followed
         self._stream = stream
         self._before_step = before_step
         self._loader = EpochLoader(trainer, waits, skipped_first)
@@ -83,8 +87,9 @@ class TrainerBatches:
         self._place_of.clear()
         if epoch_iterator is not self._offered:
             self._offered = epoch_iterator
-            self._loader.offer(epoch_iterator)
-            self._is_to_begin = True
+            if not (self._is_followed and self._stream.is_replaying):
+                self._loader.offer(epoch_iterator)
+                self._is_to_begin = True
             self._num_given, self._lost_before = 0, self._num_lost()
         batches: list[Any] = []
         while len(batches) < num_batches:
@@ -123,7 +128,7 @@ class TrainerBatches:
                 if not self._is_to_begin:
                     return None
                 self._is_to_begin = False
-                self._loader.begin_offered()
+                self._loader.begin_offered(is_used=not self._stream.will_rewind)
                 self._epoch = self._stream.epoch(self._loader)
             try:
                 batch = next(self._epoch)
@@ -152,7 +157,8 @@ class EpochLoader:
         self.waits = waits
         self._first_epoch: int | None = None
         self._skipped_first = skipped_first
-        self._offered: Any = None
+        self._offered: Any = None  # by the trainer, for the epoch that it begins
+        self._begun: Any = None  # the same, once that is the epoch to be drawn
         self._offered_epoch = 0
 
     @property
@@ -170,8 +176,13 @@ class EpochLoader:
         self._offered = iterator
         self._offered_epoch = int(getattr(self._loader(), "iteration", self.epoch + 1))
 
-    def begin_offered(self) -> None:
-        """Return to the epoch of that iterator: the end of the one before has moved the loader."""
+    def begin_offered(self, is_used: bool) -> None:
+        """Return to the epoch of that iterator: the end of the one before has moved the loader.
+
+        Args:
+            is_used: whether the next pass is that epoch, and not an earlier one drawn again.
+        """
+        self._begun, self._offered = self._offered if is_used else None, None
         self.set_epoch(self._offered_epoch)
         if self._first_epoch is None:
             self._first_epoch = self.epoch
@@ -183,8 +194,8 @@ class EpochLoader:
             self._loader().set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        offered, self._offered = self._offered, None
-        return _EpochIterator(self, offered)
+        begun, self._begun = self._begun, None
+        return _EpochIterator(self, begun)
 
     def __len__(self) -> int:
         is_first = self.epoch == self._first_epoch
