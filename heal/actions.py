@@ -6,7 +6,7 @@ effect.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,22 @@ class Run(Protocol):
 
     def restore(self, step: int) -> None:
         """Return to the snapshot of ``step``: all of it, or raise and change nothing."""
+        ...
+
+    def corruption(self, is_shared: bool) -> Mapping[str, Any] | None:
+        """Look for NaN and Inf in weights, buffers and optimizer state; None if there are none.
+
+        Args:
+            is_shared: whether every rank asks now; else ranks that have peers do not look.
+        """
+        ...
+
+    def whereabouts(self, step: int, with_samples: bool) -> Mapping[str, Any]:
+        """Return the number of the call of ``step`` and the batch that a step had, if known."""
+        ...
+
+    def data_fault(self, step: int) -> str | None:
+        """Read the batch of a step again: what is NaN in it, "" if nothing is, None if unknown."""
         ...
 
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:

@@ -108,11 +108,14 @@ def _stop(diagnosis: Diagnosis) -> Halt:
 
 
 def _halt(diagnosis: Diagnosis, why: str, code: ExitCode) -> Halt:
-    known = (diagnosis.evidence.get(name) for name in ("type", "blames", "tensor"))
-    told = next(filter(None, known), None)
+    evidence = diagnosis.evidence
+    told = evidence.get("blames") or evidence.get("type") or evidence.get("tensor")
     where = f" ({told})" if told else ""
     at = f" at step {diagnosis.step}" if diagnosis.step >= 0 else ""
+    at += f", call {evidence['call']}" if "call" in evidence else ""
+    at += f", epoch {evidence['epoch']} batch {evidence['batch']}" if "batch" in evidence else ""
     reason = f"{diagnosis.cause.value}{at}{where}"
+    reason += f"; {evidence['hint']}" if "hint" in evidence else ""
     return Halt(f"{why}; last trouble: {reason}" if why else reason, int(code))
 
 

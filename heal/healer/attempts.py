@@ -47,6 +47,8 @@ CURES: dict[Family, tuple[type, ...]] = {
 }
 """What makes it worth trying the same batches again; a plan of the policy has one, or halts."""
 
+NOBODY_CUTS = "this loop does not cut its batches; iterate healer.pieces(batch), or use healer.run"
+
 
 class Owner(Protocol):
     """What is needed of the healer."""
@@ -135,6 +137,9 @@ class Attempts:
             return
         if failure[0].family is Family.DATA:
             failure[0].evidence.update(self._stream.identity())
+        elif failure[0].family is Family.MEMORY:
+            self._micro.cannot_cut = "" if self._micro.caller_cuts else NOBODY_CUTS
+            failure[0].evidence["cannot_be_cut"] = self._micro.cannot_cut
         if not self.is_stepping:
             self._micro.undo()
             if self._ranks.has_others:

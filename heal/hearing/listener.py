@@ -90,6 +90,7 @@ class Listener:
         self._health = HealthCheck(
             guarded.optimizers,
             guarded.names,
+            guarded.buffers,
             config.lag,
             guarded.ranks,
             waits=self.watch.forecast is not None,
@@ -283,16 +284,17 @@ class Listener:
         """Read the last records, when no step is to come that a plan could serve."""
         mailbox = self._guarded.mailbox
         for _, findings in self._late:
-            self._treatment.history.note_findings(findings)
+            self._treatment.report_last(findings)
         self._late.clear()
         lag, mailbox.lag = mailbox.lag, 0
         for step, row in mailbox.poll():
             (findings,) = self.watch.observe_all([self._decode(step, row)])
             findings = [f for f in findings if not f.wants_proof or f.cause in NONFINITE]
-            self._treatment.history.note_findings(findings)
+            self._treatment.report_last(findings)
             self._treatment.note_moves(self.watch.take_moves(step, findings))
         mailbox.lag = lag
         self._treatment.note_outcomes_at_end(*self.watch.loss_level())
+        self._treatment.report_end()
 
     def report(self, flag: Flag) -> None:
         """Send a flag of the host with the record of the next step; safe in a signal handler."""
@@ -373,10 +375,10 @@ class Listener:
         if findings and is_suspect(findings):
             self._run.ring.note_suspect(min(finding.bad_step for finding in findings))
         elif not record.blocked:
-            self._run.clip_limits.note_norm(record.norm)
+            self._run.clip_limits.note_norm(record.norm, record.clipped_norm)
             self._run.ring.note_clean(record.step)
             if not findings:
-                self._treatment.note_clean_step(record.step, *self.watch.loss_level())
+                self._treatment.note_clean(record.step, *self.watch.loss_level())
 
     def _forget(self) -> None:
         """Let go of all that is of steps that did not happen, or of another run."""
