@@ -122,7 +122,9 @@ class Parts:
         self.experiment = Experiment(
             run, state, guarded.ranks, watch.loss_level, watch.held_lr, note
         )
-        self.trials = BodyTrials(self.experiment, guarded, given.forward, note)
+        self.trials = BodyTrials(
+            self.experiment, guarded, self.schedules, given.forward, note
+        )
         self.listener = Listener(
             run,
             guarded,

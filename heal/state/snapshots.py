@@ -203,6 +203,11 @@ class SnapshotRing:
         known = since if self._suspect_since is None else self._suspect_since
         self._suspect_since = min(known, since)
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a suspicion is open."""
+        return self._suspect_since is not None
+
     def note_settled(self) -> None:
         """The suspicion is answered: quarantines begin anew for what was taken meanwhile."""
         if self._suspect_since is not None:

@@ -293,3 +293,16 @@ def test_an_evaluation_is_compared_with_all_losses_that_can_be_known():
     step_of(model, healer, 18)
     healer.observe_eval(1.0)
     assert heard_of(healer) == 18 - LAG
+
+
+def test_no_snapshot_takes_the_place_of_one_that_an_open_suspicion_may_need():
+    model, _, healer = build(snapshot_interval=8)
+    step_of(model, healer, 13)
+    before = healer.snapshots()
+    ring = healer.parts.run.ring
+    ring.note_suspect(11)
+    step_of(model, healer, 20)
+    assert healer.snapshots() == before
+    ring.note_settled()
+    step_of(model, healer)
+    assert ring.newest_step() == 34  # the one that was put off
