@@ -7,7 +7,7 @@ from typing import Any
 
 from heal.causes import ABOUT, Cause, Family, Finding, Severity
 from heal.exceptions import LOADER_PHASES, classify, message_of, qualified_name
-from heal.history import History
+from heal.history import NONFINITE, History
 
 __all__ = ["Cause", "Diagnosis", "Severity", "diagnose", "diagnose_exception"]
 
@@ -159,13 +159,15 @@ def diagnose_exception(
     }
     if phase:
         evidence["phase"] = phase
-    fatal = ABOUT[cause].family is Family.STOP
+    severity = Severity.FATAL if ABOUT[cause].family is Family.STOP else Severity.ERROR
+    if cause in NONFINITE and phase != "step":
+        severity = Severity.WARN  # raised before the update: a skipped step, and nothing else
     return Diagnosis(
         cause=cause,
         evidence=evidence,
         confidence=confidence,
         reference=ABOUT[cause].reference,
-        severity=Severity.FATAL if fatal else Severity.ERROR,
+        severity=severity,
         bad_step=step,
         step=step,
     )

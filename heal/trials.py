@@ -17,6 +17,7 @@ from heal.data.own_copy import own_copy
 from heal.experiment import Experiment, Trial
 from heal.state.rng import RngState
 from heal.step.guarded_step import GuardedStep
+from heal.step.schedules import Schedules
 
 Forward = Callable[[Any], Tensor | float]
 
@@ -30,6 +31,7 @@ class BodyTrials:
     Args:
         experiment: says when a trial is due, and takes its loss.
         guarded: whose optimizers are the healer's own.
+        schedules: those that the body steps although nobody gave them are put back too.
         forward: computes the loss of a batch; None if only the body can.
         note: told of a body that cannot be run twice.
     """
@@ -38,11 +40,13 @@ class BodyTrials:
         self,
         experiment: Experiment,
         guarded: GuardedStep,
+        schedules: Schedules,
         forward: Forward | None,
         note: Callable[[str], None],
     ) -> None:
         self._experiment = experiment
         self._guarded = guarded
+        self._schedules = schedules
         self._forward = forward
         self._note = note
         self._trial: Trial | None = None
@@ -99,6 +103,7 @@ class BodyTrials:
 
     def _twice(self, batch: Any, source: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of one step for the trial, then again for real."""
+        put_back = self._schedules.hold()
         trial = self._trial = self._experiment.begin_trial()
         drawn: list[tuple[Any, RngState]] = [(batch, RngState.now())]
         del batch
@@ -111,6 +116,7 @@ class BodyTrials:
                 break
             drawn.append((following, RngState.now()))
             yield own_copy(following)
+        put_back()
         trial.end()  # once more: the body may have gone on after its step
         for again, rng in drawn:
             rng.put_back()

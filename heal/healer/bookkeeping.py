@@ -157,12 +157,14 @@ class Bookkeeping:
                 self._probes.look(step)
 
     def _capture_if_due(self) -> None:
-        """Take a snapshot; if a check is under way, once it is read: it may save an older one.
+        """Take a snapshot; if a check or a suspicion is open, once it is settled.
 
-        A new snapshot takes the place of another, and what the check finds may need that one.
+        A new snapshot takes the place of another, which the check or the experiment may need.
         """
         if self._wants_snapshot or self._run.ring.is_due(self._run.step):
             self._wants_snapshot = True
+            if self._run.ring.is_suspect:
+                return
             if self._listener.is_checking and self._num_waited < self._lag:
                 self._num_waited += 1
                 return

@@ -210,6 +210,11 @@ class SnapshotRing:
         """Keep the snapshots of these steps, and no others, from making way for newer ones."""
         self._pinned = steps
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a suspicion is open."""
+        return self._suspect_since is not None
+
     def note_settled(self) -> None:
         """The suspicion is answered: quarantines begin anew for what was taken meanwhile."""
         if self._suspect_since is not None:

@@ -156,6 +156,17 @@ class Schedules:
             states = [(s, copied(state_of(s))) for s in self._drivers()]
             self._turns.append(Turn(step, mark, states, self._rates(), self._shares()))
 
+    def hold(self) -> Callable[[], None]:
+        """Return what puts schedules back that nobody gave us, however often they are stepped."""
+        self._find()
+        states = [(s, copied(state_of(s))) for s in self._found]
+
+        def put_back() -> None:
+            for scheduler, state in states:
+                scheduler.load_state_dict(copied(state))
+
+        return put_back
+
     def before_return(self) -> Callable[[int], None]:
         """Call this before state is returned to, and what it returns afterwards, with the step."""
         if self._has_begun:

@@ -30,6 +30,9 @@ class FakeRun:
         self.done.append(("scale_lr", factor))
         self.lr_scale = max(self.lr_scale * factor, floor)
 
+    def hold_lr(self, limit):
+        self.done.append(("hold_lr", limit))
+
     def tighten_clip(self, factor):
         self.done.append(("tighten_clip", factor))
 

@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from heal import Healer, HealingConfig
-from heal.actions import CannotHeal
+from heal.actions import CannotHeal, Rollback, ScaleLr, SkipBatches
 from heal.chaos import Chaos
+from heal.history import NONFINITE
 
 torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
 
@@ -144,6 +145,27 @@ def assert_same(first: list[Any], second: list[Any]) -> None:
     assert len(first) == len(second)
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, f"item {i} differs"
+
+
+def roll_back_after_skipped(healer: Healer, patience: int = 5) -> None:
+    """Have every ``patience``-th skipped step in a row rolled back, with a lower rate after it.
+
+    For tests that need some rollback, whatever it is for. Snapshots from before must be there.
+    """
+    config = healer.config
+
+    @healer.on_instability
+    def hook(diagnosis: Any, plan: Any) -> Any:
+        good = [step for step in healer.snapshots() if step <= diagnosis.bad_step]
+        if diagnosis.cause not in NONFINITE or diagnosis.streak % patience or not good:
+            return None
+        target = max(good)
+        first = target if config.data == "skip" else max(diagnosis.bad_step, target)
+        return (
+            Rollback(target),
+            SkipBatches(first, diagnosis.step + config.skip_window),
+            ScaleLr(config.lr_factor, config.lr_floor, config.lr_ramp_steps),
+        )
 
 
 def strike(setup, faults, steps, healer=None, **options):

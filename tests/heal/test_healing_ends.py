@@ -24,7 +24,7 @@ ADVERSARIES = {
     "NaN from step 60 on": (
         [Fault("nan_gradient", at=60, times=FOREVER)],
         {},
-        ExitCode.BUDGET_SPENT,
+        ExitCode.NONFINITE,  # the weights are sound: no rollback could help
     ),
     "NaN weights after every rollback": (
         [Fault("corrupt_weight", at=60, times=FOREVER)],
@@ -64,7 +64,7 @@ def test_healing_ends_within_its_budget(name, tmp_path):
     assert page["exception_type"] == qualified_name(original)
     assert page["halted_because"] == str(halt)
     assert page["recovery_actions"]
-    assert page["recovery_actions"][-1]["actions"] == ["halt"]
+    assert page["recovery_actions"][-1]["actions"] in (["halt"], ["rollback", "halt"])
     assert {"failure", "diagnosis", "actions"} <= set(page["recovery_actions"][0])
     assert page["running_time_seconds"] > 0
 
@@ -80,8 +80,8 @@ def test_a_step_that_raises_for_nan_is_not_tried_for_ever(words):
     setup.train_step = train_step
     with pytest.raises(CannotHeal) as caught:
         setup.run(50)
-    assert caught.value.exit_code == ExitCode.BUDGET_SPENT
-    assert len(calls) <= 5 * 6  # nan_patience of each of five attempts, and of the last
+    assert caught.value.exit_code == ExitCode.NONFINITE
+    assert len(calls) == setup.config.max_consecutive
 
 
 def test_steps_that_raise_for_nan_now_and_then_cost_themselves_only():

@@ -10,7 +10,7 @@ from tests.heal.linear_run import LAG, build, heard_of, nan_step, step_of
 
 @pytest.mark.parametrize(
     ("interval", "places", "check", "quarantine", "newest"),
-    [(20, 1.0, 35, 10, 20), (20, 1.0, 95, 10, 80), (50, 2.0, 65, 10, 50), (5, 2.0, 39, 2, 35)],
+    [(20, 1.0, 55, 10, 40), (20, 1.0, 95, 10, 80), (50, 2.0, 65, 10, 50), (5, 2.0, 39, 2, 35)],
 )
 def test_a_check_that_finds_damage_knows_of_every_clean_step(
     interval, places, check, quarantine, newest
@@ -33,9 +33,9 @@ def test_a_check_that_finds_damage_knows_of_every_clean_step(
 
 
 def test_an_optimizer_that_fails_half_way_returns_to_the_newest_that_can_be_known_good():
-    model, optimizer, healer = build(snapshot_interval=10, quarantine_steps=3)
-    step_of(model, healer, 17)
-    assert healer.parts.run.ring.good_steps() == [0]  # nobody has asked: the rest of the mail waits
+    model, optimizer, healer = build(snapshot_interval=8, quarantine_steps=3)
+    step_of(model, healer, 13)
+    assert 8 not in healer.parts.run.ring.good_steps()  # nobody has asked: the rest waits
     inner = optimizer.step
 
     def fails():
@@ -47,14 +47,14 @@ def test_an_optimizer_that_fails_half_way_returns_to_the_newest_that_can_be_know
         step_of(model, healer)
     rolled = [a for _, _, plan in healer.history for a in plan if isinstance(a, Rollback)]
     assert rolled
-    assert healer.last_step == 9
+    assert healer.last_step == 7
 
 
 def test_whoever_asks_for_snapshots_hears_of_all_that_are_good():
-    model, _, healer = build(snapshot_interval=10, quarantine_steps=3)
-    step_of(model, healer, 16)
-    assert healer.snapshots() == [10, 0]
-    assert healer.newest_snapshot().step == 10
+    model, _, healer = build(snapshot_interval=8, quarantine_steps=3)
+    step_of(model, healer, 13)
+    assert healer.snapshots()[0] == 8
+    assert healer.newest_snapshot().step == 8
 
 
 def test_what_is_found_on_the_way_is_treated_in_the_next_step():
@@ -62,12 +62,12 @@ def test_what_is_found_on_the_way_is_treated_in_the_next_step():
 
     class Finds:
         def observe(self, record):
-            if record.step != 13:
+            if record.step != 25:
                 return None
             return Finding(
                 cause=Cause.DIVERGENCE,
-                step=13,
-                bad_step=12,
+                step=25,
+                bad_step=24,
                 severity=Severity.ERROR,
                 evidence={},
             )
@@ -79,21 +79,21 @@ def test_what_is_found_on_the_way_is_treated_in_the_next_step():
             pass
 
     healer.parts.listener.watch.detectors["finds"] = Finds()
-    step_of(model, healer, 17)
-    assert heard_of(healer) < 13
+    step_of(model, healer, 30)
+    assert heard_of(healer) < 25
     healer.snapshots()  # hears, and must not change the run
-    assert heard_of(healer) == 17 - LAG
+    assert heard_of(healer) == 30 - LAG
     assert not healer.history
-    assert healer.last_step == 16
+    assert healer.last_step == 29
     step_of(model, healer)
     ((_, diagnosis, _),) = healer.history
-    assert diagnosis.step == 13
+    assert diagnosis.step == 25
 
 
 def test_a_snapshot_holds_what_detectors_know_of_every_step_before_it():
     model, _, healer = build(snapshot_interval=7, quarantine_steps=0)
     step_of(model, healer, 14)
-    held = healer.parts.run.ring.of_step(14).values["healing"]["lr_spike"]["seen"]
+    held = healer.parts.run.ring.of_step(14).values["healing"]["counter"]["seen"]
     assert held == 14 - LAG
 
 
@@ -137,14 +137,14 @@ def test_checkpoints_are_saved_when_due_and_do_not_hurry_the_records(tmp_path):
 
 
 def test_what_was_found_in_steps_that_were_undone_is_forgotten():
-    model, optimizer, healer = build(snapshot_interval=10, quarantine_steps=3)
+    model, optimizer, healer = build(snapshot_interval=8, quarantine_steps=3)
     watch = healer.parts.listener.watch
     found = Finding(
-        cause=Cause.DIVERGENCE, step=13, bad_step=12, severity=Severity.ERROR, evidence={}
+        cause=Cause.DIVERGENCE, step=10, bad_step=9, severity=Severity.ERROR, evidence={}
     )
     observe = watch.observe_all
-    watch.observe_all = lambda records: [[found] if record.step == 13 else [] for record in records]
-    step_of(model, healer, 17)
+    watch.observe_all = lambda records: [[found] if record.step == 10 else [] for record in records]
+    step_of(model, healer, 13)
     inner = optimizer.step
 
     def fails():
@@ -161,17 +161,17 @@ def test_what_was_found_in_steps_that_were_undone_is_forgotten():
 
 
 def test_trouble_soon_after_a_rollback_is_heard_as_soon_as_ever():
-    model, optimizer, healer = build(snapshot_interval=10, quarantine_steps=3, check_interval=17)
-    for step in range(17):
-        if step == 16:
+    model, optimizer, healer = build(snapshot_interval=8, quarantine_steps=3, check_interval=13)
+    for step in range(13):
+        if step == 12:
             optimizer.state[model.weight]["exp_avg"][0, 0] = float("nan")
         step_of(model, healer)
-    assert healer.last_step == 9  # rolled back
+    assert healer.last_step == 7  # rolled back
     step_of(model, healer, 3)
-    nan_step(model, healer)  # step 13
+    nan_step(model, healer)  # step 11
     step_of(model, healer, LAG)
     assert healer.history[-1][1].cause is Cause.NONFINITE_LOSS
-    assert healer.history[-1][0] == 13 + LAG + 1
+    assert healer.history[-1][0] == 11 + LAG + 1
 
 
 def test_parameters_that_freeze_have_a_snapshot_taken_in_that_step():
@@ -293,3 +293,16 @@ def test_an_evaluation_is_compared_with_all_losses_that_can_be_known():
     step_of(model, healer, 18)
     healer.observe_eval(1.0)
     assert heard_of(healer) == 18 - LAG
+
+
+def test_no_snapshot_takes_the_place_of_one_that_an_open_suspicion_may_need():
+    model, _, healer = build(snapshot_interval=8)
+    step_of(model, healer, 13)
+    before = healer.snapshots()
+    ring = healer.parts.run.ring
+    ring.note_suspect(11)
+    step_of(model, healer, 20)
+    assert healer.snapshots() == before
+    ring.note_settled()
+    step_of(model, healer)
+    assert ring.newest_step() == 34  # the one that was put off

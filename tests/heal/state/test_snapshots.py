@@ -48,20 +48,57 @@ def test_a_snapshot_is_good_only_after_its_quarantine():
     state, ring = build(quarantine_steps=3)
     take(state, ring, 10)
     ring.note_clean(9)  # a step before the snapshot says nothing about it
-    for step in (10, 11):
-        ring.note_clean(step)
-    ring.note_suspect()
-    for step in (12, 13):
-        ring.note_clean(step)
+    ring.note_clean(10)
     assert ring.good_steps() == []
-    ring.note_clean(14)
+    ring.note_clean(11)
     assert ring.good_steps() == [10]
+
+
+def test_quarantines_are_a_quarter_of_the_steps_at_first_and_then_as_set():
+    ring = SnapshotRing(interval=100, count=4, memory_fraction=4.0, quarantine_steps=20)
+    assert [ring.quarantine_of(step) for step in (0, 1, 4, 8, 16, 64, 80, 500)] == [
+        *(1, 1, 1, 2, 4, 16, 20, 20)
+    ]
+
+
+def test_snapshots_are_due_at_powers_of_two_and_then_at_every_interval():
+    ring = SnapshotRing(interval=50, count=4, memory_fraction=4.0, quarantine_steps=20)
+    due = [step for step in range(201) if ring.is_due(step)]
+    assert due == [0, 1, 2, 4, 8, 16, 32, 50, 100, 150, 200]
+
+
+def test_nothing_taken_since_a_suspicion_is_good_until_it_is_settled():
+    state, ring = build(quarantine_steps=3)
+    take(state, ring, 10)
+    take(state, ring, 12)
+    for step in range(10, 13):
+        ring.note_clean(step)
+    ring.note_suspect(11)  # 10 is from before it
+    for step in range(13, 20):
+        ring.note_clean(step)
+    assert ring.good_steps() == [10]
+    assert ring.is_suspect
+    ring.note_settled()
+    assert not ring.is_suspect
+    assert ring.good_steps() == [10]  # the quarantine of 12 begins anew
+    for step in range(20, 23):
+        ring.note_clean(step)
+    assert ring.good_steps() == [12, 10]
+
+
+def test_an_older_suspicion_is_not_forgotten_for_a_newer_one():
+    state, ring = build(quarantine_steps=1)
+    take(state, ring, 10)
+    ring.note_suspect(5)
+    ring.note_suspect(15)
+    ring.note_clean(10)
+    assert ring.good_steps() == []
 
 
 def test_the_state_that_training_begins_with_needs_no_quarantine():
     state, ring = build(quarantine_steps=3)
     take(state, ring, 0, is_proven=True)
-    ring.note_suspect()  # what happened, happened after
+    ring.note_suspect(0)  # what happened, happened after
     assert ring.good_steps() == [0]
 
 

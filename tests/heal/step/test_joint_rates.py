@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler as schedules
 
 from heal import Healer
 from heal.integrations.lightning.schedules import LightningSchedule
-from tests.heal.runs import quick
+from tests.heal.runs import quick, roll_back_after_skipped
 
 EPOCH, EPOCHS = 30, 4
 BAD = range(63, 68)  # soon after the second epoch, of whose end no good snapshot is
@@ -57,6 +57,7 @@ class Loop:
         config = quick(lr_factor=1.0, **how)
         self.healer = Healer(self.model, self.optimizer, given, config, own_schedulers=own)
         self.healer.exits.dismiss()
+        roll_back_after_skipped(self.healer)
         self.bad, self.leap_at, self.taken = bad, leap_at, 0
         self.used, self.wanted = {}, []
         self.optimizer.register_step_pre_hook(self._note)

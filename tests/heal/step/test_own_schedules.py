@@ -9,6 +9,7 @@ from torch.optim import lr_scheduler as schedules
 
 from heal import Healer, HealingConfig
 from heal.actions import Rollback
+from tests.heal.runs import roll_back_after_skipped
 
 EPOCH, EPOCHS = 25, 4
 TOTAL = EPOCH * EPOCHS
@@ -63,6 +64,7 @@ class Loop:
         options = {given_as: self.scheduler} if given_as else {}
         self.healer = Healer(self.model, self.optimizer, config=config, **options)
         self.healer.exits.dismiss()
+        roll_back_after_skipped(self.healer)
         self.bad = set(bad)
         self.per_epoch, self.steps_it = per_epoch, given != "given"
         self.used = []  # rate and momentum of every update that was made
@@ -106,7 +108,8 @@ class Loop:
 
     @property
     def rollbacks(self):
-        return [plan for _, _, plan in self.healer.history if isinstance(plan[0], Rollback)]
+        plans = [plan for _, _, plan in self.healer.history]
+        return [plan for plan in plans if any(isinstance(a, Rollback) for a in plan)]
 
 
 @cache
