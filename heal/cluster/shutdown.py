@@ -32,6 +32,9 @@ class ShutdownHandler:
     raises on every rank after the same step. A second signal (a second after the first or later;
     what comes sooner is an echo) ends the process at once, even where the main thread hangs.
 
+    Deadline and second signal end only code inside the block. A process that leaves it and goes on
+    (an upload, an evaluation, a notebook) runs as long as it likes.
+
     Args:
         healer: whose ``request_stop`` is called on a signal; None in a loop without one.
         group: the ranks that stop together; all of them if None.
@@ -107,7 +110,7 @@ class ShutdownHandler:
         return self._agreed
 
     def exit(self, code: int = ExitCode.PREEMPTED) -> NoReturn:
-        """Leave with a code that says "run me again"; the deadline stays set until the very end."""
+        """Leave with a code that says "run me again"; the deadline runs until the block is left."""
         raise SystemExit(int(code))
 
     def install(self) -> None:
@@ -129,12 +132,12 @@ class ShutdownHandler:
         _INSTALLED.add(self)
 
     def finish(self) -> None:
-        """Give the signals back and stop the clock: all is saved, and what comes next may last."""
+        """Give the signals back and stop the clock: what comes next may take its time."""
         self.restore()
         self._deadline.disarm()
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them; a deadline that runs goes on running."""
+        """Give the signals back, and let the deadline run: the process still has to save."""
         self._give_back()
         self._deadline.stop_listening()
         self._agreement.close()
@@ -167,7 +170,7 @@ class ShutdownHandler:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.restore()
+        self.finish()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Take note, and let the handler from before have its turn: no lock, no file, no message.

@@ -138,6 +138,9 @@ class Exits:
         """Write no postmortem: this run is watched, not trained, by its healer."""
         self._closed = True
         atexit.unregister(self.at_exit)
+        shutdown = self._release_signals()
+        if shutdown is not None:
+            shutdown.finish()
 
     @contextmanager
     def halting(self) -> Iterator[None]:
@@ -168,6 +171,9 @@ class Exits:
             self._finish(Ending.by(None))
             return
         self._journal.draft_postmortem(**self._page(EXITED))
+        shutdown = self._release_signals()  # no step is to come that could stop the run
+        if shutdown is not None:
+            shutdown.finish()
 
     def _ask(self, healer: "Healer") -> None:
         self._unanswered = 0 if self._shutdown is None else self._shutdown.signal
@@ -204,8 +210,8 @@ class Exits:
             self._closed = True
             self._write(ending)
             atexit.unregister(self.at_exit)
-        if shutdown is not None and (ending.error is not None or not self._unanswered):
-            shutdown.finish()  # else the stop is still to come, and its deadline runs on
+        if shutdown is not None:
+            shutdown.finish()  # only now: the deadline also covers the last save and the postmortem
 
     def _write(self, ending: Ending) -> None:
         healer, error = self._healer(), ending.error
