@@ -188,7 +188,8 @@ class Healer(Resuming, Lifetime, Probing):
             with self.exits.halting():
                 attempts.raise_own_error(halt)
                 if halt.exit_code == ExitCode.PREEMPTED and books.durable is not None:
-                    books.durable.save_last()
+                    self.exits.draft(halt)
+                    raise books.durable.saved_before(halt) from None
                 raise
         except Exception as error:
             parts.notes.add(f"{LEFT_OUT}: {error!r}")

@@ -1,6 +1,7 @@
 """Writes a save to the disk: in the caller's thread, or in one of its own beside the training."""
 
 import atexit
+import contextlib
 import queue
 import sys
 import threading
@@ -87,8 +88,18 @@ class Job:
             OSError: this one could not.
         """
         if self.plan.rank == 0:
-            self._commit(self.plan.folder.path)
+            try:
+                self._commit(self.plan.folder.path)
+            except BaseException:
+                self.discard()
+                raise
             self.after_commit(self.plan.folder)
+
+    def discard(self) -> None:
+        """On rank 0: remove the folder of a save that will never be finished, if the disk lets."""
+        if self.plan.rank == 0 and not self.plan.folder.is_committed:
+            with contextlib.suppress(OSError):
+                remove_folder(self.plan.folder)
 
     def _write_own(self, folder: Path) -> None:
         plan = self.plan

@@ -15,6 +15,9 @@ SAME_SECONDS = 1.0
 """Schedulers tell a job, torchrun tells its workers, and both tell the same: within this time
 another signal is taken for an echo of the first."""
 
+LAST_SECONDS = 5.0
+"""For what is written before a process is ended; a disk that hangs must not keep it alive."""
+
 STOP = 0  # no signal has this number: the byte that sends the thread home
 
 
@@ -24,6 +27,8 @@ class Deadline:
     Args:
         seconds: from the first signal, or from ``arm``, to the end of the process; 0: no end.
         run_dir: where the stacks of a process that did not stop go; standard error if None.
+        before_exit: called with the exit code before the process is ended, in a thread of its own
+            that may take ``LAST_SECONDS``: it may write, and must not wait for the main thread.
         leave: ends the process; ``os._exit``, since a clean exit is what did not happen.
 
     Raises:
@@ -34,12 +39,14 @@ class Deadline:
         self,
         seconds: float,
         run_dir: str | os.PathLike[str] | None = None,
+        before_exit: Callable[[int], object] | None = None,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         if not 0 <= seconds < float("inf"):
             raise ValueError(f"shutdown_timeout_sec is {seconds!r}; wanted 0 (never) or more")
         self._seconds = seconds
         self._run_dir = run_dir
+        self._before_exit = before_exit
         self._leave = leave
         self._armed = False
         self._over = threading.Event()
@@ -131,7 +138,7 @@ class Deadline:
                     first = time.monotonic()
                     self.arm()
                 elif time.monotonic() - first > SAME_SECONDS:
-                    self._leave(SIGNAL_BASE + number)
+                    self._end(SIGNAL_BASE + number)
 
     def _expire(self, over: threading.Event) -> None:
         if over.wait(self._seconds):
@@ -143,7 +150,16 @@ class Deadline:
             flush=True,
         )
         dump_stacks(self._run_dir, "shutdown")
-        self._leave(int(ExitCode.SHUTDOWN_TIMEOUT))
+        self._end(int(ExitCode.SHUTDOWN_TIMEOUT))
+
+    def _end(self, code: int) -> None:
+        if self._before_exit is not None:
+            last = threading.Thread(
+                target=self._before_exit, args=(code,), name="heal-last-words", daemon=True
+            )
+            last.start()
+            last.join(LAST_SECONDS)
+        self._leave(code)
 
 
 _PASSING_ON: dict[int, int] = {}

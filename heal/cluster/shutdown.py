@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -42,6 +42,8 @@ class ShutdownHandler:
             process dumps its stacks and exits with ``SHUTDOWN_TIMEOUT``; 0: never.
         signals: names of the signals to catch; those that the system lacks are left out.
         run_dir: where the stacks go; standard error if None.
+        before_exit: called with the exit code before a second signal or the deadline ends the
+            process; from another thread, and for a few seconds at most.
 
     Raises:
         ValueError: the timeout is negative, or a name is no signal.
@@ -63,10 +65,11 @@ class ShutdownHandler:
         shutdown_timeout_sec: float = SHUTDOWN_TIMEOUT_SEC,
         signals: Iterable[str] = SIGNALS,
         run_dir: str | os.PathLike[str] | None = None,
+        before_exit: Callable[[int], object] | None = None,
     ) -> None:
         self._healer = healer
         self._numbers = _numbers(signals)
-        self._deadline = Deadline(shutdown_timeout_sec, run_dir)
+        self._deadline = Deadline(shutdown_timeout_sec, run_dir, before_exit)
         self._agreement = Agreement(group)
         self._asked = 0
         self._agreed = False

@@ -4,13 +4,16 @@ How they are written and read is in :mod:`heal.checkpoint`. A save that fails is
 training goes on.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from heal.actions import CannotHeal
 from heal.checkpoint.contents import Names, keyed, wanted_chunk
 from heal.checkpoint.errors import CheckpointError, StillWriting
 from heal.checkpoint.folders import committed
@@ -20,6 +23,7 @@ from heal.checkpoint.seeds import restore_rng
 from heal.checkpoint.store import CheckpointStore
 from heal.config import HealingConfig
 from heal.data.stream import BatchStream
+from heal.exit_codes import ExitCode
 from heal.healer.healing_memory import HealingMemory
 from heal.journal.journal import Journal
 from heal.journal.notes import Notes
@@ -27,6 +31,11 @@ from heal.run import TorchRun
 from heal.state.rng import RngState
 from heal.state.snapshots import Snapshot
 from heal.state.training_state import StateMismatch, TrainingState
+
+NEEDED = ("data", "unwanted", "healing", "history", "run")
+"""Plain values of a run beside those of its training state."""
+
+LOG = logging.getLogger("heal")
 
 
 class Durable:
@@ -45,6 +54,7 @@ class Durable:
 
     Attributes:
         failures: how many saves failed.
+        is_failing: whether the newest save failed.
     """
 
     def __init__(
@@ -60,6 +70,7 @@ class Durable:
         group: Any = None,
     ) -> None:
         self.failures = 0
+        self.is_failing = False
         self.store = CheckpointStore(
             directory,
             keep=config.checkpoint_keep,
@@ -102,6 +113,26 @@ class Durable:
         if self._saved_step != self._run.step:
             self._contained(self.save)
 
+    def saved_before(self, halt: CannotHeal, may_save: bool = True) -> CannotHeal:
+        """Save before a stop that was asked for; return the stop, with another code if that failed.
+
+        Args:
+            halt: with the exit code that says "run me again".
+            may_save: whether all ranks are here to save together.
+        """
+        if may_save:
+            self.save_last()
+        else:
+            self.finish()
+        if self._saved_step == self._run.step:
+            return halt
+        known = self.steps()
+        newest = f"the newest checkpoint is of step {known[0]}" if known else "no checkpoint exists"
+        return CannotHeal(
+            f"{halt}; the state of step {self._run.step} could not be saved, {newest}",
+            ExitCode.NOT_SAVED,
+        )
+
     def finish(self) -> None:
         """Wait until everything is on the disk, and tell how that ended."""
         self.store.wait()
@@ -116,10 +147,16 @@ class Durable:
         Raises:
             StateMismatch: the checkpoint is of another run; nothing was changed.
         """
-        restored = self.store.load_state(self._state)
+        restored = self.store.load_state(self._state, needs=NEEDED)
         for note in self.store.notes:
             self._notes.add(note)
         if restored is None:
+            if self.store.passed_over:
+                self._notes.add(
+                    f"none of the {len(self.store.passed_over)} checkpoints in "
+                    f"{self.store.directory} can be used: training starts at step "
+                    f"{self._run.step}, and they are left as they are"
+                )
             return self._run.step
         values = restored.values
         position = values["data"]
@@ -148,6 +185,7 @@ class Durable:
                 restored = CheckpointReader(folder.path).read(
                     ranks.rank, ranks.size, lambda name: wanted_chunk(self._state, names, name)
                 )
+                restored.check_values(("training", *NEEDED))
                 tensors = keyed(self._state, names, restored.tensors)
             except (CheckpointError, StateMismatch, OSError) as error:
                 self._notes.add(f"{folder.path.name} cannot be used: {error}")
@@ -170,7 +208,7 @@ class Durable:
         path = self.store.save_state(step, self._state, self._values(), asynchronous=asynchronous)
         self._saved_step = step
         if asynchronous is False or not self._asynchronous:
-            self._journal.event("checkpoint", step, path=str(path))
+            self._worked(step, path)
 
     def _values(self) -> dict[str, Any]:
         return {
@@ -193,10 +231,17 @@ class Durable:
             if report.error is not None:
                 self._failed(report.step, report.error)
             elif self.store.ranks.rank == 0:
-                self._journal.event("checkpoint", report.step, path=str(report.path))
+                self._worked(report.step, report.path)
+
+    def _worked(self, step: int, path: Path) -> None:
+        self._journal.event("checkpoint", step, path=str(path))
+        if self.is_failing:
+            LOG.warning("heal: checkpoint of step %d is saved: saving works again", step)
+        self.is_failing = False
 
     def _failed(self, step: int, error: Exception) -> None:
         self.failures += 1
+        self.is_failing = True
         self._saved_step = -1
         self._journal.event("checkpoint_failed", step, error=str(error))
         self._notes.add(f"checkpoint of step {step} failed: {error}")
