@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -268,6 +268,10 @@ class TorchRun:
     def shrink_micro_batch(self) -> bool:
         """Cut batches twice as fine; False if pieces are as small as they may be, on all ranks."""
         return self._ranks.any_has(self._micro.shrink())
+
+    def cut_as(self, state: Mapping[str, int]) -> None:
+        """Cut batches as finely as another process found that it must; see MicroBatcher.state."""
+        self._micro.load_state(state)
 
     def checkpoint_activations(self) -> bool:
         """Recompute activations in backward; False if the model cannot or already does."""

@@ -7,13 +7,15 @@ training goes on.
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from heal.actions import CannotHeal
+from heal.causes import Cause
+from heal.checkpoint import strict_json
 from heal.checkpoint.contents import Names, keyed, wanted_chunk
 from heal.checkpoint.errors import CheckpointError, StillWriting
 from heal.checkpoint.folders import committed
@@ -25,6 +27,7 @@ from heal.config import HealingConfig
 from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
 from heal.healer.healing_memory import HealingMemory
+from heal.healer.remedies import Remedies, Remedy
 from heal.journal.journal import Journal
 from heal.journal.notes import Notes
 from heal.run import TorchRun
@@ -86,6 +89,8 @@ class Durable:
         self._journal = journal
         self._notes = notes
         self._saved_step = -1
+        self._remedies = Remedies(self.store.directory)
+        self._most_in_a_row = config.max_consecutive_data_errors
 
     def is_due(self, step: int) -> bool:
         """Tell whether it is time to save; how earlier saves ended may be told a little later."""
@@ -157,6 +162,7 @@ class Durable:
                     f"{self.store.directory} can be used: training starts at step "
                     f"{self._run.step}, and they are left as they are"
                 )
+            self._apply_remedies(self._run.step)
             return self._run.step
         values = restored.values
         position = values["data"]
@@ -167,7 +173,37 @@ class Durable:
         restore_rng(restored, self.store.ranks)
         self._saved_step = restored.step
         self._journal.event("resumed", restored.step, world_size=restored.world_size)
+        self._apply_remedies(restored.step)
         return restored.step
+
+    def may_leave(self, remedy: Remedy) -> bool:
+        """Return whether a restart may still help: as often as data errors may come in a row."""
+        same = [other for other in self._remedies.read() if other.step == remedy.step]
+        is_of_data = remedy.cause == Cause.DATA_ERROR.value
+        return not is_of_data or len(same) < self._most_in_a_row
+
+    def leave(self, remedy: Remedy) -> bool:
+        """Have the next start do otherwise; False if that cannot be written."""
+        self._journal.event("remedy", remedy.step, remedy=asdict(remedy))
+        return self._remedies.add(remedy)
+
+    def _apply_remedies(self, step: int) -> None:
+        """Do otherwise what a rank could not do when this run was last tried; alike on all."""
+        if self.store.ranks.rank == 0:
+            self._remedies.forget_before(step)
+        own = [asdict(remedy) for remedy in self._remedies.read() if remedy.step >= step]
+        told = self.store.ranks.gather(strict_json.to_bytes(own))
+        # Disks may show a new file late on some ranks; what one of them sees, all do.
+        pages = [page for text in told for page in strict_json.from_bytes(text, Path())]
+        for remedy in sorted(map(Remedy.from_json, pages), key=lambda r: (r.step, r.rank)):
+            self._stream.leave_out(remedy.batches)
+            if remedy.micro.get("pieces", 0) > self._run.micro_batches:
+                self._run.cut_as(remedy.micro)
+            done = "its batch is left out" if remedy.batches else "batches are cut finer"
+            self._notes.add(
+                f"rank {remedy.rank} could not take step {remedy.step} when the run was last "
+                f"started ({remedy.error}): {done}"
+            )
 
     # What the run asks when it has to go back.
 

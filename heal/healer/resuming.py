@@ -111,4 +111,4 @@ class Resuming:
                 f"checkpoint_dir {str(directory)!r} cannot be made: {error.strerror or error}; "
                 "give a folder that this process may write to, or none, to save no checkpoints",
             ) from error
-        self.parts.books.durable = self.parts.run.durable = durable
+        self.parts.books.durable = self.parts.run.durable = self.parts.attempts.durable = durable

@@ -356,8 +356,9 @@ def an_error_without_a_cure_on_one_rank_ends_all_at_the_same_step():
         raise AttributeError("no such thing")
 
     setup.fault(1, 6, bug)
-    with pytest.raises(AttributeError if dist.get_rank() == 1 else CannotHeal):
+    with pytest.raises(CannotHeal, match="rank 1 raised AttributeError: no such thing") as halted:
         setup.run(20)
+    assert halted.value.exit_code == ExitCode.UNRECOVERABLE
     setup.assert_alike()
     assert setup.healer.last_step == 6 + setup.healer.config.lag
 
