@@ -109,7 +109,7 @@ class Attempts:
                 self._micro.undo()
                 if self._ranks.has_others:
                     batches.draw_rest()  # others do: all must be at one place in the data
-                    self._stand_in(failure, train_step)
+                    self._stand_in(failure, train_step, batches.count)
                 elif self.heal(*failure):
                     continue
                 else:
@@ -241,11 +241,11 @@ class Attempts:
             return self.judge(error, "step")
         return None
 
-    def _stand_in(self, failure: Failure, train_step: TrainStep) -> None:
+    def _stand_in(self, failure: Failure, train_step: TrainStep, count: int) -> None:
         """Tell all ranks of a failure, and send what they wait for. Halt if that is too late."""
         if failure[0].cause in NOT_FOR_ALL:
             self.heal(*failure)  # the group is broken already: halt
-        if not self._micro.messages.can_be_matched():
+        if not self._micro.messages.can_be_matched(count * self._micro.pieces):
             self._leave(*failure)
         self._tell(*failure)
         try:

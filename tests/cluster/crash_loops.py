@@ -7,6 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from heal import Healer, HealingConfig
@@ -46,7 +52,8 @@ class Fragile(nn.Module):
         if error is not None and self.where == "forward":
             raise error
         out = self.last(h)
-        return InBackward.apply(out, error) if error is not None else out
+        is_late = error is not None and self.where == "backward"
+        return InBackward.apply(out, error) if is_late else out
 
     def error(self, x):
         if dist.get_rank() != 1 or not bool((x == MARK).any()):
@@ -65,12 +72,27 @@ def batches(rank):
     return made
 
 
+def train_step(model, fragile):
+    def mean_loss(batch):
+        error = fragile.error(batch)
+        if error is not None and fragile.where == "before":
+            raise error
+        return model(batch).square().mean()
+
+    return mean_loss
+
+
 def main(folder, wrap, where, what):
     rank = join().rank
     torch.manual_seed(0)
     model = Fragile(where, what)
+    fragile = model
     if wrap == "ddp":
         model = DistributedDataParallel(model)
+    elif wrap == "tp":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+        model = parallelize_module(model, mesh, plan)
     else:
         fully_shard(model.first)
         model = fully_shard(model)
@@ -89,7 +111,9 @@ def main(folder, wrap, where, what):
     told = {"began": began, "pieces": healer.micro_batches}
     code = 0
     try:
-        healer.run(lambda b: model(b).square().mean(), batches(rank), STEPS, progress=False)
+        healer.run(
+            train_step(model, fragile), batches(rank if wrap != "tp" else 0), STEPS, progress=False
+        )
     except CannotHeal as halt:
         code = halt.exit_code
         told |= {"code": code, "halt": str(halt)}

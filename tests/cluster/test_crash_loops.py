@@ -47,3 +47,23 @@ def test_an_error_without_a_cure_ends_all_ranks_with_one_reason_and_one_code(tmp
         page = read_json(tmp_path / "run" / name)
         assert page["exit_code"] == ExitCode.UNRECOVERABLE
         assert "on rank 1 (ValueError: the program is wrong)" in page["halted_because"]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "tp"])
+def test_a_rank_that_raises_before_forward_is_named_by_all(tmp_path, wrap):
+    told, codes, logs = started(tmp_path, wrap, "before", "bug")
+    assert codes == [ExitCode.UNRECOVERABLE] * 2, logs
+    assert told[0]["halt"] == told[1]["halt"]
+    assert "rank 1 raised ValueError: the program is wrong" in told[0]["halt"]
+    for name in ("postmortem.json", "postmortem.rank1.json"):
+        page = read_json(tmp_path / "run" / name)
+        assert page["exit_code"] == ExitCode.UNRECOVERABLE
+        assert "rank 1 raised ValueError" in page["halted_because"]
+    assert page["exception_type"] == "ValueError"
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "tp"])
+def test_a_batch_that_one_rank_cannot_use_before_forward_costs_the_batch_alone(tmp_path, wrap):
+    told, codes, logs = started(tmp_path, wrap, "before", "data")
+    assert codes == [0, 0], logs
+    assert [rank["step"] for rank in told] == [crash_loops.STEPS - 1] * 2
