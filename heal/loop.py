@@ -216,10 +216,11 @@ class Healer(Resuming, Lifetime, Probing):
             books.after_step(facts, posted, loss is not None)
         except CannotHeal as halt:
             with self.exits.halting():
-                attempts.raise_own_error(halt)
+                halt = attempts.explained(halt)
                 if halt.exit_code == ExitCode.PREEMPTED and books.durable is not None:
-                    books.durable.save_last()
-                raise
+                    self.exits.draft(halt)
+                    raise books.durable.saved_before(halt) from None
+                raise halt from halt.__cause__
         except Exception as error:
             parts.notes.add(f"{LEFT_OUT}: {error!r}")
 

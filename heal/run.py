@@ -425,6 +425,10 @@ class TorchRun:
         """Cut batches twice as fine; False if pieces are as small as they may be, on all ranks."""
         return self._ranks.any_has(self._micro.shrink())
 
+    def cut_as(self, state: Mapping[str, int]) -> None:
+        """Cut batches as finely as another process found that it must; see MicroBatcher.state."""
+        self._micro.load_state(state)
+
     def checkpoint_activations(self) -> bool:
         """Recompute activations in backward; False if the model cannot or already does."""
         return self._ranks.any_has(checkpoint_activations(self._state.model))

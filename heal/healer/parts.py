@@ -129,9 +129,7 @@ class Parts:
             2 * config.loss_spike_patience,
             note,
         )
-        self.trials = BodyTrials(
-            self.experiment, guarded, self.schedules, given.forward, note
-        )
+        self.trials = BodyTrials(self.experiment, guarded, self.schedules, given.forward, note)
         self.listener = Listener(
             run,
             guarded,

@@ -129,6 +129,7 @@ class MicroBatcher:
     def _add(
         self, batch: Any, count: int, train_step: TrainStep, scale: Callable[[Tensor], Tensor]
     ) -> Tensor:
+        self.messages.note_tried(batch)
         pieces = self._weighted(batch)
         for i, (piece, share) in enumerate(pieces):
             is_last = self.batch_at == count - 1 and i == len(pieces) - 1
