@@ -1,6 +1,5 @@
 """What healing itself could not do: told once, and never a reason to stop training."""
 
-import logging
 from collections.abc import Callable
 
 from heal.actions import CannotHeal
@@ -8,7 +7,6 @@ from heal.journal.journal import Journal
 from heal.journal.log_lines import LOG
 
 LEFT_OUT = "healing failed and was left out"
-LOG = logging.getLogger("heal")
 MAX_NOTES = 100  # different things that may go wrong with healing itself before we fall silent
 
 

@@ -8,7 +8,7 @@ else a step of the replay would have other batches than it had the first time.
 from collections.abc import Callable
 from typing import Any
 
-from heal.integrations.transformers.patches import Patches
+from heal.integrations.patches import Patches
 
 RESUMED = "a rollback"  # where a path of a checkpoint would stand; nothing is read from it
 
