@@ -279,6 +279,19 @@ class HealingConfig:
         least=0,
     )
 
+    disabled_detectors: str = setting(
+        "",
+        "Detectors that are switched off, by name, separated by commas: host_news, skipped_steps, "
+        "gradient_explosion, loss, lr, plateau, not_learning, overfitting_gap, "
+        "throughput_collapse, health.",
+        group="checks",
+    )
+    alert_only_detectors: str = setting(
+        "",
+        "Detectors that only report, by name, separated by commas.",
+        group="checks",
+    )
+
     # Exceptions.
     backoff_seconds: float = setting(
         30.0, "First wait after a network error; doubles each time.", group="exceptions", least=0

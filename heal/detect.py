@@ -6,10 +6,11 @@ returns with it, so that after a rollback nothing is remembered of steps that di
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from heal.causes import Finding, Severity
-from heal.config import HealingConfig
+from heal.config import ConfigError, HealingConfig
 from heal.detectors.gradients import GradientExplosion, SkippedSteps
 from heal.detectors.health import StateHealth
 from heal.detectors.learning_rate import LrChange
@@ -20,6 +21,11 @@ from heal.forecast.watch import ForecastWatch
 from heal.verdict import HealthRow, Record
 
 __all__ = ["Detector", "Finding", "Usual", "Watch"]
+
+
+def names_of(text: str) -> set[str]:
+    """Return the names in a list that is separated by commas."""
+    return {name.strip() for name in text.split(",") if name.strip()}
 
 
 class Usual(NamedTuple):
@@ -76,6 +82,12 @@ class Watch:
             "overfitting_gap": self._gap,
             "throughput_collapse": ThroughputCollapse(config),
         }
+        self._disabled = names_of(config.disabled_detectors)
+        self._alert_only = names_of(config.alert_only_detectors)
+        for name in self._disabled | self._alert_only:
+            if name not in {*self.detectors, "health"}:
+                known = ", ".join([*self.detectors, "health"])
+                raise ConfigError(f"expected detectors among {known}, got {name!r}")
         self.forecast = ForecastWatch.of(config) if config.forecast else None
         if self.forecast is not None:
             self.detectors["forecast"] = self.forecast
@@ -93,15 +105,23 @@ class Watch:
         What is found in one record must not depend on what is done about one before it.
         """
         found: list[list[Finding]] = [[] for _ in records]
-        for detector in self.detectors.values():
+        for name, detector in self.detectors.items():
+            if name in self._disabled:
+                continue
             try:
                 for findings, record in zip(found, records, strict=True):
                     finding = detector.observe(record)
                     if finding is not None:
-                        findings.append(finding)
+                        findings.append(self._muted(name, finding))
             except Exception as error:  # the others must hear
                 self._errors.append(error)
         return found
+
+    def _muted(self, name: str, finding: Finding) -> Finding:
+        """Return a finding of a detector that is set to alert only as an alert."""
+        if name not in self._alert_only or finding.severity < Severity.WARN:
+            return finding
+        return replace(finding, severity=Severity.WARN, wants_proof=False)
 
     def take_errors(self) -> list[Exception]:
         """Return what detectors have raised since the last call."""
@@ -125,6 +145,12 @@ class Watch:
         """Note that sound weights give NaN on the batches that come: it is the data."""
         self._skipped.data_is_nan = True
 
+    def start_over(self) -> None:
+        """Take all that comes from now on as usual: something was changed on purpose."""
+        self.rebase()
+        self._lr.start_over()
+        self._health.start_over()
+
     def rebase(self) -> None:
         """Take the present level of loss and gradients as usual: the data has changed."""
         self._loss.rebase()
@@ -134,8 +160,10 @@ class Watch:
         """Return what is wrong with weights or optimizer state."""
         if self.forecast is not None:
             self.forecast.observe_health(row)
+        if "health" in self._disabled:
+            return []
         finding = self._health.observe_health(row)
-        return [] if finding is None else [finding]
+        return [] if finding is None else [self._muted("health", finding)]
 
     def observe_eval(
         self, step: int, eval_loss: float, train_loss: float | None = None

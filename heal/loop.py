@@ -6,7 +6,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,20 @@ class Healer(Resuming, Lifetime, Probing):
             ...         healer.step(total)
             ...     optimizer.zero_grad()
         """
-        return self.parts.attempts.attempt()
+        return self._attempt()
+
+    @contextmanager
+    def _attempt(self) -> Iterator[None]:
+        trials = self.parts.trials
+        with self.parts.attempts.attempt():
+            try:
+                yield
+            except CannotHeal:
+                raise
+            except Exception:
+                if not trials.is_open:
+                    raise
+                trials.abandon()  # an experiment only: the same batch comes again, for real
 
     def pieces(self, batch: Any) -> list[tuple[Any, float]]:
         """Cut a batch into pieces that fit into memory, with the share of each in the mean loss.
@@ -263,6 +276,30 @@ class Healer(Resuming, Lifetime, Probing):
                 f"detector name: expected one that is not taken ({taken}), got {name!r}"
             )
         detectors[name] = detector
+
+    def expect_change(self, reason: str) -> None:
+        """Say that something was changed on purpose, so that it is not taken for trouble.
+
+        Call it right after you reset the optimizer, replace a head, insert a layer, change the
+        loss, the task or the learning rate by hand. What loss, gradients, weights and learning
+        rate are from now on counts as usual, a suspicion that is being looked into is dropped, and
+        a snapshot of the new state is taken at the end of the next step. Every rank has to call it.
+
+        Args:
+            reason: what was changed, for the journal.
+
+        Example:
+            >>> model.head = torch.nn.Linear(64, 20)
+            >>> optimizer.add_param_group({"params": model.head.parameters()})
+            >>> healer.expect_change("new head for 20 classes")
+        """
+        parts = self.parts
+        parts.listener.catch_up()
+        parts.experiment.clear()
+        parts.listener.watch.start_over()
+        parts.run.ring.note_settled()
+        parts.books.want_snapshot()
+        self.journal.event("expected_change", parts.run.step, reason=str(reason))
 
     def observe_eval(self, eval_loss: float, train_loss: float | None = None) -> None:
         """Tell of an evaluation, to be warned of overfitting."""

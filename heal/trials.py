@@ -85,6 +85,13 @@ class BodyTrials:
             self._guarded.forget_scaling()
         self._experiment.note_losses(loss if trial.is_possible else None)
 
+    def abandon(self) -> None:
+        """Give up the trial that is under way: its body could not be run to its step."""
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            trial.end()
+            self._experiment.note_losses(None)
+
     def close(self) -> None:
         """Stop watching the optimizers of the process."""
         self._others.close()
@@ -107,17 +114,20 @@ class BodyTrials:
         trial = self._trial = self._experiment.begin_trial()
         drawn: list[tuple[Any, RngState]] = [(batch, RngState.now())]
         del batch
-        yield own_copy(drawn[0][0])
-        while self._trial is not None:  # the step accumulates several batches
-            following = next(source, _END)
-            if following is _END:
-                self._trial = None  # the epoch ended in the midst of a step
-                self._experiment.note_losses(None)
-                break
-            drawn.append((following, RngState.now()))
-            yield own_copy(following)
-        put_back()
-        trial.end()  # once more: the body may have gone on after its step
+        try:
+            yield own_copy(drawn[0][0])
+            while self._trial is not None:  # the step accumulates several batches
+                following = next(source, _END)
+                if following is _END:
+                    self.abandon()  # the epoch ended in the midst of a step
+                    break
+                drawn.append((following, RngState.now()))
+                yield own_copy(following)
+        finally:  # also if the loop was left, by a break or by an exception
+            if self._trial is trial:
+                self.abandon()
+            put_back()
+            trial.end()  # once more: the body may have gone on after its step
         for again, rng in drawn:
             rng.put_back()
             yield again

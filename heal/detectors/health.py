@@ -174,6 +174,12 @@ class StateHealth:
         self.moments = kept(self.moments, _floats(row.moment_norms))
         self.names = list(row.names)
 
+    def start_over(self) -> None:
+        """Learn anew from the next check what weights and moments are like."""
+        for name in ("names", "weights", "changes", "intervals", "counters", "moments"):
+            setattr(self, name, [])
+        self.largest_moments = []
+
     def state(self) -> dict[str, Any]:
         lists = ("names", "weights", "changes", "intervals", "counters", "moments")
         state = {name: list(getattr(self, name)) for name in (*lists, "largest_moments")}

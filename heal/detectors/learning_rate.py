@@ -78,6 +78,10 @@ class LrChange:
             evidence=evidence,
         )
 
+    def start_over(self) -> None:
+        """Take the rate that comes next as the run's own."""
+        self.last, self.same, self.held, self.is_off = math.nan, 0, 0.0, False
+
     def state(self) -> dict[str, Any]:
         last = None if self.last != self.last else self.last
         return {"last": last, "same": self.same, "held": self.held, "is_off": self.is_off}

@@ -66,6 +66,10 @@ class Bookkeeping:
         if self._run.ring.newest_step() is None:
             self._notes.contain(lambda: self._capture(is_proven=self._run.step == 0))
 
+    def want_snapshot(self) -> None:
+        """Take a snapshot at the end of the next step."""
+        self._wants_snapshot = True
+
     def begin_epoch(self) -> None:
         """Take the first snapshot; what was loaded since the healer was made is no step's doing."""
         if self._run.step == 0 and self._run.ring.newest_step() is None:

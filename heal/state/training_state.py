@@ -297,7 +297,7 @@ class TrainingState:
         ]
 
     def restore_settings(self, values: Mapping[str, Any]) -> None:
-        """Put back parameter groups, schedulers and extra state of modules; no tensor is written.
+        """Put back parameter groups, schedulers and state beside the model; no tensor is written.
 
         Args:
             values: what :meth:`values` returned, of this very state but for these.
@@ -309,6 +309,7 @@ class TrainingState:
             if state is not None:
                 scheduler.load_state_dict(copied(state))
         set_extra_states(self.model, copied(values.get("modules", {})), self._note)
+        self.added.load(values.get("added", {}))
 
     def _named_tensors(self, all_buffers: bool = False) -> Iterator[tuple[Key, Tensor]]:
         for i, param in enumerate(self.parameters()):
