@@ -230,7 +230,7 @@ class TrainingState:
         for o, optimizer in enumerate(self.optimizers):
             # Where ranks add up this is a message to all: it comes once every rank has succeeded.
             optimizer.clipper.load_state_dict(values["clip"][o])
-            optimizer._momentum.forget()
+            optimizer.forget_momentum()
         self.buffers.restored()
 
     def _undo(self, saved: Mapping[Key, Tensor], live: Mapping[Key, Tensor]) -> Undo:

@@ -1,38 +1,39 @@
 """The part that all clippers share: finding gradients, keeping state, one crossing per step.
 
-A subclass says which operators it is made of, which settings they take and what its state looks
-like. All arithmetic is in the operators, so that it runs on the device and nothing waits.
+A subclass names its rule, and says which settings that takes and what its state looks like. All
+arithmetic is in two operators, so that it runs on the device and nothing waits.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from zclip import ops
-from zclip.clippers.peers import Peers
+from zclip.clippers.peers import Peers, RankGroups
 from zclip.clippers.result import ClipResult, merge_verdicts, noted, share_alarm
 from zclip.clippers.state import ClipState
 from zclip.layout import (
     NUM_COUNTERS,
     ON_NONFINITE,
     PROPAGATE,
+    REFUSE,
     STEPS,
     SUMSQ,
     WORST,
 )
 from zclip.parallel import Record
-from zclip.reference import reported_norm
+from zclip.reference import IDS, reported_norm
 from zclip.schemas import norm_dtype, wide_dtype
 from zclip.targets import Target, TargetCache, Targets
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Rule = Callable[..., tuple[Tensor, Tensor]]
-FusedRule = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+RuleOp = Callable[..., tuple[Tensor, Tensor]]
+ClipOp = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 Self = TypeVar("Self", bound="Clipper")
 
 
@@ -45,6 +46,15 @@ class Clipper(ABC):
         on_nonfinite: "skip" refuses a step with NaN or Inf and keeps it out of the statistics;
             "official" does what the published algorithm does.
     """
+
+    rule: ClassVar[str] = ""
+    """The name of the rule in :data:`zclip.reference.RULES`."""
+
+    watches_loss: ClassVar[bool] = False
+    """Whether the rule looks at the loss."""
+
+    folds_scale: ClassVar[bool] = True
+    """Whether the coefficients can carry the division by the scale of a GradScaler as well."""
 
     is_global: ClassVar[bool] = True
     """Whether one coefficient serves all gradients of a group."""
@@ -61,13 +71,14 @@ class Clipper(ABC):
     replaceable: ClassVar[str] = ""
     """A method of which callers may put their own version into an instance."""
 
-    _simple: tuple[Targets, FusedRule] | None = None
-    """The parameters of a step that took one call of one operator, and which."""
+    _simple: tuple[Targets, ClipOp, int] | None = None
+    """The parameters of a step that took one call of one operator, which one, and its rule."""
 
     def __init__(self, *, per_group: bool = False, on_nonfinite: str = "skip") -> None:
-        if on_nonfinite not in self._nonfinite_codes():
-            wanted = ", ".join(self._nonfinite_codes())
-            raise ValueError(f"on_nonfinite is {on_nonfinite!r}; wanted one of {wanted}")
+        if on_nonfinite not in ON_NONFINITE:
+            raise ValueError(
+                f"on_nonfinite is {on_nonfinite!r}; wanted one of {', '.join(ON_NONFINITE)}"
+            )
         self.per_group = per_group
         self.on_nonfinite = on_nonfinite
         self.result: ClipResult | None = None
@@ -99,31 +110,45 @@ class Clipper(ABC):
         return self
 
     @abstractmethod
-    def _ops(self) -> tuple[Rule, FusedRule]:
-        """Return the operator that decides from stats, and the one that does everything."""
+    def settings(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """Return the settings of the rule for one parameter group, in the rule's order.
 
-    @abstractmethod
-    def _settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the scalar arguments of both operators for one parameter group."""
+        Args:
+            group: what ``param_groups`` says of the group besides its parameters.
+        """
 
-    def _state_size(self, num_tensors: int) -> int:
-        """Return the length of the state of one group."""
+    def state_size(self, num_tensors: int) -> int:
+        """Return the length of the state of one group; the first three columns are counters."""
         return NUM_COUNTERS
 
-    def _size_hint(self) -> str:
-        """Say which setting the length of the state hangs on."""
+    def size_hint(self) -> str:
+        """Return which setting the length of the state depends on, for an error message."""
         return "call reset() after changing it"
 
-    def _adapted(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    def adapt_state(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a saved state of one group, made to fit where settings have changed."""
         return saved
 
-    def _measured(self, loss: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensor arguments between stats and settings."""
-        return ()
+    def rule_id(self) -> int:
+        """Return the number of the rule that the operators get."""
+        return IDS[self.rule]
 
-    def _nonfinite_codes(self) -> Mapping[str, int]:
-        return ON_NONFINITE
+    def operators(self) -> tuple[RuleOp, ClipOp]:
+        """Return the operator that decides from stats, and the one that does everything."""
+        return torch.ops.zclip.rule_.default, torch.ops.zclip.clip_by_.default
+
+    def judge(
+        self, state: Tensor, stats: Tensor, group: Mapping[str, Any], loss: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the rule to measured gradients; return coefs and verdict, and move the state."""
+        seen = self._seen_loss(loss, state)
+        return self.operators()[0](state, stats, self.rule_id(), self.settings(group), seen)
+
+    def _seen_loss(self, loss: Tensor | None, like: Tensor) -> Tensor | None:
+        """Return the loss where the rule can read it; None if it does not look."""
+        if loss is None or not self.watches_loss:
+            return None
+        return loss.detach().to(like.device, non_blocking=True)
 
     def step(
         self,
@@ -185,14 +210,16 @@ class Clipper(ABC):
             return self._nothing(found)
         if record is not None:
             loss = record.loss
-        if grad_scale is not None and grads:
+        can_fold = self.folds_scale and self.replaceable not in self.__dict__
+        if grad_scale is not None and grads and not can_fold:
             ops.scale_(grads, _inverse(grad_scale, grads[0].device).repeat(len(grads)))
+            grad_scale = None
         result = None
-        if peers.reduction is None and len(self._state.states) == 1:
+        if peers.reduction is None and len(self._state.states) == 1 and grad_scale is None:
             result = self._clip_at_once(found, grads, loss)
         if result is None:
-            result, record = self._decide(found, grads, loss, None, extra, record)
-            self._scale(grads, result.coefs[peers.own])
+            result, record = self._decide(found, grads, loss, grad_scale, extra, record)
+            self._scale(grads, _unscaled(result.coefs[peers.own], grad_scale))
         self.result = noted(result, record, extra)
         return result.total_norm
 
@@ -226,17 +253,36 @@ class Clipper(ABC):
         device = found.params[0].device if found.params else torch.device("cpu")
         self._state.fit(self._peers.find(found), device)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the gradients of the last step, in the order of the rows of its stats."""
+        if self._peers.reduction is not None:
+            return self._peers.reduction.names
+        targets = self._cache.targets
+        if targets is None:
+            return []
+        return targets.names if self._present is None else [targets.names[i] for i in self._present]
+
+    @property
+    def groups(self) -> RankGroups:
+        """The ranks that :meth:`distribute` was told of."""
+        return self._peers.groups
+
+    def learn_names(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Learn what parameters are called, where the targets do not say."""
+        self._cache.give_names(list(named_parameters))
+
     def norms_by_name(self) -> dict[str, Tensor]:
         """Return the norm of every gradient of the last step, 0-dim tensors on the device."""
         if self.result is None:
             return {}
-        return dict(zip(self._names(), self.result.norms.unbind(), strict=True))
+        return dict(zip(self.names, self.result.norms.unbind(), strict=True))
 
     def worst(self) -> str | None:
         """Return the name of the first tensor with NaN or Inf, else of the largest. This waits."""
         if self.result is None:
             return None
-        return self._names()[int(self.result.verdict[WORST])]
+        return self.names[int(self.result.verdict[WORST])]
 
     def reset(self) -> None:
         """Forget all statistics and counts, as if newly made."""
@@ -291,14 +337,14 @@ class Clipper(ABC):
         self, found: Targets, grads: list[Tensor], loss: Tensor | None
     ) -> ClipResult | None:
         """One group, one device, one call; None if there are several devices."""
-        state = self._state.states[0]
-        measured = self._measured(loss, state)
-        settings = self._settings(found.settings[0])
-        served = ops.serve(self._ops()[1], grads, state, *measured, *settings, name=self._name)
+        state, clip = self._state.states[0], self.operators()[1]
+        arguments = self.rule_id(), self.settings(found.settings[0]), self._seen_loss(loss, state)
+        served = ops.serve(clip, grads, state, *arguments, name=self._name)
         if not served:
             return None
-        if not measured and self._present is None and not self._peers.shares_records:
-            self._simple = found, self._ops()[1]
+        is_simple = self._present is None and not self._peers.shares_records
+        if is_simple and not self.watches_loss:
+            self._simple = found, clip, self.rule_id()
         return ClipResult(*served[0])
 
     def _clip_simply(self, found: Targets) -> ClipResult | None:
@@ -307,8 +353,8 @@ class Clipper(ABC):
         Most steps are such. After a backward pass our code has left the caches of the processor,
         and to bring back a function that is called takes most of a microsecond: this calls a few.
         """
-        last, op = self._simple or (None, None)
-        if found is not last or op is None or self.replaceable in self.__dict__:
+        last, clip, rule = self._simple or (None, None, 0)
+        if found is not last or clip is None or self.replaceable in self.__dict__:
             return None
         grads, present = found.gradients(aligned=False)
         if present is not None:
@@ -316,10 +362,10 @@ class Clipper(ABC):
             return None
         state, device = self._state, grads[0].device
         self._present = None
-        if not (state.fitted is found and state.place == (device, self._state_size(len(grads)))):
+        if not (state.fitted is found and state.place == (device, self.state_size(len(grads)))):
             state.fit(found, device)
-        settings = self._settings(found.settings[0])
-        served = ops.serve(op, grads, state.states[0], *settings, name=self._name)
+        settings = self.settings(found.settings[0])
+        served = ops.serve(clip, grads, state.states[0], rule, settings, name=self._name)
         return ClipResult(*served[0]) if served else None
 
     def _decide(
@@ -347,9 +393,7 @@ class Clipper(ABC):
         for group, rows in enumerate(parts):
             if not len(rows):
                 continue
-            settings = self._settings(found.settings[group])
-            measured = self._measured(loss, states[group])
-            coef, verdict = self._ops()[0](states[group], rows, *measured, *settings)
+            coef, verdict = self.judge(states[group], rows, found.settings[group], loss)
             coefs.append(coef)
             verdicts.append(verdict)
         if self._state.counters is not None:
@@ -362,19 +406,19 @@ class Clipper(ABC):
         ops.scale_(grads, coefs)
 
     def _name(self, i: int) -> str:
-        return f"the gradient of {self._names()[i]}"
-
-    def _names(self) -> list[str]:
-        if self._peers.reduction is not None:
-            return self._peers.reduction.names
-        targets = self._cache.targets
-        assert targets is not None
-        return targets.names if self._present is None else [targets.names[i] for i in self._present]
+        return f"the gradient of {self.names[i]}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the parameters and the last result: they belong to the run, not to us."""
         of_the_run = {"_cache": TargetCache(), "_present": None, "result": None, "_simple": None}
         return {**self.__dict__, **of_the_run}
+
+
+def _unscaled(coefs: Tensor, grad_scale: Tensor | None) -> Tensor:
+    """Return the coefficients that also divide by the scale, so that one pass does both."""
+    if grad_scale is None:
+        return coefs
+    return torch.where(coefs == REFUSE, coefs, coefs * _inverse(grad_scale, coefs.device))
 
 
 def _inverse(grad_scale: Tensor, device: torch.device) -> Tensor:
