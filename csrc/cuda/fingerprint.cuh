@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads)
     fingerprint_partials(const Table __grid_constant__ table, Hash* slots, const Ticket ticket,
                          Hash* hashes) {
   for (uint32_t c = blockIdx.x; c < table.chunks; c += gridDim.x) {
-    const TableEntry& entry = entry_of(table, c);
+    const TableEntry& entry = table.entries[index_of(table, c)];
     const int64_t begin = static_cast<int64_t>(c - entry.first_chunk) * kDeviceChunk;
     const int64_t end = begin + kDeviceChunk < entry.row_len ? begin + kDeviceChunk : entry.row_len;
     const Hash hash =

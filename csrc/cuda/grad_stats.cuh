@@ -56,11 +56,27 @@ template <typename Table>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     grad_stats_partials(const Table __grid_constant__ table, ChunkSlot* slots, const Ticket ticket,
                         GradStats* rows, const Ending __grid_constant__ ending) {
+  // This chunk, the next, and the one behind it, which thread 0 looks up while loads are under way.
+  // The barriers of chunk_stats stand between writing a place and reading it, and between reading
+  // it and writing another one there.
+  ZCLIP_SHARED(ChunkPlace, places, 3);
+  ChunkWalk<Table> walk(table);
+  if (threadIdx.x == 0) {
+    places[0] = walk.place_of(blockIdx.x);
+    places[1] = walk.place_of(blockIdx.x + gridDim.x);
+  }
+  __syncthreads();
+  Round round = load_round(run_of(read_place(places[0])), static_cast<int>(threadIdx.x));
+  int at = 0;
   for (uint32_t c = blockIdx.x; c < table.chunks; c += gridDim.x) {
-    const ChunkPlace place = place_of(table, c);
-    const ChunkSlot slot =
-        visit_chunk(place, [&](auto* data) { return chunk_stats(data, place.len); });
+    const ChunkPlace place = read_place(places[at]);
+    const int next = at == 2 ? 0 : at + 1, after = next == 2 ? 0 : next + 1;
+    const Run next_run = run_of(read_place(places[next]));
+    if (threadIdx.x == 0) places[after] = walk.place_of(c + 2 * gridDim.x);
+    const ChunkSlot slot = visit_chunk(
+        place, [&](auto* data) { return chunk_stats(data, place.len, round, next_run); });
     if (threadIdx.x == 0) slots[c] = slot;
+    at = next;
   }
   if (!ending.fills_rows || !is_last_block(ticket)) return;
   finish_rows<Add>(table, slots, rows);

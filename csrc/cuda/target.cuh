@@ -13,6 +13,11 @@
 
 namespace zclip::cuda {
 
+template <typename T>
+T* in_global_memory(T* pointer) {
+  return pointer;
+}
+
 using Stream = void*;
 using LaunchError = int;  // always 0: the emulator throws
 
@@ -32,6 +37,14 @@ LaunchError launch(void (*kernel)(Params...), dim3 grid, dim3 block, Stream /*st
 #define ZCLIP_SHARED(type, name, count) __shared__ type name[count]
 
 namespace zclip::cuda {
+
+// Says so of a pointer that was read from shared memory: where the compiler does not know it, loads
+// have to find out.
+template <typename T>
+__device__ __forceinline__ T* in_global_memory(T* pointer) {
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
 
 using Stream = cudaStream_t;
 using LaunchError = cudaError_t;

@@ -8,6 +8,7 @@
 #include "../math/grad_stats.h"
 #include "device_tensor.h"
 #include "target.cuh"
+#include "vectors.cuh"
 
 namespace zclip::cuda {
 
@@ -60,10 +61,11 @@ __device__ __forceinline__ uint32_t chunks_per_row(int64_t row_len) {
   return static_cast<uint32_t>((row_len + kDeviceChunk - 1) / kDeviceChunk);
 }
 
-// The last tensor that does not begin after the chunk; tensors without elements have no chunk.
+// The index of the last tensor that does not begin after the chunk, at least `low`; tensors without
+// elements have no chunk.
 template <typename Table>
-__device__ __forceinline__ const TableEntry& entry_of(const Table& table, uint32_t chunk) {
-  int low = 0, high = table.count - 1;
+__device__ __forceinline__ int index_of(const Table& table, uint32_t chunk, int low = 0) {
+  int high = table.count - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (table.entries[middle].first_chunk <= chunk) {
@@ -72,12 +74,10 @@ __device__ __forceinline__ const TableEntry& entry_of(const Table& table, uint32
       high = middle - 1;
     }
   }
-  return table.entries[low];
+  return low;
 }
 
-template <typename Table>
-__device__ __forceinline__ ChunkPlace place_of(const Table& table, uint32_t chunk) {
-  const TableEntry& entry = entry_of(table, chunk);
+__device__ __forceinline__ ChunkPlace place_in(const TableEntry& entry, uint32_t chunk) {
   const uint32_t in_tensor = chunk - entry.first_chunk, per_row = chunks_per_row(entry.row_len);
   const uint32_t row = in_tensor / per_row;  // of the tensor
   const int64_t begin = static_cast<int64_t>(in_tensor - row * per_row) * kDeviceChunk;
@@ -87,6 +87,51 @@ __device__ __forceinline__ ChunkPlace place_of(const Table& table, uint32_t chun
   return {entry.address + first * bytes_per_element(format),
           static_cast<int>(rest < kDeviceChunk ? rest : kDeviceChunk), format,
           (entry.row_and_format >> kFormatBits) + row, entry.first_chunk + (row + 1) * per_row};
+}
+
+template <typename Table>
+__device__ __forceinline__ ChunkPlace place_of(const Table& table, uint32_t chunk) {
+  return place_in(table.entries[index_of(table, chunk)], chunk);
+}
+
+// Finds the places of a block's chunks, one after the other, in one thread and a chunk ahead of the
+// others: looking one up takes dozens of instructions that wait for each other. Most often the next
+// chunk is of the same tensor.
+template <typename Table>
+class ChunkWalk {
+ public:
+  __device__ explicit ChunkWalk(const Table& table) : table_(table) {}
+
+  // Nowhere, with no elements, if there are no more chunks. Chunks must ascend.
+  __device__ ChunkPlace place_of(uint32_t chunk) {
+    if (chunk >= table_.chunks) return {};
+    const bool is_last = index_ + 1 == table_.count;
+    if (!is_last && table_.entries[index_ + 1].first_chunk <= chunk) {
+      index_ = index_of(table_, chunk, index_ + 1);
+    }
+    return place_in(table_.entries[index_], chunk);
+  }
+
+ private:
+  const Table& table_;
+  int index_ = 0;
+};
+
+// A place that another thread left in shared memory.
+__device__ __forceinline__ ChunkPlace read_place(const ChunkPlace& shared) {
+  ChunkPlace place = shared;
+  place.data = in_global_memory(place.data);
+  return place;
+}
+
+// The whole vectors of a chunk. As pieces_of, without a type.
+__device__ __forceinline__ Run run_of(const ChunkPlace& place) {
+  const auto size = static_cast<int>(bytes_per_element(place.format));
+  const auto past = static_cast<int>(reinterpret_cast<uintptr_t>(place.data) % kVectorBytes);
+  const int to_go = (kVectorBytes - past) % kVectorBytes;
+  const int bytes = place.len * size;
+  return {reinterpret_cast<const uint4*>(place.data + to_go),
+          bytes > to_go ? (bytes - to_go) / kVectorBytes : 0};
 }
 
 // Calls visit(pointer) with the chunk's address typed after its format.

@@ -42,6 +42,12 @@ ZCLIP_HD float float_of(uint32_t bits) {
   return x;
 }
 
+ZCLIP_HD double double_of(uint64_t bits) {
+  double x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
 // Tested on bits, not with x != x: the answer must survive -ffast-math.
 ZCLIP_HD bool is_nan(float x) { return (bits_of(x) & 0x7fffffffu) > 0x7f800000u; }
 ZCLIP_HD bool is_inf(float x) { return (bits_of(x) & 0x7fffffffu) == 0x7f800000u; }
