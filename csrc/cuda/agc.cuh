@@ -91,16 +91,19 @@ __global__ void __launch_bounds__(kThreads)
     agc_finish(const AgcResults results, int64_t count, int64_t rows, const AgcSettings settings,
                double* counters, const Judgement out) {
   ZCLIP_SHARED(bool, refuse, 1);
+  bool clips = false;
+  const Totals total = block_total(results.stats, count);
+  const double clipped_sumsq = ordered_sum(count, [&](int64_t t) {
+    clips |= !(results.least[t] >= 1.0);
+    return results.clipped[t];
+  });
+  const bool any_clipped = __syncthreads_or(clips);
   if (threadIdx.x == 0) {
-    const Health health = health_of(total_of(results.stats, count));
+    const Health health = health_of(total);
     refuse[0] = refused(health, settings.on_nonfinite);
     Report report = {};
     report.blocked = refuse[0];
-    double clipped_sumsq = 0.0;
-    for (int64_t t = 0; t < count; ++t) {
-      clipped_sumsq += results.clipped[t];
-      report.clipped |= !refuse[0] && !(results.least[t] >= 1.0);
-    }
+    report.clipped = any_clipped && !refuse[0];
     report.clipped_norm = refuse[0] ? 0.0 : sqrt(clipped_sumsq);
     write_report(health, report, counters, out.verdict);
     write_norm(out, health.norm);

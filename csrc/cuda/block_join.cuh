@@ -28,7 +28,10 @@ struct Add {
 };
 
 struct Largest {
-  static __device__ __forceinline__ double join(double a, double b) { return a < b ? b : a; }
+  template <typename value_t>
+  static __device__ __forceinline__ value_t join(value_t a, value_t b) {
+    return a < b ? b : a;
+  }
 };
 
 // Returned to every lane. All lanes of the warp must call it.

@@ -5,6 +5,7 @@
 
 #include "apply_rule.cuh"
 #include "chunk_stats.cuh"
+#include "finish.cuh"
 #include "launch_grid.cuh"
 #include "tensor_table.cuh"
 #include "ticket.cuh"
@@ -28,26 +29,27 @@ __device__ __forceinline__ ChunkSlot load_slot(const ChunkSlot* slot) {
   return loaded;
 }
 
-// One warp per tensor: lanes take every 32nd slot in order, then join in a fixed order, in float64.
-// Lane 0 writes the row.
-template <typename Join, typename Table>
-__device__ __forceinline__ void finish_rows(const Table& table, const ChunkSlot* slots,
-                                            GradStats* rows) {
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  for (int t = warp; t < table.count; t += kWarps) {
-    const TableEntry& entry = table.entries[t];
-    const uint32_t end = entry.first_chunk + chunks_per_row(entry.row_len);
+// Makes a row of stats out of a tensor's slots: member `first` of `Crew` takes every kSize-th slot
+// in order; they join in a fixed order, in float64; the leader writes the row.
+template <typename Join>
+struct FinishRow {
+  const ChunkSlot* slots;
+  GradStats* rows;
+
+  template <typename Crew>
+  __device__ __forceinline__ void operator()(const TableEntry& entry, uint32_t end) const {
     GradStats sum = {};
-    for (uint32_t c = entry.first_chunk + lane; c < end; c += kWarpSize) {
+    for (uint32_t c = entry.first_chunk + Crew::member(); c < end; c += Crew::kSize) {
       const ChunkSlot slot = load_slot(slots + c);
       sum.sumsq = Join::join(sum.sumsq, slot.sumsq);
       sum.nan += slot.nan;
       sum.inf += slot.inf;
     }
-    sum = {warp_join<Join>(sum.sumsq), warp_join<Add>(sum.nan), warp_join<Add>(sum.inf)};
-    if (lane == 0) rows[entry.row_and_format >> kFormatBits] = sum;
+    sum = {Crew::template join<Join>(sum.sumsq), Crew::template join<Add>(sum.nan),
+           Crew::template join<Add>(sum.inf)};
+    if (Crew::member() == 0) rows[entry.row_and_format >> kFormatBits] = sum;
   }
-}
+};
 
 // grid: any number of blocks; each takes every gridDim.x-th chunk. Thread 0 writes slots[chunk] for
 // each chunk of its block. The last block writes rows, coefs, verdict, norm and state. No result
@@ -79,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     at = next;
   }
   if (!ending.fills_rows || !is_last_block(ticket)) return;
-  finish_rows<Add>(table, slots, rows);
+  for_each_tensor(table, FinishRow<Add>{slots, rows});
   if (!ending.applies_rule) return;
   __syncthreads();  // every warp has written its rows
   apply_rule(ending.rule, rows, ending.total_rows, ending.out);

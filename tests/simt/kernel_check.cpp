@@ -209,6 +209,45 @@ void check_rules(simt::Random& random) {
              random);
 }
 
+// More rows than a block has threads, equal ones among them, with and without bad ones: sums in the
+// order of the index, and the tensor to blame, have the bits of one thread alone.
+void check_totals(simt::Random& random) {
+  const int64_t count = 2 * cuda::kThreads + 3;
+  for (const int kind : {0, 1, 2, 3}) {
+    std::vector<GradStats> rows(count);
+    for (GradStats& row : rows) row.sumsq = (1 + random.below(1000)) * 0.37;
+    if (kind == 1) rows[random.below(static_cast<unsigned>(count))].nan = 2.0;
+    if (kind == 2) rows[count - 1].inf = rows[count / 2].nan = 1.0;
+    if (kind == 3) rows = std::vector<GradStats>(count);  // zeros: the first is to blame
+    std::vector<double> coefs(count), want(count), state(kNumCounters), want_state(kNumCounters);
+    std::vector<float> verdict(kNumVerdict), said(kNumVerdict);
+    cuda::Rule rule = {};
+    rule.kind = cuda::Rule::Kind::kGlobalNorm;
+    rule.state = state.data();
+    rule.global_norm = {1.0, NonFinite::kSkip};
+    cuda::launch_rule(rule, rows.data(), count, {coefs.data(), verdict.data(), nullptr, false},
+                      kQueue);
+    const double coef = global_norm_rule(total_of(rows.data(), count), 1.0, NonFinite::kSkip,
+                                         want_state.data(), said.data());
+    std::fill_n(want.data(), count, coef);
+    expect(same_bits(coefs, want) && same_bits(verdict, said), "totals of many rows");
+
+    const AdaGcSettings adagc = adagc_settings(1.04, 0.99, 1.0, 1e-6, 1, 0, 0);
+    std::vector<double> gammas(kGammaColumn + count, 1.5), want_gammas;
+    gammas[kSteps] = 5.0;
+    gammas[kClipCount] = gammas[kSkipCount] = 0.0;
+    want_gammas = gammas;
+    rule.kind = cuda::Rule::Kind::kAdaGc;
+    rule.state = gammas.data();
+    rule.adagc = adagc;
+    cuda::launch_rule(rule, rows.data(), count, {coefs.data(), verdict.data(), nullptr, false},
+                      kQueue);
+    adagc_rule(rows.data(), count, adagc, want_gammas.data(), want.data(), said.data());
+    expect(same_bits(coefs, want) && same_bits(verdict, said), "AdaGC of many rows");
+    expect(same_bits(gammas, want_gammas), "gammas of many rows");
+  }
+}
+
 // A history longer than a block has threads, with and without a NaN in it.
 void check_percentile(simt::Random& random) {
   const int64_t history = cuda::kThreads + 9;
@@ -516,6 +555,7 @@ struct Check {
 constexpr Check kChecks[] = {{"stats", check_stats},
                              {"rewriting", check_rewriting},
                              {"rules", check_rules},
+                             {"totals", check_totals},
                              {"percentile", check_percentile},
                              {"agc", check_agc},
                              {"fingerprints", check_fingerprints},
