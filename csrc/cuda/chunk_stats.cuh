@@ -1,6 +1,8 @@
-// The stats of one chunk, measured by one block: quick first, exact where that fails.
+// The stats of one chunk, measured by a crew: quick first, exact where that fails.
 
 #pragma once
+
+#include <type_traits>
 
 #include "../math/grad_stats.h"
 #include "vectors.cuh"
@@ -57,15 +59,14 @@ __device__ __forceinline__ double whole_round(Round& round, const uint4* ahead, 
 }
 
 // What stands before and behind the vectors.
-template <typename number_t, Rescale kRescale>
+template <typename Crew, Rescale kRescale, typename number_t>
 __device__ __forceinline__ void add_ends(const Pieces<const number_t>& pieces, double& sum) {
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread < pieces.head_len) {
-    const auto value = rescaled<kRescale>(widen(pieces.head[thread]));
+  if (Crew::member() < pieces.head_len) {
+    const auto value = rescaled<kRescale>(widen(pieces.head[Crew::member()]));
     sum += value * value;
   }
-  if (thread < pieces.tail_len) {
-    const auto value = rescaled<kRescale>(widen(pieces.tail[thread]));
+  if (Crew::member() < pieces.tail_len) {
+    const auto value = rescaled<kRescale>(widen(pieces.tail[Crew::member()]));
     sum += value * value;
   }
 }
@@ -103,19 +104,22 @@ __device__ __forceinline__ double squares_share(const number_t* data, int len, R
     left -= kRound;
     at = ahead;
   } while (left > 0);
-  add_ends<number_t, Rescale::kNone>(pieces, sum);
+  add_ends<BlockCrew, Rescale::kNone>(pieces, sum);
   return sum;
 }
 
-// Returned to every thread: whether the chunk is nothing but zeros, of either sign.
 template <typename number_t>
+__device__ __forceinline__ Run run_of(const Pieces<const number_t>& pieces) {
+  return {reinterpret_cast<const uint4*>(pieces.body), pieces.vectors};
+}
+
+// Whether the chunk is nothing but zeros, of either sign.
+template <typename Crew, typename number_t>
 __device__ __forceinline__ bool is_all_zero(const number_t* data, int len) {
   const Pieces<const number_t> pieces = pieces_of(data, len);
-  const Run run = {reinterpret_cast<const uint4*>(pieces.body), pieces.vectors};
-  const int thread = static_cast<int>(threadIdx.x);
   uint4 any = {};
-  for (int v = thread; v < run.count; v += kRound) {
-    const Round round = load_round(run, v);
+  for (int v = Crew::member(); v < pieces.vectors; v += kInFlight * Crew::kSize) {
+    const Round round = load_round<Crew::kSize>(run_of(pieces), v);
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
       const uint4& bits = round.vectors[k];
@@ -124,20 +128,19 @@ __device__ __forceinline__ bool is_all_zero(const number_t* data, int len) {
   }
   bool found = false;
 #pragma unroll
-  for (int i = 0; i < Vector<number_t>::kWidth; ++i) found |= widened<number_t>(any, i) != 0;
-  if (thread < pieces.head_len) found |= widen(pieces.head[thread]) != 0;
-  if (thread < pieces.tail_len) found |= widen(pieces.tail[thread]) != 0;
-  return !__syncthreads_or(found);
+  for (int i = 0; i < kWidthOf<number_t>; ++i) found |= widened<number_t>(any, i) != 0;
+  if (Crew::member() < pieces.head_len) found |= widen(pieces.head[Crew::member()]) != 0;
+  if (Crew::member() < pieces.tail_len) found |= widen(pieces.tail[Crew::member()]) != 0;
+  return !Crew::any(found);
 }
 
-// Returned to every thread: the sum of squares of numbers whose squares float32 does not hold.
-template <Rescale kRescale, typename number_t>
-__device__ __forceinline__ double rescaled_sum(const number_t* data, int len) {
+// The sum of squares, with nothing loaded ahead.
+template <typename Crew, Rescale kRescale, typename number_t>
+__device__ __forceinline__ double sum_of_squares(const number_t* data, int len) {
   const Pieces<const number_t> pieces = pieces_of(data, len);
-  const Run run = {reinterpret_cast<const uint4*>(pieces.body), pieces.vectors};
   double sum = 0.0;
-  for (int v = threadIdx.x; v < run.count; v += kRound) {
-    const Round round = load_round(run, v);
+  for (int v = Crew::member(); v < pieces.vectors; v += kInFlight * Crew::kSize) {
+    const Round round = load_round<Crew::kSize>(run_of(pieces), v);
     decltype(widen(number_t{})) sums[kWidthOf<number_t>];
     add_vector<number_t, kRescale, true>(round.vectors[0], sums);
 #pragma unroll
@@ -146,42 +149,49 @@ __device__ __forceinline__ double rescaled_sum(const number_t* data, int len) {
     }
     sum += folded(sums);
   }
-  add_ends<number_t, kRescale>(pieces, sum);
-  return restored<kRescale>(block_sum(sum));
+  add_ends<Crew, kRescale>(pieces, sum);
+  return restored<kRescale>(Crew::template join<Add>(sum));
 }
 
 // Counts NaN and Inf, and sums the rest in float64, one element at a time.
-template <typename number_t>
+template <typename Crew, typename number_t>
 __device__ __forceinline__ ChunkSlot observed(const number_t* data, int len) {
   GradStats stats = {};
-  for (int i = threadIdx.x; i < len; i += kThreads) observe(stats, data[i]);
-  const double sumsq = block_sum(stats.sumsq);
-  const double nan = block_sum(stats.nan), inf = block_sum(stats.inf);
+  for (int i = Crew::member(); i < len; i += Crew::kSize) observe(stats, data[i]);
+  const double sumsq = Crew::template join<Add>(stats.sumsq);
+  const double nan = Crew::template join<Add>(stats.nan);
+  const double inf = Crew::template join<Add>(stats.inf);
   return {sumsq, static_cast<uint32_t>(nan), static_cast<uint32_t>(inf)};
 }
 
 // The second reading of a chunk whose quick sum cannot be believed. It is still in the cache.
-__device__ __forceinline__ ChunkSlot second_reading(const double* data, int len, double) {
-  return observed(data, len);
-}
-
-template <typename number_t>
+template <typename Crew, typename number_t>
 __device__ __forceinline__ ChunkSlot second_reading(const number_t* data, int len, double quick) {
-  if (quick == 0.0 && is_all_zero(data, len)) return {};
-  if (quick < kTinySum<float>) return {rescaled_sum<Rescale::kTiny>(data, len), 0, 0};
-  const double huge = rescaled_sum<Rescale::kHuge>(data, len);
-  if (is_finite(huge)) return {huge, 0, 0};
-  return observed(data, len);
+  if constexpr (!std::is_same_v<number_t, double>) {
+    if (quick == 0.0 && is_all_zero<Crew>(data, len)) return {};
+    if (quick < kTinySum<float>) return {sum_of_squares<Crew, Rescale::kTiny>(data, len), 0, 0};
+    const double huge = sum_of_squares<Crew, Rescale::kHuge>(data, len);
+    if (is_finite(huge)) return {huge, 0, 0};
+  }
+  return observed<Crew>(data, len);
 }
 
-// Returned to every thread. All threads of the block must call it with the same chunk; `round` and
-// `next` as in squares_share.
+// Returned to every thread of the crew, all of which must call it with the same chunk.
+template <typename Crew, typename number_t>
+__device__ __forceinline__ ChunkSlot chunk_stats(const number_t* data, int len) {
+  const double quick = sum_of_squares<Crew, Rescale::kNone>(data, len);
+  if (trustworthy<decltype(widen(number_t{}))>(quick)) return {quick, 0, 0};
+  return second_reading<Crew>(data, len, quick);
+}
+
+// The same by the block, with loads under way from one chunk to the next: `round` and `next` as in
+// squares_share.
 template <typename number_t>
-__device__ __forceinline__ ChunkSlot chunk_stats(const number_t* data, int len, Round& round,
-                                                 const Run& next) {
+__device__ __forceinline__ ChunkSlot streamed_stats(const number_t* data, int len, Round& round,
+                                                    const Run& next) {
   const double quick = block_sum(squares_share(data, len, round, next));
   if (trustworthy<decltype(widen(number_t{}))>(quick)) return {quick, 0, 0};
-  const ChunkSlot slot = second_reading(data, len, quick);
+  const ChunkSlot slot = second_reading<BlockCrew>(data, len, quick);
   // Again, because registers that held it until here would be missing in the loop above.
   round = load_round(next, static_cast<int>(threadIdx.x));
   return slot;

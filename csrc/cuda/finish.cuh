@@ -16,24 +16,6 @@ constexpr uint32_t kSlotsPerWarp = ZCLIP_SLOTS_PER_WARP;
 constexpr uint32_t kSlotsPerWarp = 2048;
 #endif
 
-struct WarpCrew {
-  static constexpr uint32_t kSize = kWarpSize;
-  static __device__ __forceinline__ uint32_t member() { return threadIdx.x % kWarpSize; }
-  template <typename Join, typename value_t>
-  static __device__ __forceinline__ value_t join(value_t value) {
-    return warp_join<Join>(value);
-  }
-};
-
-struct BlockCrew {
-  static constexpr uint32_t kSize = kThreads;
-  static __device__ __forceinline__ uint32_t member() { return threadIdx.x; }
-  template <typename Join, typename value_t>
-  static __device__ __forceinline__ value_t join(value_t value) {
-    return block_join<Join>(value);
-  }
-};
-
 // Calls finish<Crew>(entry, end of its slots) for every tensor of the table, with a warp or with
 // the block. All threads of the block must call it.
 template <typename Table, typename Finish>

@@ -14,7 +14,6 @@ namespace zclip::cuda {
 
 // What the last block does besides filling the rows of this launch's tensors.
 struct Ending {
-  bool fills_rows;     // false: the slots are all that is wanted
   bool applies_rule;   // of the last launch, where a rule is wanted
   int64_t total_rows;  // of all launches
   Rule rule;
@@ -59,8 +58,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     grad_stats_partials(const Table __grid_constant__ table, ChunkSlot* slots, const Ticket ticket,
                         GradStats* rows, const Ending __grid_constant__ ending) {
   // This chunk, the next, and the one behind it, which thread 0 looks up while loads are under way.
-  // The barriers of chunk_stats stand between writing a place and reading it, and between reading
-  // it and writing another one there.
+  // The barriers of streamed_stats stand between writing a place and reading it, and between
+  // reading it and writing another one there.
   ZCLIP_SHARED(ChunkPlace, places, 3);
   ChunkWalk<Table> walk(table);
   if (threadIdx.x == 0) {
@@ -76,11 +75,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     const Run next_run = run_of(read_place(places[next]));
     if (threadIdx.x == 0) places[after] = walk.place_of(c + 2 * gridDim.x);
     const ChunkSlot slot = visit_chunk(
-        place, [&](auto* data) { return chunk_stats(data, place.len, round, next_run); });
+        place, [&](auto* data) { return streamed_stats(data, place.len, round, next_run); });
     if (threadIdx.x == 0) slots[c] = slot;
     at = next;
   }
-  if (!ending.fills_rows || !is_last_block(ticket)) return;
+  if (!is_last_block(ticket)) return;
   for_each_tensor(table, FinishRow<Add>{slots, rows});
   if (!ending.applies_rule) return;
   __syncthreads();  // every warp has written its rows

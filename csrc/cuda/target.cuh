@@ -18,6 +18,9 @@ T* in_global_memory(T* pointer) {
   return pointer;
 }
 
+inline bool emulates_old_driver = false;
+inline bool takes_large_arguments() { return !emulates_old_driver; }
+
 using Stream = void*;
 using LaunchError = int;  // always 0: the emulator throws
 
@@ -44,6 +47,16 @@ template <typename T>
 __device__ __forceinline__ T* in_global_memory(T* pointer) {
   __builtin_assume(__isGlobal(pointer));
   return pointer;
+}
+
+// Whether the driver launches kernels with more than 4 KB of arguments: since CUDA 12.1. A runtime
+// of CUDA 12 also works with drivers of 12.0. Asked once.
+inline bool takes_large_arguments() {
+  static const bool takes = [] {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12010;
+  }();
+  return takes;
 }
 
 using Stream = cudaStream_t;

@@ -25,17 +25,18 @@ struct Run {
   int count;
 };
 
-// What a thread loads together: every kThreads-th vector from `first` on, as far as the run goes.
+// What a thread loads together: every kSize-th vector from `first` on, as far as the run goes.
 struct Round {
   uint4 vectors[kInFlight];
 };
 
 // Zeros stand for what lies behind the end.
+template <int kSize = kThreads>
 __device__ __forceinline__ Round load_round(const Run& run, int first) {
   Round round = {};
 #pragma unroll
   for (int k = 0; k < kInFlight; ++k) {
-    const int v = first + k * kThreads;
+    const int v = first + k * kSize;
     if (v < run.count) round.vectors[k] = run.vectors[v];
   }
   return round;
