@@ -12,7 +12,7 @@ from tests.built_once import built_once
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "build" / "cuda"
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+ARCHITECTURES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 HAS_NVCC = shutil.which("nvcc") is not None
 SOURCE = ROOT / "csrc/cuda/launchers.cu"
 # As in setup.py; a test compares them.

@@ -37,6 +37,8 @@ std::map<const void*, std::string>& kernel_names() {
 std::vector<Configuration> configurations;
 std::vector<Launch> launches;
 int attribute_questions = 0;
+int driver_version = 13000;
+int driver_questions = 0;
 
 // Called with every launch, to look at its arguments while they are there; null if nobody is.
 using Hook = void (*)(const char* kernel, unsigned grid, unsigned block, void** arguments);
@@ -94,8 +96,16 @@ int cudaDeviceGetAttribute(int* value, int /*attribute*/, int /*device*/) {
   return 0;
 }
 
+int cudaDriverGetVersion(int* version) {
+  ++driver_questions;
+  *version = driver_version;
+  return 0;
+}
+
 // What the test asks of it.
 void fake_on_launch(Hook called) { hook = called; }
+void fake_driver(int version) { driver_version = version; }
+int fake_driver_questions() { return driver_questions; }
 void fake_clear() { launches.clear(); }
 int fake_launches() { return static_cast<int>(launches.size()); }
 int fake_attribute_questions() { return attribute_questions; }

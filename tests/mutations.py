@@ -195,7 +195,8 @@ def outcome(mutation: Mutation | None, folder: Path) -> str:
 
 def _run(root: Path, program: Path, sanitizer: str, seeds: int, mutation: Mutation | None) -> str:
     source = root / "tests/simt/kernel_check.cpp"
-    small = ["-DZCLIP_LARGE_ARGUMENTS=0", "-DZCLIP_BLOCK_THREADS=64", "-w"]
+    small = ["-DZCLIP_LARGE_ARGUMENTS=0", "-DZCLIP_BLOCK_THREADS=64"]
+    small += ["-DZCLIP_SLOTS_PER_WARP=2", "-w"]
     # Compiling takes longer than running, so nothing is optimised.
     flags = [*build.FLAGS, *build.SANITIZERS[sanitizer], "-O0", *small, "-DZCLIP_SIMT"]
     includes = [f"-I{source.parent}"]

@@ -69,14 +69,23 @@ def test_the_flags_are_those_of_the_wheel():
 
 
 @pytest.fixture(scope="module")
-def runtime():
+def recording():
     """The launchers as nvcc compiled them, linked to a runtime that records."""
     compiled = cuda_toolkit.compile_object()[0]
     source = ROOT / "tests/fake_cudart.cpp"
     target = compiled.with_suffix(".recording.so")
     command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wl,--no-undefined"]
     subprocess.run([*command, str(source), str(compiled), "-o", str(target)], check=True)
-    library = ctypes.CDLL(str(target))
+    return target
+
+
+@pytest.fixture(scope="module")
+def runtime(recording):
+    return load_runtime(recording)
+
+
+def load_runtime(path):
+    library = ctypes.CDLL(str(path))
     library.fake_launch.restype = ctypes.c_char_p
     library.fake_clip.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return library
@@ -115,9 +124,22 @@ def test_the_device_is_asked_about_itself_once(runtime):
     assert runtime.fake_attribute_questions() == before
 
 
-def test_3000_tensors_are_split(runtime):
+def test_a_driver_that_refuses_large_arguments_gets_small_ones(recording, tmp_path):
+    """A runtime of CUDA 12 or 13 may meet a driver of 12.0. It is asked once."""
+    copy = tmp_path / recording.name  # a library of its own, which has not asked yet
+    copy.write_bytes(recording.read_bytes())
+    old = load_runtime(copy)
+    old.fake_driver(12000)
+    names, fields = launches_of(old, 300, 1000)
+    assert set(names) == {"grad_stats_partials<145>", "rewrite<145, Scale>"}
+    assert [f["tensors"] for f in fields] == ["145", "145", "10", "10", "145", "145"]
+    launches_of(old, 300, 1000)
+    assert old.fake_driver_questions() == 1
+
+
+def test_3000_tensors_are_split_and_scaled_in_reverse_order(runtime):
     names, fields = launches_of(runtime, 3000, 100)
-    assert [f["tensors"] for f in fields] == ["1340", "1340", "320"] * 2
+    assert [f["tensors"] for f in fields] == ["1340", "1340", "320", "320", "1340", "1340"]
     assert names == ["grad_stats_partials<1340>"] * 3 + ["rewrite<1340, Scale>"] * 3
 
 

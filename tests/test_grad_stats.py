@@ -116,9 +116,52 @@ def test_dtypes_may_mix(backend):
     )
 
 
+def magnitudes(size):
+    """Float32 gradients of every magnitude, alone and mixed, with and without zeros before them."""
+    base = make_grads([(size,)])[0]
+    tiny, huge = (1e-45, 1e-40, 1e-25, 1e-20, 4.5e-15, 1e-13), (1e18, 1e19, 1e25, 1e37)
+    for scale in (0.0, -0.0, *tiny, 1.0, *huge):
+        yield base * scale
+        for zeros in (1, 511, 512, 513, 16384, size - 1):
+            grad = base * scale
+            grad[:zeros] = 0.0
+            yield grad
+        mixed = base * scale
+        mixed[600:900] = base[600:900] * 1e-3
+        mixed[17_000:] = base[17_000:] * 1e-30
+        yield mixed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_every_magnitude_is_within_the_bound_beside_zeros_and_beside_others(backend, dtype):
+    grads = [g.to(dtype) for g in magnitudes(20_001)]
+    stats = backend.grad_stats(grads)
+    torch.testing.assert_close(stats[:, SUMSQ], exact_sumsq(grads), rtol=RTOL, atol=0)
+    assert not stats[:, [NAN, INF]].any()
+
+
+def test_a_bad_element_behind_zeros_or_beside_tiny_and_huge_ones_is_counted(backend):
+    grads = [torch.zeros(20_000), torch.full((20_000,), 1e-30), torch.full((20_000,), 1e30)]
+    healthy = exact_sumsq([g[:-2] for g in grads])
+    for grad in grads:
+        grad[-2], grad[-1] = float("nan"), float("-inf")
+    stats = backend.grad_stats(grads)
+    assert stats[:, [NAN, INF]].tolist() == [[1, 1]] * 3
+    torch.testing.assert_close(stats[:, SUMSQ], healthy, rtol=RTOL, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-150, 1e-100, 1e-20, 1e20, 1e100, 1e150])
+def test_float64_is_measured_at_every_magnitude(backend, scale):
+    grads = make_grads([(20_001,)], torch.float64, scale=scale)
+    torch.testing.assert_close(
+        backend.grad_stats(grads)[:, SUMSQ], exact_sumsq(grads), rtol=RTOL, atol=0
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_the_vector_path_has_the_bits_of_the_portable_one(dtype):
     grads = make_grads([(s,) for s in SIZES] + [(123_457,)], dtype)
+    grads += [g.to(dtype) for g in magnitudes(20_001)]
     grads += [g[1:] for g in grads if g.numel() > 1]
     portable = BACKENDS["native-portable"].grad_stats(grads)
     assert torch.equal(portable, BACKENDS["native-avx2"].grad_stats(grads))

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <cstdint>
+
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
 #define ZCLIP_HAS_AVX2 1
 #define ZCLIP_AVX2 __attribute__((target("avx2,f16c")))
@@ -19,6 +21,9 @@
 #endif
 
 namespace zclip::cpu {
+
+// How far ahead of the reads to ask for memory. The hardware stops at page ends; this does not.
+constexpr int64_t kPrefetchBytes = 2048;
 
 // True if this machine has AVX2 and F16C and the environment does not say ZCLIP_CPU=portable. Both
 // paths give the same bits; the portable one serves every other machine.

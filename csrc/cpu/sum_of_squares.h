@@ -1,5 +1,6 @@
 // The quick float32 sum of squares of one chunk, in the order that math/grad_stats.h lays down.
-// The AVX2 and the portable version give the same bits: both multiply, round, then add.
+// The AVX2 and the portable version give the same bits: both multiply, round, then add. Each adds
+// to kWide sums, so that a chunk may be taken in several runs of whole blocks.
 
 #pragma once
 
@@ -15,9 +16,6 @@
 
 namespace zclip::cpu {
 
-// How far ahead of the reads to ask for memory. The hardware stops at page ends; this does not.
-constexpr int64_t kPrefetchBytes = 2048;
-
 // Adds the kWide sums by halves.
 inline double fold_wide(const double* wide) {
   const double a = wide[0] + wide[4], b = wide[1] + wide[5];
@@ -27,9 +25,8 @@ inline double fold_wide(const double* wide) {
 
 namespace portable {
 
-template <typename number_t>
-double sum_of_squares(const number_t* data, int64_t len) {
-  double wide[kWide] = {};
+template <Rescale kRescale, typename number_t>
+void add_squares(const number_t* data, int64_t len, double (&wide)[kWide]) {
   for (int64_t start = 0; start < len; start += kBlock) {
     const int64_t block = std::min<int64_t>(kBlock, len - start);
     float lanes[kLanes] = {};
@@ -37,7 +34,7 @@ double sum_of_squares(const number_t* data, int64_t len) {
       const number_t* x = data + start + row;
       const int64_t width = std::min<int64_t>(kLanes, block - row);
       for (int64_t lane = 0; lane < width; ++lane) {
-        const float value = widen(x[lane]);
+        const float value = rescaled<kRescale>(widen(x[lane]));
         lanes[lane] += value * value;
       }
     }
@@ -46,17 +43,15 @@ double sum_of_squares(const number_t* data, int64_t len) {
     }
     for (int lane = 0; lane < kWide; ++lane) wide[lane] += lanes[lane];
   }
-  return fold_wide(wide);
 }
 
-inline double sum_of_squares(const double* data, int64_t len) {
-  double wide[kWide] = {};
+template <Rescale>
+void add_squares(const double* data, int64_t len, double (&wide)[kWide]) {
   int64_t i = 0;
   for (; i + kWide <= len; i += kWide) {
     for (int lane = 0; lane < kWide; ++lane) wide[lane] += data[i + lane] * data[i + lane];
   }
   for (int lane = 0; i < len; ++i, ++lane) wide[lane] += data[i] * data[i];
-  return fold_wide(wide);
 }
 
 }  // namespace portable
@@ -75,18 +70,24 @@ ZCLIP_AVX2 inline __m256 load(const Float16* x) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 }
 
+template <Rescale kRescale>
+ZCLIP_AVX2 inline __m256 rescaled(__m256 x) {
+  if (kRescale == Rescale::kNone) return x;
+  return _mm256_mul_ps(x, _mm256_set1_ps(zclip::rescaled<kRescale>(1.0f)));
+}
+
 // One row of kLanes elements, added lane by lane.
-template <typename number_t>
+template <Rescale kRescale, typename number_t>
 ZCLIP_AVX2 inline void add_row(const number_t* x, __m256 (&lanes)[kLanes / 8]) {
   for (int v = 0; v < kLanes / 8; ++v) {
-    const __m256 value = load(x + 8 * v);
+    const __m256 value = rescaled<kRescale>(load(x + 8 * v));
     lanes[v] = _mm256_add_ps(lanes[v], _mm256_mul_ps(value, value));
   }
 }
 
-template <typename number_t>
-ZCLIP_AVX2 double sum_of_squares(const number_t* data, int64_t len) {
-  __m256d wide_low = _mm256_setzero_pd(), wide_high = _mm256_setzero_pd();
+template <Rescale kRescale, typename number_t>
+ZCLIP_AVX2 void add_squares(const number_t* data, int64_t len, double (&wide)[kWide]) {
+  __m256d wide_low = _mm256_loadu_pd(wide), wide_high = _mm256_loadu_pd(wide + 4);
   for (int64_t start = 0; start < len; start += kBlock) {
     const int64_t block = std::min<int64_t>(kBlock, len - start);
     __m256 lanes[kLanes / 8];
@@ -97,12 +98,12 @@ ZCLIP_AVX2 double sum_of_squares(const number_t* data, int64_t len) {
       for (int64_t byte = 0; byte < int64_t{kLanes * sizeof(number_t)}; byte += 64) {
         _mm_prefetch(reinterpret_cast<const char*>(x) + byte + kPrefetchBytes, _MM_HINT_T0);
       }
-      add_row(x, lanes);
+      add_row<kRescale>(x, lanes);
     }
     if (row < block) {  // zeros change no sum, so the last row may be padded with them
       number_t padded[kLanes] = {};
       std::copy(data + start + row, data + start + block, padded);
-      add_row(padded, lanes);
+      add_row<kRescale>(padded, lanes);
     }
     for (int half = kLanes / 16; half >= 1; half /= 2) {
       for (int v = 0; v < half; ++v) lanes[v] = _mm256_add_ps(lanes[v], lanes[v + half]);
@@ -110,25 +111,22 @@ ZCLIP_AVX2 double sum_of_squares(const number_t* data, int64_t len) {
     wide_low = _mm256_add_pd(wide_low, _mm256_cvtps_pd(_mm256_castps256_ps128(lanes[0])));
     wide_high = _mm256_add_pd(wide_high, _mm256_cvtps_pd(_mm256_extractf128_ps(lanes[0], 1)));
   }
-  double wide[kWide];
   _mm256_storeu_pd(wide, wide_low);
   _mm256_storeu_pd(wide + 4, wide_high);
-  return fold_wide(wide);
 }
 
-ZCLIP_AVX2 inline double sum_of_squares(const double* data, int64_t len) {
-  __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
+template <Rescale>
+ZCLIP_AVX2 void add_squares(const double* data, int64_t len, double (&wide)[kWide]) {
+  __m256d low = _mm256_loadu_pd(wide), high = _mm256_loadu_pd(wide + 4);
   int64_t i = 0;
   for (; i + kWide <= len; i += kWide) {
     const __m256d a = _mm256_loadu_pd(data + i), b = _mm256_loadu_pd(data + i + 4);
     low = _mm256_add_pd(low, _mm256_mul_pd(a, a));
     high = _mm256_add_pd(high, _mm256_mul_pd(b, b));
   }
-  double wide[kWide];
   _mm256_storeu_pd(wide, low);
   _mm256_storeu_pd(wide + 4, high);
   for (int lane = 0; i < len; ++i, ++lane) wide[lane] += data[i] * data[i];
-  return fold_wide(wide);
 }
 
 }  // namespace avx2

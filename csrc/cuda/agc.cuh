@@ -1,5 +1,5 @@
 // agc_: the slots of all rows, of gradients and of weights, become coefficients of rows; then one
-// block writes the report. Pass 1 fills the slots before this, pass 2 scales after it.
+// block writes the report. Pass 2 scales after it.
 
 #pragma once
 
@@ -30,6 +30,10 @@ struct AgcTensor {
   uint32_t slots_per_row;
 };
 
+struct LesserCoef {
+  static __device__ __forceinline__ double join(double a, double b) { return lesser_coef(a, b); }
+};
+
 constexpr int kAgcCapacity = 200;
 
 struct AgcTable {
@@ -38,6 +42,38 @@ struct AgcTable {
   AgcTensor tensors[kAgcCapacity];
 };
 static_assert(sizeof(AgcTable) + kOtherArguments <= 4096, "fits any launch");
+
+// A row of at most so many elements is measured by a warp: to a block it is a load or two per
+// thread, between barriers that take longer.
+constexpr int kLongestOfWarp = 8192;
+
+// grid: any number of blocks; each takes every gridDim.x-th group of kWarps chunks, a warp for each
+// short one, then the whole block for each long one. The crew's first thread writes slots[chunk].
+template <typename Table>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    row_stats_partials(const Table __grid_constant__ table, ChunkSlot* slots) {
+  ZCLIP_SHARED(bool, is_long, kWarps);
+  const uint32_t warp = threadIdx.x / kWarpSize;
+  ChunkWalk<Table> walk(table);
+  for (uint32_t first = blockIdx.x * kWarps; first < table.chunks; first += gridDim.x * kWarps) {
+    const ChunkPlace place = walk.place_of(first + warp);
+    if (WarpCrew::member() == 0) is_long[warp] = place.len > kLongestOfWarp;
+    if (place.len > 0 && place.len <= kLongestOfWarp) {
+      const ChunkSlot slot =
+          visit_chunk(place, [&](auto* data) { return chunk_stats<WarpCrew>(data, place.len); });
+      if (WarpCrew::member() == 0) slots[first + warp] = slot;
+    }
+    __syncthreads();
+    for (uint32_t w = 0; w < kWarps; ++w) {
+      if (!is_long[w]) continue;
+      const ChunkPlace whole = place_of(table, first + w);
+      const ChunkSlot slot =
+          visit_chunk(whole, [&](auto* data) { return chunk_stats<BlockCrew>(data, whole.len); });
+      if (threadIdx.x == 0) slots[first + w] = slot;
+    }
+    __syncthreads();  // before the next group is called long or short
+  }
+}
 
 __device__ __forceinline__ GradStats row_stats(const ChunkSlot* slots, uint32_t count) {
   GradStats sum = {};
@@ -54,7 +90,7 @@ __device__ __forceinline__ GradStats row_stats(const ChunkSlot* slots, uint32_t 
 __global__ void __launch_bounds__(kThreads)
     agc_rows(const AgcTable __grid_constant__ table, const ChunkSlot* grad_slots,
              const ChunkSlot* weight_slots, const AgcSettings settings, const AgcResults out) {
-  ZCLIP_SHARED(double, thread_least, kThreads);
+  ZCLIP_SHARED(double, warp_least, kWarps);
   for (int t = blockIdx.x; t < table.count; t += gridDim.x) {
     const AgcTensor& tensor = table.tensors[t];
     GradStats sum = {};
@@ -73,12 +109,12 @@ __global__ void __launch_bounds__(kThreads)
     }
     sum = {block_sum(sum.sumsq), block_sum(sum.nan), block_sum(sum.inf)};
     clipped = block_sum(clipped);
-    thread_least[threadIdx.x] = least;  // read for the tensor before, since the sums have barriers
+    least = warp_join<LesserCoef>(least);
+    // Those of the tensor before have been read, since the sums have barriers.
+    if (threadIdx.x % kWarpSize == 0) warp_least[threadIdx.x / kWarpSize] = least;
     __syncthreads();
     if (threadIdx.x == 0) {
-      for (int other = 1; other < kThreads; ++other) {
-        least = lesser_coef(thread_least[other], least);
-      }
+      for (int other = 1; other < kWarps; ++other) least = lesser_coef(warp_least[other], least);
       out.stats[table.first_tensor + t] = sum;
       out.least[table.first_tensor + t] = least;
       out.clipped[table.first_tensor + t] = clipped;
@@ -91,16 +127,19 @@ __global__ void __launch_bounds__(kThreads)
     agc_finish(const AgcResults results, int64_t count, int64_t rows, const AgcSettings settings,
                double* counters, const Judgement out) {
   ZCLIP_SHARED(bool, refuse, 1);
+  bool clips = false;
+  const Totals total = block_total(results.stats, count);
+  const double clipped_sumsq = ordered_sum(count, [&](int64_t t) {
+    clips |= !(results.least[t] >= 1.0);
+    return results.clipped[t];
+  });
+  const bool any_clipped = __syncthreads_or(clips);
   if (threadIdx.x == 0) {
-    const Health health = health_of(total_of(results.stats, count));
+    const Health health = health_of(total);
     refuse[0] = refused(health, settings.on_nonfinite);
     Report report = {};
     report.blocked = refuse[0];
-    double clipped_sumsq = 0.0;
-    for (int64_t t = 0; t < count; ++t) {
-      clipped_sumsq += results.clipped[t];
-      report.clipped |= !refuse[0] && !(results.least[t] >= 1.0);
-    }
+    report.clipped = any_clipped && !refuse[0];
     report.clipped_norm = refuse[0] ? 0.0 : sqrt(clipped_sumsq);
     write_report(health, report, counters, out.verdict);
     write_norm(out, health.norm);

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "block_join.cuh"
+#include "ordered_sum.cuh"
 #include "percentile.cuh"
 #include "rule.h"
 
@@ -71,8 +71,9 @@ __device__ __forceinline__ void apply_adagc(const Rule& rule, const GradStats* r
   double* gammas = rule.state + kGammaColumn;
   Health health = {};
   double worst_gamma = 0.0;
+  const Totals total = block_total(rows, count);
   if (threadIdx.x == 0) {
-    health = health_of(total_of(rows, count));
+    health = health_of(total);
     shared_step[0] = adagc_begin(health, settings, rule.state);
     if (health.worst >= 0) {
       worst_gamma = adagc_gamma(gammas[health.worst], norm_of(rows[health.worst]));
@@ -81,18 +82,16 @@ __device__ __forceinline__ void apply_adagc(const Rule& rule, const GradStats* r
   }
   __syncthreads();  // thread 0 has read the worst gamma, which its owner is about to change
   const AdaGcStep step = shared_step[0];
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-    out.coefs[i] = adagc_tensor(step, settings, norm_of(rows[i]), gammas + i);
-  }
-  __syncthreads();
+  bool clips = false;
+  const double clipped_sumsq = ordered_sum(count, [&](int64_t i) {
+    const double norm = norm_of(rows[i]);
+    const double coef = adagc_tensor(step, settings, norm, gammas + i);
+    out.coefs[i] = coef;
+    clips |= !(coef >= 1.0);
+    return norm * coef * (norm * coef);
+  });
+  const bool any_clipped = __syncthreads_or(clips);
   if (threadIdx.x != 0) return;
-  double clipped_sumsq = 0.0;
-  bool any_clipped = false;
-  for (int64_t i = 0; i < count; ++i) {
-    const double clipped = norm_of(rows[i]) * out.coefs[i];
-    any_clipped |= !(out.coefs[i] >= 1.0);
-    clipped_sumsq += clipped * clipped;
-  }
   adagc_finish(health, step, settings, any_clipped, clipped_sumsq, worst_gamma, rule.state,
                out.verdict);
 }
@@ -103,9 +102,9 @@ __device__ __forceinline__ void apply_auto_clip(const Rule& rule, const GradStat
   ZCLIP_SHARED(double, coef, 1);
   const AutoClipSettings settings = AutoClip::settings_of(rule.settings);
   AutoClipStep step = {};
+  const Totals total = block_total(rows, count);
   if (threadIdx.x == 0) {
-    step =
-        auto_clip_begin(total_of(rows, count), settings.history, settings.on_nonfinite, rule.state);
+    step = auto_clip_begin(total, settings.history, settings.on_nonfinite, rule.state);
     write_norm(out, step.health.norm);
   }
   __syncthreads();
@@ -128,9 +127,10 @@ __device__ __forceinline__ void apply_rule(const Rule& rule, const GradStats* ro
     return;
   }
   ZCLIP_SHARED(double, coef, 1);
+  const Totals total = block_total(rows, count);
   if (threadIdx.x == 0) {
     double norm;
-    coef[0] = single_coef(rule, total_of(rows, count), out.verdict, &norm);
+    coef[0] = single_coef(rule, total, out.verdict, &norm);
     write_norm(out, norm);
   }
   __syncthreads();

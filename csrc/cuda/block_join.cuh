@@ -28,7 +28,10 @@ struct Add {
 };
 
 struct Largest {
-  static __device__ __forceinline__ double join(double a, double b) { return a < b ? b : a; }
+  template <typename value_t>
+  static __device__ __forceinline__ value_t join(value_t a, value_t b) {
+    return a < b ? b : a;
+  }
 };
 
 // Returned to every lane. All lanes of the warp must call it.
@@ -56,5 +59,29 @@ __device__ __forceinline__ value_t block_join(value_t value) {
 }
 
 __device__ __forceinline__ double block_sum(double value) { return block_join<Add>(value); }
+
+// Threads that work on one thing together: a warp or the whole block. All of them must call join
+// and any, whose result is returned to each.
+struct WarpCrew {
+  static constexpr int kSize = kWarpSize;
+  static __device__ __forceinline__ int member() {
+    return static_cast<int>(threadIdx.x) % kWarpSize;
+  }
+  template <typename Join, typename value_t>
+  static __device__ __forceinline__ value_t join(value_t value) {
+    return warp_join<Join>(value);
+  }
+  static __device__ __forceinline__ bool any(bool is) { return __any_sync(kAllLanes, is); }
+};
+
+struct BlockCrew {
+  static constexpr int kSize = kThreads;
+  static __device__ __forceinline__ int member() { return static_cast<int>(threadIdx.x); }
+  template <typename Join, typename value_t>
+  static __device__ __forceinline__ value_t join(value_t value) {
+    return block_join<Join>(value);
+  }
+  static __device__ __forceinline__ bool any(bool is) { return __syncthreads_or(is); }
+};
 
 }  // namespace zclip::cuda

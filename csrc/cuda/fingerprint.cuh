@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../math/fingerprint.h"
+#include "finish.cuh"
 #include "launch_grid.cuh"
 #include "tensor_table.cuh"
 #include "ticket.cuh"
@@ -54,14 +55,32 @@ __device__ __forceinline__ Hash hash_share(const unsigned char* data, int64_t be
   return hash;
 }
 
+struct FinishHash {
+  const Hash* slots;
+  Hash* hashes;
+
+  template <typename Crew>
+  __device__ __forceinline__ void operator()(const TableEntry& entry, uint32_t end) const {
+    Hash hash = 0;
+    for (uint32_t c = entry.first_chunk + Crew::member(); c < end; c += Crew::kSize) {
+      hash += __ldcg(slots + c);
+    }
+    hash = Crew::template join<Add>(hash);
+    if (Crew::member() == 0) {
+      hashes[entry.row_and_format >> kFormatBits] =
+          hash + mix_length(static_cast<uint64_t>(entry.row_len));
+    }
+  }
+};
+
 // grid: any number of blocks; each takes every gridDim.x-th chunk. Thread 0 writes slots[chunk];
-// the last block adds them up, a warp per tensor, and writes hashes.
+// the last block adds them up and writes hashes.
 template <typename Table>
 __global__ void __launch_bounds__(kThreads)
     fingerprint_partials(const Table __grid_constant__ table, Hash* slots, const Ticket ticket,
                          Hash* hashes) {
   for (uint32_t c = blockIdx.x; c < table.chunks; c += gridDim.x) {
-    const TableEntry& entry = entry_of(table, c);
+    const TableEntry& entry = table.entries[index_of(table, c)];
     const int64_t begin = static_cast<int64_t>(c - entry.first_chunk) * kDeviceChunk;
     const int64_t end = begin + kDeviceChunk < entry.row_len ? begin + kDeviceChunk : entry.row_len;
     const Hash hash =
@@ -69,18 +88,7 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) slots[c] = hash;
   }
   if (!is_last_block(ticket)) return;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  for (int t = warp; t < table.count; t += kWarps) {
-    const TableEntry& entry = table.entries[t];
-    const uint32_t end = entry.first_chunk + chunks_per_row(entry.row_len);
-    Hash hash = 0;
-    for (uint32_t c = entry.first_chunk + lane; c < end; c += kWarpSize) hash += __ldcg(slots + c);
-    hash = warp_join<Add>(hash);
-    if (lane == 0) {
-      hashes[entry.row_and_format >> kFormatBits] =
-          hash + mix_length(static_cast<uint64_t>(entry.row_len));
-    }
-  }
+  for_each_tensor(table, FinishHash{slots, hashes});
 }
 
 }  // namespace zclip::cuda

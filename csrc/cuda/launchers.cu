@@ -29,39 +29,24 @@ int64_t slots_of(const DeviceTensor* tensors, int64_t count) {
   return slots;
 }
 
-int64_t rows_of(const DeviceTensor* tensors, int64_t count) {
-  int64_t rows = 0;
-  for (int64_t i = 0; i < count; ++i) rows += tensors[i].rows;
-  return rows;
-}
-
-int launch_pass_one(const DeviceTensor* tensors, int64_t count, void* scratch, GradStats* rows,
-                    const Ending& ending, Queue queue) {
+int launch_row_stats(const DeviceTensor* tensors, int64_t count, void* scratch, Queue queue) {
   auto* slots = static_cast<ChunkSlot*>(scratch);
-  const Ticket ticket = ticket_in(scratch, slots_of(tensors, count));
-  return for_each_table(
-      tensors, count, [&](const auto& table, int64_t chunks_before, bool is_last) {
-        using Table = std::decay_t<decltype(table)>;
-        Ending this_ending = ending;
-        this_ending.applies_rule &= is_last;
-        return launch(grad_stats_partials<Table>, blocks_for(table.chunks, queue.device), kThreads,
-                      stream_of(queue), table, slots + chunks_before, ticket, rows, this_ending);
-      });
+  return for_each_table(tensors, count, [&](const auto& table, int64_t chunks_before, bool) {
+    using Table = std::decay_t<decltype(table)>;
+    const int64_t groups = (int64_t{table.chunks} + kWarps - 1) / kWarps;
+    return launch(row_stats_partials<Table>, blocks_for(groups, queue.device), kThreads,
+                  stream_of(queue), table, slots + chunks_before);
+  });
 }
 
 template <typename Change>
 int launch_rewrite(const DeviceTensor* tensors, int64_t count, const Change& change, Queue queue) {
-  uint32_t first_row = 0;
-  int64_t done = 0;
-  return for_each_table(tensors, count, [&](const auto& table, int64_t, bool) {
-    using Table = std::decay_t<decltype(table)>;
-    const auto end_row = first_row + static_cast<uint32_t>(rows_of(tensors + done, table.count));
-    const LaunchError error = launch(rewrite<Table, Change>, blocks_for(table.chunks, queue.device),
-                                     kThreads, stream_of(queue), table, change, first_row, end_row);
-    first_row = end_row;
-    done += table.count;
-    return error;
-  });
+  return for_each_table_backwards(
+      tensors, count, [&](const auto& table, uint32_t first_row, uint32_t end_row) {
+        using Table = std::decay_t<decltype(table)>;
+        return launch(rewrite<Table, Change>, blocks_for(table.chunks, queue.device), kThreads,
+                      stream_of(queue), table, change, first_row, end_row);
+      });
 }
 
 }  // namespace
@@ -72,9 +57,18 @@ int64_t scratch_bytes(const DeviceTensor* tensors, int64_t count) {
 
 int launch_grad_stats(const DeviceTensor* tensors, int64_t count, void* scratch, GradStats* rows,
                       const Rule* rule, const Judgement& out, Queue queue) {
-  Ending ending = {true, rule != nullptr, count, {}, out};
+  Ending ending = {rule != nullptr, count, {}, out};
   if (rule != nullptr) ending.rule = *rule;
-  return launch_pass_one(tensors, count, scratch, rows, ending, queue);
+  auto* slots = static_cast<ChunkSlot*>(scratch);
+  const Ticket ticket = ticket_in(scratch, slots_of(tensors, count));
+  return for_each_table(
+      tensors, count, [&](const auto& table, int64_t chunks_before, bool is_last) {
+        using Table = std::decay_t<decltype(table)>;
+        Ending this_ending = ending;
+        this_ending.applies_rule &= is_last;
+        return launch(grad_stats_partials<Table>, blocks_for(table.chunks, queue.device), kThreads,
+                      stream_of(queue), table, slots + chunks_before, ticket, rows, this_ending);
+      });
 }
 
 int launch_power_stats(const DeviceTensor* tensors, int64_t count, void* scratch, GradStats* rows,
@@ -127,13 +121,8 @@ int launch_clamp(const DeviceTensor* tensors, int64_t count, double limit, Queue
 int launch_agc(const DeviceTensor* grads, const DeviceTensor* weights, int64_t count,
                void* grad_scratch, void* weight_scratch, const AgcCall& call, const Judgement& out,
                Queue queue) {
-  const Ending only_slots = {};
-  if (int error = launch_pass_one(grads, count, grad_scratch, nullptr, only_slots, queue)) {
-    return error;
-  }
-  if (int error = launch_pass_one(weights, count, weight_scratch, nullptr, only_slots, queue)) {
-    return error;
-  }
+  if (int error = launch_row_stats(grads, count, grad_scratch, queue)) return error;
+  if (int error = launch_row_stats(weights, count, weight_scratch, queue)) return error;
   const AgcSettings settings = {call.clip, call.eps, call.on_nonfinite};
   const AgcResults results = {call.stats, call.per_tensor, call.per_tensor + count, call.row_coefs};
   AgcTable table;

@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (!is_last_block(ticket)) return;
   if (is_inf(p)) {
-    finish_rows<Largest>(table, slots, rows);
+    for_each_tensor(table, FinishRow<Largest>{slots, rows});
   } else {
-    finish_rows<Add>(table, slots, rows);
+    for_each_tensor(table, FinishRow<Add>{slots, rows});
   }
 }
 

@@ -17,17 +17,18 @@ __device__ __forceinline__ void rewrite_run(number_t* data, int len, Change&& ch
   const Pieces<number_t> pieces = pieces_of(data, len);
   const int thread = static_cast<int>(threadIdx.x);
   int v = thread;
-  for (; v + (kInFlight - 1) * kThreads < pieces.vectors; v += kInFlight * kThreads) {
-    Vector<number_t> vectors[kInFlight];
+  for (; v + (kInFlight - 1) * kThreads < pieces.vectors; v += kRound) {
+    uint4 vectors[kInFlight];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
-      vectors[k] = load_vector(pieces.body, v + k * kThreads);
+      vectors[k] = reinterpret_cast<const uint4*>(pieces.body)[v + k * kThreads];
     }
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
+      Vector<number_t> vector = vector_of<number_t>(vectors[k]);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) change(vectors[k].numbers[i]);
-      store_vector(pieces.body, v + k * kThreads, vectors[k]);
+      for (int i = 0; i < kWidth; ++i) change(vector.numbers[i]);
+      store_vector(pieces.body, v + k * kThreads, vector);
     }
   }
   for (; v < pieces.vectors; v += kThreads) {
@@ -80,6 +81,7 @@ struct Scale {
   __device__ void apply(number_t* data, int len, uint32_t row) const {
     const double coef = coefs[row];
     const bool drops = zeroed != nullptr && is_bad(zeroed[row]);
+    const auto factor = static_cast<decltype(widen(number_t{}))>(coef);
     if (coef == kRefuse) {
       zero_run(data, len);
     } else if (fabs(coef) < kSmallestNormalFloat && coef != 0.0) {
@@ -87,12 +89,13 @@ struct Scale {
         if (drops) zero_one_if_nonfinite(x);
         scale_one_wide(x, coef);
       });
-    } else {
-      const auto factor = static_cast<decltype(widen(number_t{}))>(coef);
+    } else if (drops) {  // rare, and a test that each element of all other runs would pay for
       rewrite_run(data, len, [=](number_t& x) {
-        if (drops) zero_one_if_nonfinite(x);
+        zero_one_if_nonfinite(x);
         scale_one(x, factor);
       });
+    } else {
+      rewrite_run(data, len, [=](number_t& x) { scale_one(x, factor); });
     }
   }
 };
@@ -120,20 +123,22 @@ __device__ __forceinline__ bool wants_any(const Change& change, uint32_t first, 
   return __syncthreads_or(wanted);
 }
 
-// grid: any number of blocks; each takes every gridDim.x-th chunk and writes its elements in place,
-// if the change wants their row. Rows first_row to end_row are those of the table.
+// grid: any number of blocks; each takes every gridDim.x-th chunk, from the end, and writes its
+// elements in place, if the change wants their row. Rows first_row to end_row are those of the
+// table. Pass 1 has read the last chunks last: they are still in the cache.
 template <typename Table, typename Change>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     rewrite(const Table __grid_constant__ table, const Change change, uint32_t first_row,
             uint32_t end_row) {
   if (!wants_any(change, first_row, end_row)) return;
-  for (uint32_t c = blockIdx.x; c < table.chunks;) {
+  for (uint32_t before_end = blockIdx.x; before_end < table.chunks;) {
+    const uint32_t c = table.chunks - 1 - before_end;
     const ChunkPlace place = place_of(table, c);
     if (change.wants(place.row)) {
       visit_chunk(place, [&](auto* data) { change.apply(data, place.len, place.row); });
-      c += gridDim.x;
-    } else {  // to this block's first chunk behind the row
-      c += (place.next_chunk - c + gridDim.x - 1) / gridDim.x * gridDim.x;
+      before_end += gridDim.x;
+    } else {  // to this block's first chunk before the row
+      before_end += (c - place.first_chunk + gridDim.x) / gridDim.x * gridDim.x;
     }
   }
 }

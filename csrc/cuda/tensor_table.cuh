@@ -4,10 +4,12 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../math/grad_stats.h"
 #include "device_tensor.h"
 #include "target.cuh"
+#include "vectors.cuh"
 
 namespace zclip::cuda {
 
@@ -31,7 +33,8 @@ struct TensorTable {
   TableEntry entries[kEntries];
 };
 
-// Arguments are limited to 4,096 bytes, from CUDA 12.1 on to 32,764. The small table is also the
+// Arguments are limited to 4,096 bytes, from CUDA 12.1 on, and with a driver of that age, to 32,764
+// (takes_large_arguments). The small table is also the
 // quicker one to hand over. 592 bytes are left for everything else.
 using SmallTable = TensorTable<145>;
 using LargeTable = TensorTable<1340>;
@@ -52,18 +55,19 @@ struct ChunkPlace {
   char* data;
   int len;  // in elements
   Format format;
-  uint32_t row;         // in the whole list
-  uint32_t next_chunk;  // first one that is not of the same row
+  uint32_t row;          // in the whole list
+  uint32_t first_chunk;  // of the same row
 };
 
 __device__ __forceinline__ uint32_t chunks_per_row(int64_t row_len) {
   return static_cast<uint32_t>((row_len + kDeviceChunk - 1) / kDeviceChunk);
 }
 
-// The last tensor that does not begin after the chunk; tensors without elements have no chunk.
+// The index of the last tensor that does not begin after the chunk, at least `low`; tensors without
+// elements have no chunk.
 template <typename Table>
-__device__ __forceinline__ const TableEntry& entry_of(const Table& table, uint32_t chunk) {
-  int low = 0, high = table.count - 1;
+__device__ __forceinline__ int index_of(const Table& table, uint32_t chunk, int low = 0) {
+  int high = table.count - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (table.entries[middle].first_chunk <= chunk) {
@@ -72,12 +76,10 @@ __device__ __forceinline__ const TableEntry& entry_of(const Table& table, uint32
       high = middle - 1;
     }
   }
-  return table.entries[low];
+  return low;
 }
 
-template <typename Table>
-__device__ __forceinline__ ChunkPlace place_of(const Table& table, uint32_t chunk) {
-  const TableEntry& entry = entry_of(table, chunk);
+__device__ __forceinline__ ChunkPlace place_in(const TableEntry& entry, uint32_t chunk) {
   const uint32_t in_tensor = chunk - entry.first_chunk, per_row = chunks_per_row(entry.row_len);
   const uint32_t row = in_tensor / per_row;  // of the tensor
   const int64_t begin = static_cast<int64_t>(in_tensor - row * per_row) * kDeviceChunk;
@@ -86,7 +88,52 @@ __device__ __forceinline__ ChunkPlace place_of(const Table& table, uint32_t chun
   const int64_t first = row * entry.row_len + begin;
   return {entry.address + first * bytes_per_element(format),
           static_cast<int>(rest < kDeviceChunk ? rest : kDeviceChunk), format,
-          (entry.row_and_format >> kFormatBits) + row, entry.first_chunk + (row + 1) * per_row};
+          (entry.row_and_format >> kFormatBits) + row, entry.first_chunk + row * per_row};
+}
+
+template <typename Table>
+__device__ __forceinline__ ChunkPlace place_of(const Table& table, uint32_t chunk) {
+  return place_in(table.entries[index_of(table, chunk)], chunk);
+}
+
+// Finds the places of a block's chunks, one after the other, in one thread and a chunk ahead of the
+// others: looking one up takes dozens of instructions that wait for each other. Most often the next
+// chunk is of the same tensor.
+template <typename Table>
+class ChunkWalk {
+ public:
+  __device__ explicit ChunkWalk(const Table& table) : table_(table) {}
+
+  // Nowhere, with no elements, if there are no more chunks. Chunks must ascend.
+  __device__ ChunkPlace place_of(uint32_t chunk) {
+    if (chunk >= table_.chunks) return {};
+    const bool is_last = index_ + 1 == table_.count;
+    if (!is_last && table_.entries[index_ + 1].first_chunk <= chunk) {
+      index_ = index_of(table_, chunk, index_ + 1);
+    }
+    return place_in(table_.entries[index_], chunk);
+  }
+
+ private:
+  const Table& table_;
+  int index_ = 0;
+};
+
+// A place that another thread left in shared memory.
+__device__ __forceinline__ ChunkPlace read_place(const ChunkPlace& shared) {
+  ChunkPlace place = shared;
+  place.data = in_global_memory(place.data);
+  return place;
+}
+
+// The whole vectors of a chunk. As pieces_of, without a type.
+__device__ __forceinline__ Run run_of(const ChunkPlace& place) {
+  const auto size = static_cast<int>(bytes_per_element(place.format));
+  const auto past = static_cast<int>(reinterpret_cast<uintptr_t>(place.data) % kVectorBytes);
+  const int to_go = (kVectorBytes - past) % kVectorBytes;
+  const int bytes = place.len * size;
+  return {reinterpret_cast<const uint4*>(place.data + to_go),
+          bytes > to_go ? (bytes - to_go) / kVectorBytes : 0};
 }
 
 // Calls visit(pointer) with the chunk's address typed after its format.
@@ -104,35 +151,87 @@ __device__ __forceinline__ auto visit_chunk(const ChunkPlace& place, Visit&& vis
   }
 }
 
-// Host side: cuts a list into tables that fit a launch and calls launch(table, chunks before it,
-// whether it is the last). An empty list is one empty table: somebody has to write the results.
+// Host side: puts `count` tensors into a table, the first of which has number `row`. Returns the
+// number of the row behind them.
+template <typename Table>
+int64_t fill_table(Table& table, const DeviceTensor* tensors, int64_t count, int64_t row) {
+  table.count = static_cast<int32_t>(count);
+  table.chunks = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const DeviceTensor& tensor = tensors[i];
+    table.entries[i] = {
+        static_cast<char*>(tensor.address), tensor.row_len, table.chunks,
+        static_cast<uint32_t>(row) << kFormatBits | static_cast<uint32_t>(tensor.format)};
+    table.chunks += static_cast<uint32_t>(num_chunks(tensor));
+    row += tensor.rows;
+  }
+  return row;
+}
+
+// Cuts a list into tables that fit a launch and calls launch(table, chunks before it, whether it is
+// the last). An empty list is one empty table: somebody has to write the results.
 template <typename Table, typename Launch>
 LaunchError for_each_table_of(const DeviceTensor* tensors, int64_t count, Launch&& launch) {
   Table table;
   int64_t next = 0, row = 0, chunks_before = 0;
   for (;;) {
-    table.count = 0;
-    table.chunks = 0;
-    for (; next < count && table.count < Table::kCapacity; ++next) {
-      const DeviceTensor& tensor = tensors[next];
-      table.entries[table.count++] = {
-          static_cast<char*>(tensor.address), tensor.row_len, table.chunks,
-          static_cast<uint32_t>(row) << kFormatBits | static_cast<uint32_t>(tensor.format)};
-      table.chunks += static_cast<uint32_t>(num_chunks(tensor));
-      row += tensor.rows;
-    }
+    const int64_t rest = count - next;
+    const int64_t taken = rest < Table::kCapacity ? rest : Table::kCapacity;
+    row = fill_table(table, tensors + next, taken, row);
+    next += taken;
     const LaunchError error = launch(table, chunks_before, next == count);
     if (error != LaunchError{} || next == count) return error;
     chunks_before += table.chunks;
   }
 }
 
+// The same tables in reverse order, for what comes after a launch over all of them: the memory that
+// was read last is still in the cache. Calls launch(table, its first row, the row behind it).
+template <typename Table, typename Launch>
+LaunchError for_each_table_backwards_of(const DeviceTensor* tensors, int64_t count,
+                                        Launch&& launch) {
+  Table table;
+  int64_t end_row = 0;
+  for (int64_t i = 0; i < count; ++i) end_row += tensors[i].rows;
+  int64_t end = count;
+  do {
+    const int64_t first = end > 0 ? (end - 1) / Table::kCapacity * Table::kCapacity : 0;
+    int64_t first_row = end_row;
+    for (int64_t i = first; i < end; ++i) first_row -= tensors[i].rows;
+    fill_table(table, tensors + first, end - first, first_row);
+    const LaunchError error =
+        launch(table, static_cast<uint32_t>(first_row), static_cast<uint32_t>(end_row));
+    if (error != LaunchError{}) return error;
+    end = first;
+    end_row = first_row;
+  } while (end > 0);
+  return LaunchError{};
+}
+
+// Calls with_table(a table) of the kind that a list of so many tensors is best handed over in.
+template <typename WithTable>
+LaunchError choose_table(int64_t count, WithTable&& with_table) {
+#if ZCLIP_LARGE_ARGUMENTS
+  if (count > SmallTable::kCapacity && takes_large_arguments()) {
+    return with_table(static_cast<LargeTable*>(nullptr));
+  }
+#endif
+  return with_table(static_cast<SmallTable*>(nullptr));
+}
+
 template <typename Launch>
 LaunchError for_each_table(const DeviceTensor* tensors, int64_t count, Launch&& launch) {
-#if ZCLIP_LARGE_ARGUMENTS
-  if (count > SmallTable::kCapacity) return for_each_table_of<LargeTable>(tensors, count, launch);
-#endif
-  return for_each_table_of<SmallTable>(tensors, count, launch);
+  return choose_table(count, [&](auto* table) {
+    return for_each_table_of<std::remove_pointer_t<decltype(table)>>(tensors, count, launch);
+  });
+}
+
+template <typename Launch>
+LaunchError for_each_table_backwards(const DeviceTensor* tensors, int64_t count, Launch&& launch) {
+  return choose_table(count, [&](auto* table) {
+    using Table = std::remove_pointer_t<decltype(table)>;
+    return for_each_table_backwards_of<Table>(tensors, count, launch);
+  });
 }
 
 }  // namespace zclip::cuda

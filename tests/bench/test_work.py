@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from zclip.bench import forced, published, rivals, shapes
+from zclip.bench import forced, published, rivals, shapes, suites
 from zclip.bench.catalogue import DTYPES, OPS, RULES, Case
 from zclip.bench.clipping import clip_grad_norm_
-from zclip.bench.gradients import Gradients
+from zclip.bench.gradients import NORMAL, VALUES, Gradients
 from zclip.bench.rules import LIMIT_OF
 from zclip.bench.work import OURS, is_rival
 
@@ -20,6 +20,7 @@ CASES = [
     Case("clip_grad_norm_", "odd", clips=True),
     *(Case("rule", "odd", rule=rule, clips=True) for rule in LIMIT_OF),
 ]
+UNUSUAL = [values for values in VALUES if values != NORMAL]
 
 
 def work_of(case, dtype=torch.float32, backends=(), the_rivals=()):
@@ -35,6 +36,27 @@ def test_every_contender_of_every_case_is_right(case, dtype):
     for name in work.contenders:
         error = work.check(name)
         assert not work.is_wrong(name, error), f"{name} is off by {error}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("values", UNUSUAL)
+def test_unusual_gradients_are_measured_beside_normal_ones(values, dtype):
+    case = Case("grad_stats", "odd", values=values)
+    work = case.work(Gradients(ODD, dtype, values=values), ["reference", "portable"], [])
+    assert values in case.name
+    assert "(normal values)" in work.contenders
+    for name in work.contenders:
+        if not is_rival(name):  # some rivals lose squares to underflow and overflow
+            assert not work.is_wrong(name, work.check(name))
+
+
+def test_the_standard_run_has_a_case_for_each_kind_of_gradients():
+    assert {case.values for case in suites.STANDARD} == set(VALUES)
+
+
+def test_values_that_a_dtype_cannot_hold_are_an_error():
+    with pytest.raises(ValueError, match=r"values 1e25 overflow torch\.float16"):
+        Gradients(ODD, torch.float16, values="1e25")
 
 
 @pytest.mark.parametrize(

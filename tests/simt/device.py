@@ -19,6 +19,7 @@ TORCH = Path(torch.__file__).parent
 # kernel_check.cpp runs the same kernels with the 512 that a GPU gets.
 FLAGS = (
     "-DZCLIP_BLOCK_THREADS=128",
+    "-DZCLIP_SLOTS_PER_WARP=2",
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
     "-DTORCH_STABLE_ONLY",
     f"-isystem{TORCH / 'include'}",

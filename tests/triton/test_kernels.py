@@ -46,7 +46,9 @@ def test_nothing_spills_and_order_is_fixed(compiled, case):
 @pytest.mark.parametrize("kernel", VECTORISED)
 def test_a_full_chunk_moves_in_128_bit_accesses(compiled, kernel, dtype, target):
     result = compiled["results"][f"{kernel}/{dtype}/{target}"]
-    assert result["wide_loads"] == WIDE_PER_CHUNK[dtype]
+    # The second reading, of tiny and of huge numbers, is as wide as the first.
+    readings = 3 if kernel == "grad_stats_partials" and dtype != "float64" else 1
+    assert result["wide_loads"] == readings * WIDE_PER_CHUNK[dtype]
     if kernel != "grad_stats_partials":
         assert result["wide_stores"] >= WIDE_PER_CHUNK[dtype]
 

@@ -8,6 +8,7 @@ import torch
 
 from zclip.bench import compare, forced, rivals, shapes, suites
 from zclip.bench.catalogue import DTYPES, OPS, RULES, Case
+from zclip.bench.gradients import NORMAL, VALUES
 from zclip.bench.own_model import load_model, shapes_of
 
 ROUNDS, QUICK_ROUNDS = 25, 7
@@ -49,6 +50,12 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--model", metavar="MODULE:FACTORY", help="on the shapes of your own model")
     what.add_argument("--dtype", nargs="+", metavar="DTYPE", help=f"of: {', '.join(DTYPES)}")
     what.add_argument("--rule", nargs="+", metavar="RULE", help=f"of: {', '.join(RULES)}")
+    what.add_argument(
+        "--values",
+        default=NORMAL,
+        metavar="KIND",
+        help=f"of gradients: {', '.join(VALUES)}; --op grad_stats compares with normal ones",
+    )
     what.add_argument("--clipped", action="store_true", help="let every call clip")
     what.add_argument(
         "--backend", nargs="+", metavar="NAME", help=f"also force: {', '.join(forced.BACKENDS[1:])}"
@@ -86,6 +93,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         ("--op", options.op, OPS),
         ("--dtype", options.dtype, DTYPES),
         ("--rule", options.rule, RULES),
+        ("--values", [options.values], VALUES),
         ("--backend", options.backend, forced.BACKENDS),
     ):
         for name in given or ():
@@ -119,7 +127,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 def _is_chosen(options: argparse.Namespace) -> bool:
     chosen = (options.op, options.shapes, options.model, options.dtype, options.rule)
-    return any(chosen) or bool(options.clipped)
+    return any(chosen) or bool(options.clipped) or options.values != NORMAL
 
 
 def _cases(options: argparse.Namespace, own: dict[str, list[shapes.Shape]]) -> list[Case]:
@@ -137,8 +145,9 @@ def _cases(options: argparse.Namespace, own: dict[str, list[shapes.Shape]]) -> l
         names = [*names, OWN]
     if options.rule and "rule" not in ops:
         raise ValueError(f"--rule goes with --op rule, got --op {' '.join(ops)}")
+    rules = options.rule or list(RULES)
     return suites.crossed(
-        ops, names or ["gpt2-small"], dtypes, options.rule or list(RULES), options.clipped
+        ops, names or ["gpt2-small"], dtypes, rules, options.clipped, options.values
     )
 
 

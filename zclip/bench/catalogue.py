@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from zclip.bench import clipping, measuring, rules, stepping
-from zclip.bench.gradients import Gradients
+from zclip.bench.gradients import NORMAL, Gradients
 from zclip.bench.work import Work
 
 DTYPES = {
@@ -59,12 +59,14 @@ class Case:
     dtype: str = "float32"
     rule: str | None = None
     clips: bool = False
+    values: str = NORMAL
 
     @property
     def name(self) -> str:
         """What the table and the files call it; the same in every run, so runs can be compared."""
         parts = [self.rule or self.op, self.shapes, self.dtype]
-        return ", ".join([*parts, "clipped"] if self.clips else parts)
+        parts += ["clipped"] if self.clips else []
+        return ", ".join([*parts, self.values] if self.values != NORMAL else parts)
 
     @property
     def reads_params(self) -> bool:

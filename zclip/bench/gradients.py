@@ -10,6 +10,18 @@ from zclip.bench.shapes import Shape, elements
 
 PATTERN = (1 << 20) + 7  # elements at most; odd, so that tensors of the same shape differ
 STRIDE = 7919  # where the next tensor starts within the pattern
+ROW, ROWS_PER_TOKEN = 500, 50  # of gradients that are mostly zeros: as in a large embedding
+
+NORMAL = "normal"
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    NORMAL: lambda x: x,
+    "zeros": torch.zeros_like,
+    "mostly-zeros": lambda x: x * (torch.arange(len(x)) // ROW % ROWS_PER_TOKEN == 0),
+    "1e-20": lambda x: x * 1e-20,
+    "1e-40": lambda x: x * 1e-40,
+    "1e25": lambda x: x * 1e25,
+}
+"""Kinds of gradients, made of random numbers around 1. None should cost more than another."""
 
 
 class Gradients:
@@ -20,11 +32,19 @@ class Gradients:
     """
 
     def __init__(
-        self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        shapes: Sequence[Shape],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        values: str = NORMAL,
     ) -> None:
+        self.shapes, self.values = list(shapes), values
         generator = torch.Generator().manual_seed(0)
         length = min(PATTERN, elements(list(shapes)) + 7)
-        self.pattern = torch.randn(length, generator=generator).to(device, dtype)
+        drawn = VALUES[values](torch.randn(length, generator=generator))
+        self.pattern = drawn.to(device, dtype)
+        if not self.pattern.isfinite().all():
+            raise ValueError(f"values {values} overflow {dtype}; choose a wider dtype")
         self.params = [Parameter(torch.empty(s, dtype=dtype, device=device)) for s in shapes]
         self.grads = [torch.empty_like(p, requires_grad=False) for p in self.params]
         for param, grad in zip(self.params, self.grads, strict=True):
@@ -50,12 +70,13 @@ class Gradients:
 
     def error_of_norm(self, norm: Tensor) -> float:
         """Return the relative error of a total norm against float64."""
-        return abs(float(norm) - self.exact_norm) / self.exact_norm
+        return self.error_of_norms(norm.reshape(1), torch.tensor([self.exact_norm]).double())
 
-    def error_of_norms(self, norms: Tensor) -> float:
+    def error_of_norms(self, norms: Tensor, exact: Tensor | None = None) -> float:
         """Return the largest relative error among the norms of all tensors."""
-        errors = (norms.double().cpu() - self.exact_norms).abs() / self.exact_norms
-        return float(errors.max())
+        exact = self.exact_norms if exact is None else exact
+        off = (norms.double().cpu() - exact).abs()
+        return float(torch.where(off == 0, off, off / exact).max())
 
     def error_of_values(self, wanted: Callable[[Tensor], Tensor]) -> float:
         """Return the relative error of all gradients against ``wanted`` of the first ones.

@@ -11,10 +11,13 @@ from torch import Tensor
 
 import zclip
 from zclip.bench.forced import operators
-from zclip.bench.gradients import Gradients
+from zclip.bench.gradients import NORMAL, Gradients
 from zclip.bench.rivals import PACKAGES
 from zclip.bench.work import OURS, Run, Work
 from zclip.layout import INF, NAN, SUMSQ
+
+NORMAL_VALUES = "(normal values)"
+"""The same call on ordinary gradients, in the same rounds: what others may cost."""
 
 
 def grad_stats(gradients: Gradients, backends: list[str], rivals: list[str]) -> Work:
@@ -27,8 +30,13 @@ def grad_stats(gradients: Gradients, backends: list[str], rivals: list[str]) -> 
     }
     for backend, measure in _forced("grad_stats", backends, gradients):
         contenders[backend] = _then(measure, lambda stats: stats[:, SUMSQ].sqrt())
+    if gradients.values != NORMAL:
+        usual = Gradients(gradients.shapes, gradients.dtype, gradients.device).grads
+        contenders[NORMAL_VALUES] = lambda: _without_result(zclip.grad_stats(usual))
 
     def error(norms: Tensor | float | None) -> float:
+        if norms is None:
+            return 0.0  # of other gradients, to compare the time with
         assert isinstance(norms, Tensor)
         return gradients.error_of_norms(norms)
 
@@ -123,6 +131,10 @@ def _forced(
     for backend in backends:
         chosen = getattr(operators(backend, gradients.device), op)
         yield f"{OURS}[{backend}]", functools.partial(chosen, gradients.grads)
+
+
+def _without_result(_: Tensor) -> None:
+    """For a contender whose result says nothing about the case."""
 
 
 def _bytes(tensor: Tensor) -> Any:

@@ -62,6 +62,8 @@ class Result:
     others: float | None
     noise: str | None
     """Why this is no result; None if it is one."""
+    values: str = "normal"
+    """What kind of gradients; see :data:`zclip.bench.gradients.VALUES`."""
 
     @property
     def ours(self) -> Measured:
@@ -88,7 +90,8 @@ class Document:
         """Return one line per contender."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        own = ["case", "op", "shapes", "dtype", "rule", "clips", "tensors", "bytes", "noise"]
+        own = ["case", "op", "shapes", "dtype", "rule", "clips", "values"]
+        own += ["tensors", "bytes", "noise"]
         measured = list(Measured.__dataclass_fields__)
         writer.writerow([*own, "contender", *measured])
         for result in self.results:

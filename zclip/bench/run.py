@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zclip.bench.catalogue import DTYPES, Case
 from zclip.bench.cost import Cost, cost_of
-from zclip.bench.gradients import Gradients, bytes_needed
+from zclip.bench.gradients import NORMAL, Gradients, bytes_needed
 from zclip.bench.load import LoadMeter
 from zclip.bench.measure import Timing, cpu_clock, cuda_clock, interleaved
 from zclip.bench.results import Measured, Result, fastest_rival
@@ -46,7 +46,7 @@ def run_case(
     """
     dtype = DTYPES[case.dtype]
     _check_memory(case, shapes, dtype, device, backends)
-    gradients = Gradients(shapes, dtype, device)
+    gradients = Gradients(shapes, dtype, device, case.values)
     work = case.work(gradients, backends, rivals)
     meter = LoadMeter(torch.get_num_threads())
     errors = _checked(case, work, left_out)
@@ -76,6 +76,7 @@ def run_case(
         dtype=case.dtype,
         rule=case.rule,
         clips=case.clips,
+        values=case.values,
         tensors=len(shapes),
         bytes=gradients.bytes,
         contenders=contenders,
@@ -154,7 +155,8 @@ def _host_seconds(
     """Return what each call costs with as many tensors of one element: all that is not memory."""
     if device.type == "cuda":
         return {}  # there the clock sees it
-    gradients = Gradients([(1,) * max(1, len(s)) for s in shapes], DTYPES[case.dtype], device)
+    ones: list[Shape] = [(1,) * max(1, len(s)) for s in shapes]
+    gradients = Gradients(ones, DTYPES[case.dtype], device, case.values)
     work = case.work(gradients, backends, rivals)
     contenders = {name: run for name, run in work.contenders.items() if name in names}
     timings = interleaved(contenders, HOST_ROUNDS, HOST_SECONDS, cpu_clock, work.between)
@@ -173,6 +175,8 @@ def _check_memory(
     needed = bytes_needed(count, dtype, case.reads_params) + PROBE_BYTES
     if case.op == "step":
         needed += 2 * count * dtype.itemsize  # the moments of AdamW
+    if case.values != NORMAL:
+        needed += count * dtype.itemsize  # the normal ones, to compare with
     largest = max((elements([shape]) for shape in shapes), default=0)
     needed += 8 * largest * (3 if "reference" in backends else 1)  # temporaries of contenders
     free = _free_bytes(device)

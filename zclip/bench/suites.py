@@ -3,6 +3,7 @@
 from itertools import product
 
 from zclip.bench.catalogue import OPS, RULES, Case
+from zclip.bench.gradients import NORMAL, VALUES
 from zclip.bench.rules import LIMIT_OF
 from zclip.bench.shapes import BYTES, TENSORS
 
@@ -18,6 +19,7 @@ STANDARD = [
     Case("clip_grad_norm_", "2000-small"),
     Case("clip_grad_value_", "gpt2-small"),
     Case("grad_stats", "98m-in-150"),
+    *(Case("grad_stats", "98m-in-150", values=values) for values in VALUES if values != NORMAL),
     Case("flags", "98m-in-150"),
     Case("scale_", "gpt2-small"),
     Case("fingerprint", "98m-in-150"),
@@ -56,7 +58,12 @@ def is_sweep(shapes: str) -> bool:
 
 
 def crossed(
-    ops: list[str], shapes: list[str], dtypes: list[str], rules: list[str], clipped: bool
+    ops: list[str],
+    shapes: list[str],
+    dtypes: list[str],
+    rules: list[str],
+    clipped: bool,
+    values: str = NORMAL,
 ) -> list[Case]:
     """Return every combination that makes sense.
 
@@ -67,9 +74,9 @@ def crossed(
     for op, shape, dtype in product(ops, shapes, dtypes):
         for rule in rules if OPS[op].has_rules else [None]:
             if not clipped:
-                cases.append(Case(op, shape, dtype, rule))
+                cases.append(Case(op, shape, dtype, rule, values=values))
             elif OPS[op].may_clip and (rule is None or rule in LIMIT_OF):
-                cases.append(Case(op, shape, dtype, rule, clips=True))
+                cases.append(Case(op, shape, dtype, rule, clips=True, values=values))
     if not cases:
         named = ", ".join(ops + rules)
         can = ", ".join([name for name, op in OPS.items() if op.may_clip and not op.has_rules])

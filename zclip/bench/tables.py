@@ -6,6 +6,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from zclip.bench.gradients import NORMAL
+from zclip.bench.measuring import NORMAL_VALUES
 from zclip.bench.results import Document, Result
 from zclip.bench.suites import is_sweep
 from zclip.bench.work import OURS, is_ours
@@ -46,6 +48,7 @@ def _pair(result: Result, field: str) -> str:
 def _short_name(result: Result) -> str:
     bits = result.dtype.replace("bfloat", "bf").replace("float", "f")
     words = [result.rule or result.op, result.shapes, bits, "clipped" * result.clips]
+    words += [result.values] if result.values != NORMAL else []
     return " ".join(filter(None, words))
 
 
@@ -76,6 +79,8 @@ def show(document: Document, console: Console) -> None:
     if results:
         worst = max(result.ours.error for result in results)
         console.print(f"All checked against float64: zclip is off by {worst:.0e} at most.")
+    for line in _beside_normal(results):
+        console.print(line, highlight=False, soft_wrap=True)
     for result in results:
         _show_backends(result, console)
     for line in document.left_out:
@@ -97,6 +102,16 @@ def _show_backends(result: Result, console: Console) -> None:
         )
 
 
+def _beside_normal(results: list[Result]) -> list[str]:
+    """Return a line for each case of other gradients than normal ones: how much longer it took."""
+    return [
+        f"{r.case}: {r.ours.milliseconds / r.contenders[NORMAL_VALUES].milliseconds:.2f}x the time "
+        f"of normal gradients{'?' if r.noise else ''}"
+        for r in results
+        if NORMAL_VALUES in r.contenders
+    ]
+
+
 def _noise(results: list[Result]) -> str | None:
     reasons = [r.noise for r in results if r.noise]
     if not reasons:
@@ -109,6 +124,8 @@ def markdown(document: Document) -> str:
     results = _rows(document)
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
     lines += ["| " + " | ".join(cell(r) for cell in COLUMNS.values()) + " |" for r in results]
+    for line in _beside_normal(results):
+        lines += ["", f"{line}."]
     lines += ["", f"Measured by `{' '.join(document.command)}`: {about(document)}."]
     if reason := _noise(results):
         lines += ["", f"{NO_RESULT}: {reason}."]

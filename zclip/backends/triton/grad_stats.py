@@ -18,7 +18,10 @@ from zclip.backends.triton.tensor_list import READ, TensorList
 from zclip.layout import NUM_STATS
 
 FOLD = tl.constexpr(8)  # lanes added in float32 before going to float64
-TINY_SUM = tl.constexpr(5.169878828456423e-26)  # 2^-84, as kTinySum in csrc/math/grad_stats.h
+# As in csrc/math/grad_stats.h: below what a quick sum may have lost squares to underflow, and what
+# the second reading multiplies tiny and huge numbers by, so that their squares do not.
+TINY_SUM, TINY_SUM_OF_FLOAT64 = tl.constexpr(2.0**-84), tl.constexpr(2.0**-980)
+NO_FACTOR, TINY_FACTOR, HUGE_FACTOR = (tl.constexpr(f) for f in (1.0, 2.0**96, 2.0**-70))
 SLOT_BLOCK = 1024  # slots that the finish adds at a time
 
 
@@ -36,22 +39,30 @@ def sum_of_squares(
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
-    """Return the quick sum of a chunk, float64."""
+    """Return the quick sum of a chunk, float64. FACTOR, a power of two, changes squares on the way.
+
+    The numbers are multiplied by it and the sum divided by its square, both of which are exact.
+    """
     WIDE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     sums = tl.zeros([LANES], WIDE)
     if length == CHUNK:
         pointer = aligned_pointer(address, DTYPE) + full_tile(ROWS, LANES)
         for start in tl.static_range(0, CHUNK, ROWS * LANES):
             x = widen(tl.load(pointer + start), DTYPE)
+            if FACTOR != 1.0:
+                x *= FACTOR
             sums += tl.sum(x * x, axis=0)
         total = _fold(sums, LANES)  # in both branches, lest the sums change layout where they join
     else:
         for start in range(0, length, LANES):
             x = load_row(address, start, length, DTYPE, LANES)
+            if FACTOR != 1.0:
+                x *= FACTOR
             sums += x * x
         total = _fold(sums, LANES)
-    return total
+    return total / FACTOR / FACTOR
 
 
 @triton.jit
@@ -94,11 +105,21 @@ def grad_stats_partials(
     length = tl.load(lengths + chunk).to(tl.int32)
     if chunk == 0:
         tl.store(ticket, 0)
-    sumsq = sum_of_squares(address, length, DTYPE, CHUNK, LANES, ROWS)
+    sumsq = sum_of_squares(address, length, DTYPE, CHUNK, LANES, ROWS, NO_FACTOR)
     nan = tl.full([], 0.0, tl.float64)
     inf = tl.full([], 0.0, tl.float64)
-    if not (is_finite(sumsq) & (sumsq >= TINY_SUM)):
-        sumsq, nan, inf = second_reading(address, length, DTYPE, LANES)
+    if DTYPE == tl.float64:
+        if not (is_finite(sumsq) & (sumsq >= TINY_SUM_OF_FLOAT64)):
+            sumsq, nan, inf = second_reading(address, length, DTYPE, LANES)
+    else:
+        # Zeros, tiny and huge numbers are read again as quickly as at first; a chunk with a NaN or
+        # an Inf is the only one to be read in float64.
+        if sumsq < TINY_SUM:
+            sumsq = sum_of_squares(address, length, DTYPE, CHUNK, LANES, ROWS, TINY_FACTOR)
+        elif not is_finite(sumsq):
+            sumsq = sum_of_squares(address, length, DTYPE, CHUNK, LANES, ROWS, HUGE_FACTOR)
+            if not is_finite(sumsq):
+                sumsq, nan, inf = second_reading(address, length, DTYPE, LANES)
     tl.store(slots + chunk, sumsq)
     tl.store(slots + num_chunks + chunk, nan)
     tl.store(slots + 2 * num_chunks + chunk, inf)
