@@ -19,11 +19,11 @@ from zclip.mailbox import Mailbox
 from zclip.ops import grad_stats
 from zclip.optim import ClippedOptimizer, wrap
 from zclip.parallel.fsdp1 import is_fsdp_model
+from zclip.version import __version__
 
 BACKEND_REASONS = _backends.load()
 """Why each backend is active or not; ``python -m zclip.info`` prints it."""
 
-__version__ = "0.1.0"
 __all__ = [
     "AGC",
     "AdaGC",
@@ -35,6 +35,7 @@ __all__ = [
     "Mailbox",
     "SpikeSkip",
     "ZClip",
+    "__version__",
     "apply_in_place_clipping",
     "clip_grad_norm_",
     "clip_grad_value_",
