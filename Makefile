@@ -77,7 +77,7 @@ clean:
 $(VENV)/torch: Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q $(TORCH) numpy ninja 'setuptools>=77' wheel
+	$(BIN)/pip install -q $(TORCH) numpy 'setuptools>=77' wheel
 	$(BIN)/pip install -q --no-deps $(TRITON)
 	touch $@
 

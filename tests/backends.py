@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.simt import build, device
 from zclip import reference
-from zclip.backends import OPS, answering, native, triton
+from zclip.backends import OPS, answering, foreach, native, triton
 
 
 def _native(path: str) -> SimpleNamespace:
@@ -47,7 +47,10 @@ def _triton() -> SimpleNamespace:
 CPU_PATHS = {path: _native(path) for path in ("portable", "avx2", "auto")}
 """Where there is AVX-512, "auto" is a path of its own to the operators that hash."""
 
-BACKENDS = {"reference": reference}
+BACKENDS = {
+    "reference": reference,
+    "foreach": SimpleNamespace(**{**vars(reference), **foreach.implementations(OPS)}),
+}
 if native.is_loaded():
     BACKENDS["native-portable"] = CPU_PATHS["portable"]
     BACKENDS["native-avx2"] = CPU_PATHS["avx2"]
