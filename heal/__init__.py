@@ -24,7 +24,6 @@ __all__ = [
     "SelfHealingCallback",
     "SelfHealingLightningCallback",
     "SelfHealingTrainer",
-    "__version__",
 ]
 
 

@@ -19,7 +19,7 @@ from zclip.mailbox import Mailbox
 from zclip.ops import grad_stats
 from zclip.optim import ClippedOptimizer, wrap
 from zclip.parallel.fsdp1 import is_fsdp_model
-from zclip.version import __version__
+from zclip.version import __version__ as __version__
 
 BACKEND_REASONS = _backends.load()
 """Why each backend is active or not; ``python -m zclip.info`` prints it."""
@@ -35,7 +35,6 @@ __all__ = [
     "Mailbox",
     "SpikeSkip",
     "ZClip",
-    "__version__",
     "apply_in_place_clipping",
     "clip_grad_norm_",
     "clip_grad_value_",
