@@ -154,6 +154,15 @@ def test_every_wheel_and_the_source_archive_hold_all_of_the_sources(
     assert names >= parts_beside_python() | sources | {"LICENSE", "README.md", "setup.py"}
 
 
+def test_what_only_maintainers_need_is_not_in_the_wheel(pure_wheel):
+    tops = {name.partition("/")[0] for name in names_in(pure_wheel)}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"heal", "zclip"}
+    modules = {name for name in names_in(pure_wheel) if name.startswith("heal/forecast/")}
+    assert {Path(name).stem for name in modules if name.endswith(".py")} == {
+        *("__init__", "conformal", "features", "hysteresis", "names", "score", "watch"),
+    }
+
+
 def test_a_pure_python_wheel_is_named_as_one(pure_wheel):
     assert pure_wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in names_in(pure_wheel) if name.endswith(".so")]
