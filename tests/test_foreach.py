@@ -1,5 +1,9 @@
 """Without compiled kernels: torch's foreach operators, held to the contract of the kernels."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -77,6 +81,20 @@ def test_each_coefficient_does_what_the_reference_does():
     reference.scale_(theirs, coefs)
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our, their, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_only_cpu_tensors_come_here():
+    source = (
+        "import zclip.backends as b; print([b.answering('scale_', d) for d in ('cpu', 'cuda')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env={**os.environ, "ZCLIP_BACKEND": "foreach"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "['foreach', 'reference']"
 
 
 def test_gradients_that_are_not_clipped_are_not_written():
