@@ -10,7 +10,7 @@ TRITON := triton==3.7.1
 WORKERS ?= 2
 CXX_SOURCES := $(shell find csrc -type f)
 
-.PHONY: demo test browser test-triton-newest soak bench docs lint format info clean
+.PHONY: demo test test-install dist browser test-triton-newest soak bench docs lint format info clean
 
 demo: $(VENV)/built
 	$(BIN)/zclip-bench --quick
@@ -38,6 +38,18 @@ test-triton-newest: $(VENV)/built
 
 soak: $(VENV)/built test-triton-newest
 	$(BIN)/python -m pytest -q -m slow
+
+# Fresh environments by every route. pip isolates the builds, so that an index must be in reach.
+test-install: $(VENV)/built
+	$(BIN)/python -m pytest -q -m 'slow or not slow' tests/test_packaging.py -k 'not cuda_kernels'
+
+# The sdist, a wheel with kernels for this machine and the pure-Python wheel, into dist/, checked.
+dist: $(VENV)/tools
+	rm -rf dist
+	$(BIN)/pip install -q build twine
+	$(BIN)/python -m build -q --no-isolation
+	ZCLIP_BUILD=none $(BIN)/python -m build -q --no-isolation --wheel
+	$(BIN)/twine check --strict dist/*
 
 # Writes tables and plots. To try whether all of it works: make bench BENCH=--quick RESULTS=build/bench
 BENCH ?=
@@ -78,7 +90,7 @@ clean:
 $(VENV)/torch: Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q $(TORCH) numpy ninja 'setuptools>=77' wheel
+	$(BIN)/pip install -q $(TORCH) numpy 'setuptools>=77' wheel
 	$(BIN)/pip install -q --no-deps $(TRITON)
 	touch $@
 

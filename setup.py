@@ -1,24 +1,27 @@
-"""Builds the extension for the torch that is installed, or nothing at all if that cannot be.
+"""Builds the compiled kernels where torch and a compiler are at hand, else a pure-Python package.
 
 ``ZCLIP_BUILD``: ``auto`` (CUDA if torch has it and nvcc is found, else CPU, else pure Python),
-``cuda``, ``cpu`` (both raise if they cannot), ``none``.
+``cuda``, ``cpu`` (both fail if they cannot), ``none``. See ``zclip/kernel_build.py``.
 """
 
+import importlib.util
 import os
-import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
-STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]
-# Sums must have the same bits on every machine, so no multiply-add may be contracted.
-OPTIMISE = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden"]
-NVCC = ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler", "-fvisibility=hidden"]
-# libtorch must stay in NEEDED, or the weak stream symbol is silently null under CUDA torch.
-LINK = ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
+ROOT = Path(__file__).resolve().parent
+MODES = ("auto", "cuda", "cpu", "none")
+
+# By its path, because importing zclip would import torch, which an isolated build does not have.
+_spec = importlib.util.spec_from_file_location("zclip_kernel_build", ROOT / "zclip/kernel_build.py")
+build = sys.modules["zclip_kernel_build"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(build)
 
 
 def say(line: str) -> None:
@@ -26,90 +29,70 @@ def say(line: str) -> None:
     print(f"zclip-heal: {line}", file=sys.stderr)
 
 
-def cuda_home() -> str | None:
-    """Return the folder of the CUDA toolkit, by CUDA_HOME or by the nvcc on the path."""
-    nvcc = shutil.which("nvcc")
-    if os.environ.get("CUDA_HOME") or not nvcc:
-        return os.environ.get("CUDA_HOME")
-    beside = Path(os.path.realpath(nvcc)).parents[1]
-    if (beside / "include/cuda_runtime.h").exists():
-        return str(beside)
-    # A script that calls the real one, as some distributions have: nvcc itself knows where it is.
-    asked = subprocess.run(
-        [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    top = re.search(r"TOP=(.+)", asked.stderr)
-    return os.path.realpath(top[1].strip()) if top else None
+def mode() -> str:
+    """Return what ``ZCLIP_BUILD`` asks for."""
+    wanted = os.environ.get("ZCLIP_BUILD", "auto")
+    if wanted not in MODES:
+        raise SystemExit(f"ZCLIP_BUILD: expected auto, cuda, cpu or none, got {wanted!r}")
+    return wanted
 
 
-def extension_arguments(wanted: str) -> dict:
-    """Return the arguments of setup() that build the extension; none for pure Python."""
-    if wanted not in ("auto", "cuda", "cpu", "none"):
-        raise SystemExit(f"ZCLIP_BUILD is {wanted!r}; wanted auto, cuda, cpu or none")
-    if wanted == "none":
-        say("ZCLIP_BUILD=none: pure Python, no compiled kernels")
-        return {}
-    try:
-        import torch
-        from torch.utils import cpp_extension
-    except ImportError:
-        if wanted != "auto":
-            raise
-        say(
-            "torch is not importable in the build environment (build isolation?): pure Python, no "
-            "compiled kernels. For these: pip install --no-build-isolation ."
-        )
-        return {}
+class BuildKernels(build_ext):
+    """Compiles the kernels; in mode "auto" it gives up CUDA first, then the kernels."""
 
-    home = cuda_home()
-    with_cuda = wanted == "cuda" or (wanted == "auto" and bool(home and torch.version.cuda))
-    if with_cuda and not home:
-        raise SystemExit("ZCLIP_BUILD=cuda: no nvcc on the path and no CUDA_HOME")
+    def run(self) -> None:
+        try:
+            super().run()
+        except build.BuildError as error:
+            if mode() != "auto":
+                raise SystemExit(f"zclip-heal: ZCLIP_BUILD={mode()}: {error}") from error
+            say(f"pure Python, no compiled kernels: {error}")
+            self.extensions = self.distribution.ext_modules = []
 
-    sources = ["csrc/library.cpp", *map(str, sorted(Path("csrc/cpu").glob("*.cpp")))]
-    defines = [*STABLE_ABI]
-    options: dict = {"include_dirs": [], "library_dirs": [], "libraries": []}
-    if with_cuda:
-        cpp_extension.CUDA_HOME = home  # a CPU-only torch leaves it unset
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0;12.0+PTX")
-        sources += [str(path) for path in sorted(Path("csrc/cuda").glob("*.c*")) if path.is_file()]
-        sources = [s for s in sources if not s.endswith(".cuh")]
-        defines.append("-DZCLIP_WITH_CUDA")
-        options = {
-            "include_dirs": [f"{home}/include"],
-            "library_dirs": [f"{home}/lib64", f"{home}/lib"],
-            "libraries": ["cudart_static", "rt", "dl", "pthread"],
-        }
-
-    class BuildOrFallBack(cpp_extension.BuildExtension):
-        """In auto mode a machine with no working compiler gets the pure-Python package."""
-
-        def run(self) -> None:
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.unlink(missing_ok=True)  # one from an earlier build must not pass for this one's
+        work, torch = Path(self.build_temp), build.find_torch()
+        if mode() == "cuda" or (mode() == "auto" and torch.cuda):
             try:
-                super().run()
-            except Exception as error:
-                if wanted != "auto":
+                toolkit = build.find_toolkit(torch)
+                say(f"building the kernels for the CPU and CUDA ({' '.join(toolkit.flags)})")
+                build.compile_library(target, ROOT / "csrc", work, torch, toolkit)
+            except build.BuildError as error:
+                if mode() == "cuda":
                     raise
-                say(f"the extension did not build ({error}): pure Python, no compiled kernels")
-                self.extensions = self.distribution.ext_modules = []
-
-    extension = cpp_extension.CppExtension(
-        "zclip._C",
-        sources,
-        py_limited_api=True,
-        extra_link_args=LINK,
-        extra_compile_args={"cxx": [*OPTIMISE, *defines], "nvcc": [*NVCC, *defines]},
-        **options,
-    )
-    say(f"building the extension for the CPU{' and CUDA' if with_cuda else ''}")
-    return {
-        "ext_modules": [extension],
-        "cmdclass": {"build_ext": BuildOrFallBack.with_options(no_python_abi_suffix=False)},
-        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
-    }
+                say(f"no CUDA kernels: {error}")
+        if not target.exists():
+            say("building the kernels for the CPU")
+            build.compile_library(target, ROOT / "csrc", work, torch)
 
 
-setup(**extension_arguments(os.environ.get("ZCLIP_BUILD", "auto")))
+class SourcesBesideKernels(build_py):
+    """Ships ``csrc`` in the package, so that a first import can compile what a build could not."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(ROOT / "csrc", Path(self.build_lib) / "zclip/csrc", dirs_exist_ok=True)
+
+
+class WheelNamedByContent(bdist_wheel):
+    """Builds the kernels first: a wheel has a platform in its name only if it holds them."""
+
+    def run(self) -> None:
+        self.run_command("build_ext")
+        self.root_is_pure = not self.distribution.has_ext_modules()
+        super().run()
+
+
+if mode() == "none":
+    say("ZCLIP_BUILD=none: pure Python, no compiled kernels")
+setup(
+    ext_modules=[] if mode() == "none" else [Extension("zclip._C", [], py_limited_api=True)],
+    cmdclass={
+        "bdist_wheel": WheelNamedByContent,
+        "build_ext": BuildKernels,
+        "build_py": SourcesBesideKernels,
+    },
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

@@ -20,14 +20,14 @@ from benchmarks.failures import families
 from heal import Healer, HealingConfig
 from heal.causes import Cause
 from heal.chaos import Chaos, Fault
-from heal.forecast.corpus import damaged_at
-from heal.forecast.intervals import ratio_interval
 from heal.forecast.watch import FIRST_STEP
+from tools.forecast.corpus import damaged_at
+from tools.forecast.intervals import ratio_interval
 
 STEPS = 600
 LAG = 2
 EARLIEST, LATEST = 150, 350  # onsets
-RATES = {  # the exponents of ten of the corpus, heal/forecast/scenarios.py; depths for the swings
+RATES = {  # the exponents of ten of the corpus, tools/forecast/scenarios.py; depths for the swings
     "growing_lr": (-2.1, -1.2),
     "creeping_noise": (-1.7, -1.1),
     "creeping_scale": (-1.9, -1.1),

@@ -276,5 +276,5 @@ def card_sentence() -> str:
         f"({between(total['detection_interval'], 100, '{:.1f}')}),\n  with "
         f"{total['false_per_10k']:.2f} false warnings per 10,000 healthy steps "
         f"({between(total['false_per_10k_interval'])}); 95 % intervals over architectures.\n"
-        f"  docs/forecast.md has the tables, made by `heal forecast evaluate`."
+        f"  docs/forecast.md has the tables, made by `python -m tools.forecast evaluate`."
     )

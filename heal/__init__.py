@@ -9,6 +9,7 @@ from typing import Any
 from heal.config import HealingConfig
 
 NEEDS_TORCH: dict[str, str] = {
+    "__version__": "zclip.version",
     "Healer": "heal.loop",
     "SelfHealingCallback": "heal.integrations.transformers",
     "SelfHealingLightningCallback": "heal.integrations.lightning",

@@ -76,7 +76,11 @@ class HealingConfig:
         2.5, "z-score from which a gradient norm is clipped.", group="clipping", above=0
     )
     max_grad_norm: float = setting(
-        1.0, "Largest gradient norm after clipping.", group="clipping", above=0
+        0.0,
+        "Largest gradient norm after clipping; 0: no fixed limit, only norms out of the ordinary "
+        "are clipped.",
+        group="clipping",
+        least=0,
     )
     grad_norm_limit: float = setting(
         100.0,

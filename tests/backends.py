@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.simt import build, device
 from zclip import reference
-from zclip.backends import OPS, answering, native, triton
+from zclip.backends import OPS, answering, foreach, native, triton
 
 
 def _with_rules(functions: dict) -> SimpleNamespace:
@@ -64,7 +64,10 @@ def _triton() -> SimpleNamespace:
 CPU_PATHS = {path: _native(path) for path in ("portable", "avx2", "auto")}
 """Where there is AVX-512, "auto" is a path of its own to the operators that hash."""
 
-BACKENDS = {"reference": _with_rules(vars(reference))}
+BACKENDS = {
+    "reference": _with_rules(vars(reference)),
+    "foreach": _with_rules({**vars(reference), **foreach.implementations(OPS)}),
+}
 if native.is_loaded():
     BACKENDS["native-portable"] = CPU_PATHS["portable"]
     BACKENDS["native-avx2"] = CPU_PATHS["avx2"]

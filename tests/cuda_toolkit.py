@@ -15,7 +15,7 @@ OUTPUT = ROOT / "build" / "cuda"
 ARCHITECTURES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 HAS_NVCC = shutil.which("nvcc") is not None
 SOURCE = ROOT / "csrc/cuda/launchers.cu"
-# As in setup.py; a test compares them.
+# As in zclip/kernel_build.py; a test compares them.
 FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler", "-fvisibility=hidden"]
 
 

@@ -150,10 +150,11 @@ def test_a_wrong_setting_is_refused_by_name(environment, message):
 
 def test_a_forced_backend_that_is_not_there_raises(tmp_path):
     hide = "import pathlib; pathlib.Path.glob = lambda self, pattern: []\n"
-    done = run_python(hide + "import zclip", ZCLIP_BACKEND="native")
-    assert "ZCLIP_BACKEND=native, but the extension was not built" in done.stderr
-    done = run_python(hide + "import zclip; print(zclip.BACKEND_REASONS['native'])")
-    assert "the extension was not built; build it with" in done.stdout
+    done = run_python(hide + "import zclip", ZCLIP_BACKEND="native", ZCLIP_BUILD="none")
+    assert "ZCLIP_BACKEND=native, but no compiled kernels: ZCLIP_BUILD=none" in done.stderr
+    show = "import zclip; print(zclip.BACKEND_REASONS['native'])"
+    done = run_python(hide + show, CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
+    assert "no C++ compiler found (no-such-compiler); install a C++ compiler" in done.stdout
 
 
 def test_without_the_extension_everything_still_works():

@@ -69,6 +69,15 @@ def test_the_reference_has_every_public_name_and_no_raw_role(site):
         assert not re.search(r":(func|class|mod|meth|data|attr|exc):<", page)
 
 
+def test_the_reference_has_all_that_a_healer_offers(site):
+    import heal
+
+    page = (site / "api/heal/index.html").read_text()
+    offered = [name for name in dir(heal.Healer) if not name.startswith("_")]
+    assert {"step", "metrics", "resume", "close", "add_probe"} <= set(offered)
+    assert [name for name in offered if f'id="heal.loop.Healer.{name}"' not in page] == []
+
+
 def test_tables_of_results_are_on_the_page_of_benchmarks(site):
     page = (site / "benchmarks" / "index.html").read_text()
     assert "clip_grad_norm_, gpt2-small, float32" in page

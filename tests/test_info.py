@@ -1,5 +1,6 @@
 """python -m zclip.info tells the truth about this machine."""
 
+import io
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import zclip
 from zclip import backends, extras, info
 
 
@@ -53,11 +55,23 @@ def test_the_first_line_says_who_measures():
 
 
 def test_a_missing_extension_comes_with_what_to_do(monkeypatch):
+    reason = (
+        "no compiled kernels: no C++ compiler found; install one, then run: python -m zclip.build"
+    )
     monkeypatch.setattr("zclip.backends.native.is_loaded", lambda: False)
+    monkeypatch.setitem(zclip.BACKEND_REASONS, "native", reason)
+    assert info.collect().advice == [f"{reason}."]
+
+
+def test_the_page_shows_the_extra_to_install_in_brackets(monkeypatch):
+    monkeypatch.setattr(extras, "declared", lambda: {"hf": ["nowhere"]})
     collected = info.collect()
-    assert any("Install a C++ compiler" in line for line in collected.advice)
-    with Console(file=open(os.devnull, "w")) as console:
-        info.show(collected, console)
+    collected.advice = ["pip install 'zclip-heal[triton]'"]
+    console = Console(file=io.StringIO(), width=200)
+    info.show(collected, console)
+    text = console.file.getvalue()
+    assert "pip install 'zclip-heal[hf]'" in text
+    assert "pip install 'zclip-heal[triton]'" in text
 
 
 def test_extras_are_named_with_versions_and_with_what_to_do(monkeypatch):

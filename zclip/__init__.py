@@ -10,11 +10,11 @@ from zclip.mailbox import Mailbox
 from zclip.ops import grad_stats
 from zclip.optim import ClippedOptimizer, wrap
 from zclip.parallel.fsdp1 import is_fsdp_model
+from zclip.version import __version__ as __version__
 
 BACKEND_REASONS = _backends.load()
 """Why each backend is active or not; ``python -m zclip.info`` prints it."""
 
-__version__ = "0.1.0"
 __all__ = [
     "ClippedOptimizer",
     "Mailbox",

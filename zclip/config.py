@@ -2,7 +2,7 @@
 
 import os
 
-BACKENDS = ("auto", "native", "triton", "reference")
+BACKENDS = ("auto", "native", "triton", "foreach", "reference")
 
 
 def wanted_backend() -> str:

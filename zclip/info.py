@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import zclip
 from zclip import backends, config
@@ -77,16 +78,13 @@ def _extra(name: str, packages: dict[str, str | None]) -> str:
 def _advice(info: Info) -> list[str]:
     advice = []
     if not native.is_loaded() and config.wanted_backend() == "auto":
-        advice.append(
-            "No compiled kernels: gradients are measured by plain torch, right but slow. Install "
-            "a C++ compiler, then: pip install --no-build-isolation --force-reinstall zclip-heal"
-        )
+        advice.append(f"{info.backends['native']}.")
     if config.wanted_backend() != "auto":
         advice.append("A backend is forced by ZCLIP_BACKEND; unset it for the automatic choice.")
     if torch.cuda.is_available() and info.answers["grad_stats"]["cuda"] == "reference":
         advice.append(
-            "This machine has a GPU but no GPU kernels of ours are active: pip install triton, or "
-            "build with ZCLIP_BUILD=cuda and nvcc on the path."
+            "This machine has a GPU but no GPU kernels are active: pip install "
+            "'zclip-heal[triton]', or put nvcc on the path and run: python -m zclip.build"
         )
     return advice or ["Nothing is missing."]
 
@@ -96,6 +94,7 @@ def summary(info: Info) -> str:
     names = {
         "native": f"compiled kernels ({info.machine['cpu path']})",
         "triton": "Triton kernels",
+        "foreach": "torch's foreach operators",
         "reference": "plain torch",
     }
     served = info.answers["grad_stats"]
@@ -115,7 +114,7 @@ def show(info: Info, console: Console) -> None:
     ):
         table = Table(title=title, title_justify="left", show_header=False, min_width=60)
         for name, value in rows.items():
-            table.add_row(name, value)
+            table.add_row(name, Text(value))  # not markup: [hf] would be taken for a style
         console.print(table)
     table = Table(title="Who answers", title_justify="left", min_width=60)
     for column in ("operator", *DEVICES):
@@ -124,7 +123,7 @@ def show(info: Info, console: Console) -> None:
         table.add_row(op, *(answers[device] for device in DEVICES))
     console.print(table)
     for line in info.advice:
-        console.print(f"-> {line}")
+        console.print(Text(f"-> {line}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Faults that creep: each strikes at many attempts in a row, a little harder every time.
 
-The corpus of :mod:`heal.forecast` has the same ones, written for many runs at once; a test holds
+The corpus of ``tools/forecast`` has the same ones, written for many runs at once; a test holds
 the two to each other. ``since`` is the number of attempts since the first strike.
 """
 

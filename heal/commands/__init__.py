@@ -9,7 +9,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("heal.commands.demo", "train a small GPT, break it a dozen times, watch it heal"),
     "doctor": ("heal.commands.doctor", "examine checkpoints, settings or the cluster"),
     "drill": ("heal.commands.drill", "break a training run of your own and see how it heals"),
-    "forecast": ("heal.commands.forecast", "train or judge the forecast of slow failures"),
+    "forecast": ("heal.commands.forecast", "moved to the repository: python -m tools.forecast"),
     "init": ("heal.commands.init", "print a commented heal.toml"),
     "report": ("heal.commands.report", "show what happened in a run: a page, a text or JSON"),
     "watch": ("heal.commands.watch", "follow a run in the terminal while it trains"),

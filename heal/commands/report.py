@@ -58,5 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         print(f"heal report: {error}; --output says where to write instead", file=sys.stderr)
         return 1
-    print(f"{path} ({len(made.encode()) / 1e6:.1f} MB): open it in a browser")
+    is_page = not (arguments.text or arguments.json)
+    print(f"{path} ({len(made.encode()) / 1e6:.1f} MB){': open it in a browser' * is_page}")
     return 0

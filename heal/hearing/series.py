@@ -51,7 +51,9 @@ class Series:
             return {}
         newest = records[-1]
         series = {name: _column(records, field) for name, field in COLUMNS.items()}
-        slow = {name: _short(getattr(newest, name)) for name in SLOW}
+        slow: dict[str, Any] = {name: _short(getattr(newest, name)) for name in SLOW}
+        if slow["threshold"] == math.inf:
+            slow["threshold"] = None  # no limit yet: nothing to draw
         return {"series": {**series, **slow}}
 
 

@@ -111,6 +111,7 @@ def action_words(action: Mapping[str, Any], resumed_at: int | None) -> str:
     phrase = {
         "Refuse": "refused the step on the device; nothing was changed",
         "TightenClip": f"clipped harder (limit x {show(action.get('factor'))})",
+        "RelearnClip": "let the clipping rule learn its statistics anew",
         "ScaleLr": f"lowered the learning rate (x {show(action.get('factor'))}, "
         f"back within {show(action.get('ramp_steps'))} steps)",
         "Rollback": "returned to the snapshot of step "
@@ -121,6 +122,8 @@ def action_words(action: Mapping[str, Any], resumed_at: int | None) -> str:
         "CheckpointActivations": "traded time for memory (activation checkpointing)",
         "ClearCache": "cleared the cache",
         "Backoff": f"waited {show(action.get('seconds'))} s and tried again",
+        "TakeSnapshot": "took a snapshot",
+        "WatchClosely": "checked every step for a while",
         "PerturbWeights": "nudged the weights",
         "AnchorWeights": f"held the weights near the snapshot (strength "
         f"{show(action.get('strength'))}, for {show(action.get('steps'))} steps)",

@@ -123,4 +123,5 @@ def make_clipper(config: HealingConfig) -> Clipper:
     """Return the clipper that the settings ask for; without one, norms are still measured."""
     if not config.zclip_enabled:
         return zclip.GlobalNorm(math.inf)
-    return zclip.ZClip(z_thresh=config.zclip_z_threshold, max_grad_norm=config.max_grad_norm)
+    limit = config.max_grad_norm or None  # a script that did not clip must not begin to
+    return zclip.ZClip(z_thresh=config.zclip_z_threshold, max_grad_norm=limit)

@@ -22,7 +22,7 @@ def test_the_defaults_are_those_that_were_promised():
         "zclip_enabled": True,
         "zclip_z_threshold": 2.5,
         "grad_norm_limit": 100.0,
-        "max_grad_norm": 1.0,
+        "max_grad_norm": 0.0,
         "rollback_depth": 1,
         "lr_factor": 0.5,
         "eval_gap": 2.0,

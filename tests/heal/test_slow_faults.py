@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from heal.chaos import Chaos, Fault, slow_faults
-from heal.forecast import scenarios
 from tests.heal.runs import regression
+from tools.forecast import scenarios
 
 STEPS, ONSET = 12, 4
 

@@ -106,3 +106,12 @@ def test_a_report_is_made_without_rich_and_without_torch(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "It met trouble 3 times" in done.stdout
+
+
+@pytest.mark.parametrize("form", ["--text", "--json"])
+def test_only_a_page_is_for_a_browser(tmp_path, capsys, form):
+    run, path = sick_run(tmp_path / "run"), tmp_path / "report.txt"
+    assert main(["report", str(run), form, "-o", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert str(path) in printed
+    assert "browser" not in printed

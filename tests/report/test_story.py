@@ -1,5 +1,8 @@
+from typing import get_args
+
 import pytest
 
+from heal import actions
 from heal.causes import Cause
 from heal.report.collect import read_run
 from heal.report.incident import KIND_OF_ACTION
@@ -185,3 +188,8 @@ def test_an_anchor_and_the_alarm_of_a_probe_are_told_in_words():
     assert told == "held the weights near the snapshot (strength 0.5, for 100 steps)"
     assert KIND_OF_ACTION["AnchorWeights"] == "soften"
     assert TITLES["probe_alarm"] == "A probe raised its alarm"
+
+
+@pytest.mark.parametrize("action", get_args(actions.Action), ids=lambda action: action.__name__)
+def test_every_action_has_a_phrase_of_its_own(action):
+    assert action_words({"action": action.__name__}, None) != action.__name__

@@ -7,7 +7,7 @@ is taken and :mod:`zclip.info` says which and why.
 import torch
 
 from zclip import reference
-from zclip.backends import native, triton
+from zclip.backends import foreach, local_build, native, triton
 from zclip.config import wanted_backend
 from zclip.schemas import library
 
@@ -31,6 +31,7 @@ OF_HOST_MEMORY = ("copy_and_hash_", "read_probe")
 """Those without kernels for devices: snapshots in host memory, and the benchmark's yardstick."""
 
 _triton_keys: set[str] = set()
+_foreach_ops: set[str] = set()
 
 
 def load() -> dict[str, str]:
@@ -49,12 +50,27 @@ def load() -> dict[str, str]:
         if problem and wanted == "native":
             raise RuntimeError(f"ZCLIP_BACKEND=native, but {problem}")
         reasons["native"] = problem or f"loaded, {native.describe()}"
+        if problem:
+            local_build.note_once(f"zclip: {problem}")
     else:
         reasons["native"] = f"not loaded: ZCLIP_BACKEND={wanted}"
+    reasons["foreach"] = _choose_foreach(wanted)
     reasons["triton"] = _choose_triton(wanted)
     if not native.is_loaded():
         library.impl("native_features", reference.native_features, "CompositeExplicitAutograd")
     return reasons
+
+
+def _choose_foreach(wanted: str) -> str:
+    """Register torch's foreach operators where no kernel is; return why, or why not."""
+    if native.is_loaded():
+        return "not needed: the extension is loaded"
+    if wanted not in ("auto", "foreach"):
+        return f"not used: ZCLIP_BACKEND={wanted}"
+    for name, implementation in foreach.implementations(OPS).items():
+        library.impl(name, implementation, "CPU")
+        _foreach_ops.add(name)
+    return "measures and clips CPU tensors by torch's foreach operators"
 
 
 def _choose_triton(wanted: str) -> str:
@@ -80,4 +96,6 @@ def answering(op: str, device_type: str) -> str:
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
     if key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"zclip::{op}", key):
         return "reference"
-    return "triton" if key in _triton_keys else "native"
+    if key in _triton_keys:
+        return "triton"
+    return "foreach" if key == "CPU" and op in _foreach_ops else "native"

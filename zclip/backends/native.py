@@ -4,24 +4,29 @@ from pathlib import Path
 
 import torch
 
+from zclip.backends import local_build
+from zclip.kernel_build import BuildError
+
 USES_AVX2, HAS_CUDA = 1, 2
 """Bits of ``zclip::native_features``, as in csrc/library.cpp."""
 
-_BUILD_HINT = "build it with: pip install --no-build-isolation . (needs a C++ compiler and torch)"
+HINT = "install a C++ compiler (such as g++), then run: python -m zclip.build"
+"""What helps in every case but one: a compiler that is there and failed."""
 
 _loaded = False
 
 
 def load() -> str | None:
-    """Load the extension if it was built; return what is wrong, or None."""
+    """Load the extension, compiled here if the package brought none; return what is missing."""
     global _loaded
-    found = sorted(Path(__file__).parents[1].glob("_C*.so"))
-    if not found:
-        return f"the extension was not built; {_BUILD_HINT}"
+    shipped = next(iter(sorted(Path(__file__).parents[1].glob("_C*.so"))), None)
     try:
-        torch.ops.load_library(found[0])
+        found = local_build.library_with_cuda() or shipped or local_build.library()
+        torch.ops.load_library(found)
+    except BuildError as error:
+        return f"no compiled kernels: {error}; {HINT}"
     except OSError as error:
-        return f"{found[0].name} does not load with torch {torch.__version__}: {error}"
+        return f"{found} does not load with torch {torch.__version__}: {error}"
     _loaded = True
     return None
 

@@ -10,6 +10,7 @@ from zclip.bench import compare, forced, rivals, shapes, suites
 from zclip.bench.catalogue import DTYPES, OPS, RULES, Case
 from zclip.bench.gradients import NORMAL, VALUES
 from zclip.bench.own_model import load_model, shapes_of
+from zclip.version import __version__
 
 ROUNDS, QUICK_ROUNDS = 25, 7
 SECONDS, QUICK_SECONDS = 20.0, 0.4  # per case, whatever the rounds
@@ -44,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         "regression; 2 bad input; 130 or 143 interrupted.",
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"zclip-bench {__version__}")
     what = parser.add_argument_group("what to measure; every combination is a case")
     what.add_argument("--op", nargs="+", metavar="OP", help=f"of: {', '.join(OPS)}")
     what.add_argument("--shapes", nargs="+", metavar="NAME", help="of models; --list has them")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from zclip import reference
-from zclip.backends import OPS, native, triton
+from zclip.backends import OPS, foreach, native, triton
 
-BACKENDS = ("auto", "native", "portable", "triton", "reference")
+BACKENDS = ("auto", "native", "portable", "triton", "foreach", "reference")
 """``auto`` is what users call. The others are operators: one crossing, no Python around it."""
 
 
@@ -22,6 +22,11 @@ def operators(backend: str, device: torch.device) -> SimpleNamespace:
     """
     if backend == "reference":
         return SimpleNamespace(**{name: getattr(reference, name) for name in OPS})
+    if backend == "foreach":
+        if device.type != "cpu":
+            raise ValueError("--backend foreach serves CPU tensors only")
+        theirs = foreach.implementations(OPS)
+        return SimpleNamespace(**{n: theirs.get(n, getattr(reference, n)) for n in OPS})
     if backend == "triton":
         if device.type != "cuda":
             raise ValueError("--backend triton needs a GPU: its interpreter measures nothing")

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from heal.forecast import calibration, dataset
-from heal.forecast.intervals import ratio_interval
 from heal.forecast.names import NAMES
 from tests.heal.forecast.models import model_of
+from tools.forecast import calibration, dataset
+from tools.forecast.intervals import ratio_interval
 
 pytest.importorskip("sklearn")
 

@@ -1,4 +1,4 @@
-"""`heal forecast` from an empty folder: corpora are made, kept apart, and judged."""
+"""`python -m tools.forecast` from an empty folder: corpora are made, kept apart, and judged."""
 
 import argparse
 import json
@@ -6,9 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from heal.commands import forecast as command
-from heal.forecast import corpus, train
 from heal.forecast.score import SHIPPED, from_json, read, shipped
+from tools.forecast import command, corpus, train
 
 pytest.importorskip("sklearn")
 
@@ -84,7 +83,7 @@ def test_a_quick_corpus_is_not_taken_for_the_full_one(small, tmp_path, monkeypat
 def test_a_corpus_that_cannot_be_read_is_told(small, tmp_path, capsys):
     (tmp_path / "forecast-2-4-1-1.npz").write_bytes(b"nothing")
     assert run("evaluate", "--folder", str(tmp_path)) == 1
-    assert "heal forecast:" in capsys.readouterr().err
+    assert "forecast:" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_read_is_told_before_the_work(tmp_path, capsys):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from heal.forecast import corpus, dataset
-from heal.forecast.architectures import ARCHITECTURES
-from heal.forecast.scenarios import HEALTHY, INSTANT, SLOW, plan
-from heal.forecast.simulate import COLUMNS, OPTIMIZERS, Streams, Trainer, simulate
+from tools.forecast import corpus, dataset
+from tools.forecast.architectures import ARCHITECTURES
+from tools.forecast.scenarios import HEALTHY, INSTANT, SLOW, plan
+from tools.forecast.simulate import COLUMNS, OPTIMIZERS, Streams, Trainer, simulate
 from zclip import ZClip
 
 KINDS = ["plain", "growing_lr", "drift", "nan_batch", "corrupt_weights"]

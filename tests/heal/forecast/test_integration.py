@@ -82,6 +82,7 @@ def test_it_is_off_unless_asked_for():
 def test_a_warning_takes_a_snapshot_tightens_the_clip_and_checks_more_often(alarmed, tmp_path):
     setup = regression(
         forecast=True,
+        max_grad_norm=1.0,
         zclip_enabled=True,
         snapshot_interval=1000,
         check_interval=40,

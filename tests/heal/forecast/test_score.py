@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heal.commands.forecast import CORPUS_SEED
 from heal.forecast import score
-from heal.forecast.calibration import chances
-from heal.forecast.card import digest
-from heal.forecast.corpus import STEPS
 from heal.forecast.features import NAMES
-from heal.forecast.judge import logits
 from heal.forecast.score import SHIPPED, Model, ModelError, from_json, read, shipped
-from heal.forecast.train import LEFT_OUT
 from tests.heal.forecast.models import model_of
+from tools.forecast.calibration import chances
+from tools.forecast.card import digest
+from tools.forecast.command import CORPUS_SEED
+from tools.forecast.corpus import STEPS
+from tools.forecast.judge import logits
+from tools.forecast.train import LEFT_OUT
 
 
 def random_model(hidden=(5, 3)):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from heal.forecast import calibration, corpus, dataset, evaluate, judge, results, train
 from heal.forecast.names import NAMES
 from heal.forecast.score import from_json
+from tools.forecast import calibration, corpus, dataset, evaluate, judge, results, train
 
 pytest.importorskip("sklearn")
 

@@ -11,16 +11,16 @@ from heal.actions import Rollback, TakeSnapshot, TightenClip, WatchClosely
 from heal.causes import Cause, Severity
 from heal.config import HealingConfig
 from heal.diagnose import diagnose
-from heal.forecast import dataset, judge
-from heal.forecast.calibration import chances
 from heal.forecast.hysteresis import CLEAR_MARGIN, QUIET_STEPS, Hysteresis
-from heal.forecast.simulate import simulate
 from heal.forecast.watch import FIRST_STEP, ForecastWatch, State
 from heal.history import History
 from heal.policy import decide
 from heal.verdict import Flag, HealthRow, Record
 from tests.heal.detectors.streams import records
 from tests.heal.forecast.models import model_of
+from tools.forecast import dataset, judge
+from tools.forecast.calibration import chances
+from tools.forecast.simulate import simulate
 
 STEPS = 400
 

@@ -103,3 +103,10 @@ def test_zclip_takes_the_place_of_the_trainers_clip(tmp_path):
     assert wrapper.healer.optimizers[0].clipper.max_grad_norm == 0.25
     assert metrics["zclip/raw_grad_norm"] > 0.25
     assert metrics["zclip/clipped_grad_norm"] == pytest.approx(0.25, rel=1e-3)
+
+
+def test_a_trainer_that_does_not_clip_is_not_clipped_by_a_limit_of_ours(tmp_path):
+    trainer = tiny.plain(tmp_path, max_grad_norm=0.0)
+    wrapper = SelfHealingTrainer(trainer, HealingConfig())
+    wrapper.train()
+    assert wrapper.healer.optimizers[0].clipper.max_grad_norm is None

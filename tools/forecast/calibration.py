@@ -1,9 +1,9 @@
 """From evidence to a probability that holds: a monotone table, and how far it is off.
 
 The event is that the loss doubles within the next ``HORIZON`` steps, as
-:func:`heal.forecast.corpus.damaged_at` has it. Steps of a slow fault whose loss never doubles count
-as steps without the event, up to ``HORIZON`` steps before the end of the run, from where on nobody
-knows. Left out are steps after the damage, and those after an instant fault.
+:func:`tools.forecast.corpus.damaged_at` has it. Steps of a slow fault whose loss never doubles
+count as steps without the event, up to ``HORIZON`` steps before the end of the run, from where on
+nobody knows. Left out are steps after the damage, and those after an instant fault.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.forecast.dataset import Dataset
-from heal.forecast.intervals import HIGH, LOW, drawn
-from heal.forecast.scenarios import SLOW
 from heal.forecast.score import Model
 from heal.forecast.watch import FIRST_STEP
+from tools.forecast.dataset import Dataset
+from tools.forecast.intervals import HIGH, LOW, drawn
+from tools.forecast.scenarios import SLOW
 
 HORIZON = 50  # steps ahead that the probability speaks of
 KNOTS = 24  # of the table: each has as many events as every other

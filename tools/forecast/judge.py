@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.forecast.dataset import Dataset
 from heal.forecast.hysteresis import Hysteresis
-from heal.forecast.scenarios import INSTANT
 from heal.forecast.score import LARGEST_LOGIT, Model
 from heal.forecast.watch import FIRST_STEP
+from tools.forecast.dataset import Dataset
+from tools.forecast.scenarios import INSTANT
 
 BEFORE = 50  # steps before an instant failure in which a warning would have been of use
 LAG = 2  # steps after which a healer hears of one: a warning counts from then on

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from heal.forecast import networks as net
-from heal.forecast import variety as more
-from heal.forecast.networks import Architecture, Params
+from tools.forecast import networks as net
+from tools.forecast import variety as more
+from tools.forecast.networks import Architecture, Params
 
 
 def _init(*sizes: int) -> Callable[[int, torch.Generator], Params]:

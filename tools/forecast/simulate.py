@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from heal.forecast.architectures import ARCHITECTURES
-from heal.forecast.networks import Architecture, Params
-from heal.forecast.scenarios import Scenario, plan
+from tools.forecast.architectures import ARCHITECTURES
+from tools.forecast.networks import Architecture, Params
+from tools.forecast.scenarios import Scenario, plan
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "rmsprop")
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8

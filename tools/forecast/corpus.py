@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from heal.forecast.architectures import ARCHITECTURES
-from heal.forecast.scenarios import HEALTHY, INSTANT, SLOW
-from heal.forecast.simulate import OPTIMIZERS, Streams, critical_lr, simulate
+from tools.forecast.architectures import ARCHITECTURES
+from tools.forecast.scenarios import HEALTHY, INSTANT, SLOW
+from tools.forecast.simulate import OPTIMIZERS, Streams, critical_lr, simulate
 
 STEPS = 500
 BATCH_SIZES = (4, 16, 32)

@@ -1,6 +1,6 @@
 """More tiny networks, for variety of losses: robust, counting, contrastive, variational and others.
 
-As those of :mod:`heal.forecast.architectures`: every tensor has a leading axis of runs.
+As those of :mod:`tools.forecast.architectures`: every tensor has a leading axis of runs.
 """
 
 import math
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heal.forecast.networks import (
+from tools.forecast.networks import (
     ALPHABET,
     FEATURES,
     Batch,

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.forecast.corpus import damaged_at, failed
 from heal.forecast.features import CHECK_INTERVAL, NAMES, Features
-from heal.forecast.scenarios import SLOW
-from heal.forecast.simulate import Streams
 from heal.forecast.watch import FIRST_STEP
+from tools.forecast.corpus import damaged_at, failed
+from tools.forecast.scenarios import SLOW
+from tools.forecast.simulate import Streams
 
 SEEN_AFTER = 0.5
 
@@ -94,7 +94,7 @@ def build(streams: Streams, processes: int = 1) -> Dataset:
 
 def features_of(records: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return float32 [steps, features] of one run's records; their columns are those of
-    :data:`heal.forecast.simulate.COLUMNS`.
+    :data:`tools.forecast.simulate.COLUMNS`.
     """
     followed = Features()
     out = np.empty((len(records), len(NAMES)), np.float32)

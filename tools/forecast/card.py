@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from heal.forecast.score import Model
-from heal.forecast.simulate import Streams
+from tools.forecast.simulate import Streams
 
 SHOWN = ("detection", "detection_interval", "false_per_10k", "false_per_10k_interval")
 """The numbers of a total that the card repeats."""

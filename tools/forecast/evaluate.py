@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.forecast.calibration import Reliability, reliability
 from heal.forecast.conformal import DEFAULT_SHARE
-from heal.forecast.dataset import Dataset
-from heal.forecast.judge import Judgement, evidence, judge
 from heal.forecast.score import Model
-from heal.forecast.train import calibrate, fit
+from tools.forecast.calibration import Reliability, reliability
+from tools.forecast.dataset import Dataset
+from tools.forecast.judge import Judgement, evidence, judge
+from tools.forecast.train import calibrate, fit
 
 TRAINED_SHARE = 0.6  # of the runs that a fold may learn from; the others calibrate its model
 

@@ -1,4 +1,4 @@
-"""Folds and judgements as plain numbers, with intervals: what ``heal forecast evaluate`` saves."""
+"""Folds and judgements as plain numbers, with intervals: what the evaluation saves."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.forecast import calibration
 from heal.forecast.conformal import DEFAULT_SHARE
-from heal.forecast.evaluate import Fold, together
-from heal.forecast.intervals import ratio_interval
-from heal.forecast.judge import Judgement
+from tools.forecast import calibration
+from tools.forecast.evaluate import Fold, together
+from tools.forecast.intervals import ratio_interval
+from tools.forecast.judge import Judgement
 
 
 def results_of(folds: list[Fold], share: float = DEFAULT_SHARE) -> dict[str, Any]:

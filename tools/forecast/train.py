@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heal.forecast import conformal
-from heal.forecast.calibration import HORIZON, steps_within, table
-from heal.forecast.dataset import Dataset
 from heal.forecast.features import NAMES
-from heal.forecast.judge import evidence
 from heal.forecast.score import Model
+from tools.forecast.calibration import HORIZON, steps_within, table
+from tools.forecast.dataset import Dataset
+from tools.forecast.judge import evidence
 
 KINDS = ("logistic", "network")
 LEFT_OUT = ("throughput", "lr_override")

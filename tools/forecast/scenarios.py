@@ -1,6 +1,6 @@
 """What happens to the runs of the corpus, step by step: schedules, noise and faults.
 
-A scenario is a few arrays of [runs, steps] that :mod:`heal.forecast.simulate` follows. Slow faults
+A scenario is a few arrays of [runs, steps] that :mod:`tools.forecast.simulate` follows. Slow faults
 begin at ``onset`` and grow by a few percent a step; instant ones strike at ``onset``.
 """
 
