@@ -27,6 +27,7 @@ from torch import Tensor
 from zclip import reference
 from zclip.checks import DTYPES, check_one_device, check_tensors, check_writable
 from zclip.layout import INF, KEEP, NAN, NUM_STATS, PROPAGATE, REFUSE, SUMSQ, ZERO
+from zclip.reference.rules import find_rule
 from zclip.schemas import norm_dtype
 
 ROW = 128
@@ -75,22 +76,24 @@ def implementations(ops: Sequence[str]) -> dict[str, Callable[..., Any]]:
         "grad_stats": grad_stats,
         "scale_": scale_,
         "zero_nonfinite_": zero_nonfinite_,
+        "clip_by_": clip_by_,
     }
-    for name in ops:
-        if name.startswith("clip_by_"):
-            ours[name] = functools.partial(_clip_by, name.removeprefix("clip_by_"))
-    return ours
+    return {name: ours[name] for name in ops if name in ours}
 
 
-def _clip_by(
-    rule: str, grads: list[Tensor], state: Tensor, *settings: Any
+def clip_by_(
+    grads: list[Tensor],
+    state: Tensor,
+    rule: int,
+    settings: Sequence[float],
+    loss: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Measure, choose and scale: norm, stats, coefs, verdict."""
+    """As :func:`zclip.reference.clip_by_`: measure, choose and scale."""
     _check(grads)
     _check_writable(grads)
     stats = _measure(grads)
-    coefs, verdict = getattr(reference, rule)(state, stats, *settings)
-    nonfinite = settings[1] if rule == "global_norm_" else PROPAGATE
+    coefs, verdict = reference.rule_(state, stats, rule, settings, loss)
+    nonfinite = find_rule(rule).typed(settings).get("nonfinite", PROPAGATE)
     if nonfinite == ZERO:
         zero_nonfinite_(grads, stats)
     _multiply_(grads, coefs)
