@@ -17,9 +17,10 @@ demo: $(VENV)/built
 	$(BIN)/heal demo --run-dir build/heal-demo
 
 # Workers share the cores, so that each computes with one thread; tests of threads set their own number.
-# Files stay whole: tests of one file may share a build or a world of ranks.
+# Files stay whole: tests of one file may share a build or a world of ranks. A worker that crashes ends
+# the run: xdist would start another, and then wait for ever for tests that nobody runs.
 test: lint $(VENV)/built browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0
 
 # The browser that reports are tested in. Without one, and without the means to install it, those tests
 # are skipped and say so.
@@ -33,7 +34,7 @@ browser:
 # The tests that concern Triton once more, with the newest release instead of the one torch pins.
 test-triton-newest: $(VENV)/built
 	$(BIN)/pip install -q --no-deps --upgrade --target build/triton-newest triton
-	PYTHONPATH=$(CURDIR)/build/triton-newest $(BIN)/python -m pytest -q -k triton
+	PYTHONPATH="$(CURDIR)/build/triton-newest" $(BIN)/python -m pytest -q -k triton
 
 soak: $(VENV)/built test-triton-newest
 	$(BIN)/python -m pytest -q -m slow

@@ -6,7 +6,7 @@ effect.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -36,12 +36,28 @@ class Run(Protocol):
         """Return to the snapshot of ``step``: all of it, or raise and change nothing."""
         ...
 
+    def corruption(self, is_shared: bool) -> Mapping[str, Any] | None:
+        """Look for NaN and Inf in weights, buffers and optimizer state; None if there are none.
+
+        Args:
+            is_shared: whether every rank asks now; else ranks that have peers do not look.
+        """
+        ...
+
+    def whereabouts(self, step: int, with_samples: bool) -> Mapping[str, Any]:
+        """Return the number of the call of ``step`` and the batch that a step had, if known."""
+        ...
+
+    def data_fault(self, step: int) -> str | None:
+        """Read the batch of a step again: what is NaN in it, "" if nothing is, None if unknown."""
+        ...
+
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:
         """Multiply ``lr_scale``, no lower than ``floor``; return to 1 over ``ramp_steps`` steps."""
         ...
 
     def hold_lr(self, limit: float) -> None:
-        """Scale every learning rate above ``limit`` down to it, until it comes below by itself."""
+        """Hold every learning rate at ``limit``, until it comes to that or less by itself."""
         ...
 
     def tighten_clip(self, factor: float) -> None:
@@ -160,9 +176,9 @@ class ScaleLr:
 
 @dataclass(frozen=True, slots=True)
 class HoldLr:
-    """Let the learning rate not exceed ``limit``, until it comes below by itself.
+    """Hold the learning rate at ``limit``, until it comes to that or less by itself.
 
-    For a rate that something other than a schedule has raised, and raises again after a rollback.
+    For a rate that something other than a schedule has changed, and changes again after a rollback.
     """
 
     limit: float

@@ -45,6 +45,7 @@ class Cause(str, Enum):
     WEIGHT_DRIFT = "weight_drift"
     INSTABILITY_AHEAD = "instability_ahead"
     PLATEAU = "plateau"
+    NOT_LEARNING = "not_learning"
     OVERFITTING = "overfitting"
     REWARD_COLLAPSE = "reward_collapse"
     KL_BLOWUP = "kl_blowup"
@@ -126,6 +127,9 @@ ABOUT: dict[Cause, About] = {
         Family.WARNING, "The forecast expects the loss to double soon; nothing is damaged yet."
     ),
     Cause.PLATEAU: About(Family.ALERT, "The loss has stopped improving.", DPO),
+    Cause.NOT_LEARNING: About(
+        Family.ALERT, "The weights do no better than those the run began with.", OPT
+    ),
     Cause.OVERFITTING: About(Family.ALERT, "The evaluation loss is far above the training loss."),
     Cause.REWARD_COLLAPSE: About(
         Family.ALERT, "Rewards of a group are all alike, or fell: nothing is learned.", DAPO

@@ -111,8 +111,7 @@ class HealingConfig:
     )
     loss_spike_patience: int = setting(
         5,
-        "Spikes in a row, worse than any level seen before, that make a rollback; four times as "
-        "many where hard data could be the reason.",
+        "Steps in which weights that an experiment found damaged may recover by themselves, twice.",
         group="loss",
         least=1,
     )
@@ -178,7 +177,7 @@ class HealingConfig:
         4, "Most snapshots kept, memory permitting.", group="snapshots", least=1
     )
     snapshot_memory_fraction: float = setting(
-        2.0,
+        4.0,
         "Most host memory for snapshots, as a multiple of the trainable state's bytes.",
         group="snapshots",
         above=0,
@@ -192,7 +191,7 @@ class HealingConfig:
 
     # Checks that look further than one step. 0 switches off.
     check_interval: int = setting(
-        100,
+        50,
         "Steps between checks of weights and optimizer state; 0: never.",
         group="checks",
         least=0,

@@ -15,7 +15,7 @@ from heal.detectors.health import StateHealth
 from heal.detectors.learning_rate import LrChange
 from heal.detectors.loss import LossChange
 from heal.detectors.pace import HostNews, ThroughputCollapse
-from heal.detectors.progress import OverfittingGap, Plateau
+from heal.detectors.progress import NotLearning, OverfittingGap, Plateau
 from heal.forecast.watch import ForecastWatch
 from heal.verdict import HealthRow, Record
 
@@ -72,6 +72,7 @@ class Watch:
             "loss": self._loss,
             "lr": self._lr,
             "plateau": Plateau(config),
+            "not_learning": NotLearning(config),
             "overfitting_gap": self._gap,
             "throughput_collapse": ThroughputCollapse(config),
         }

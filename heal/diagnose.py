@@ -1,12 +1,12 @@
 """From what was seen to why: findings or an exception in, one cause with evidence out. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from heal.causes import ABOUT, Cause, Family, Finding, Severity
-from heal.exceptions import classify, message_of, qualified_name
+from heal.exceptions import LOADER_PHASES, classify, message_of, qualified_name
 from heal.history import NONFINITE, History
 
 __all__ = ["Cause", "Diagnosis", "Severity", "diagnose", "diagnose_exception"]
@@ -82,7 +82,9 @@ class Diagnosis:
     def summary(self) -> str:
         """One sentence for people, with the evidence that has a name."""
         told = ABOUT[self.cause].summary
-        where = self.evidence.get("tensor")
+        blames, where = self.evidence.get("blames"), self.evidence.get("tensor")
+        if blames:
+            return f"{told} To blame is {blames}."
         return f"{told} Tensor: {where}." if where else told
 
     def to_json(self) -> dict[str, Any]:
@@ -166,6 +168,52 @@ def diagnose_exception(
         confidence=confidence,
         reference=ABOUT[cause].reference,
         severity=severity,
+        bad_step=step,
+        step=step,
+    )
+
+
+def may_be_the_weights(diagnosis: Diagnosis, patience: int, most: int) -> bool:
+    """Tell whether weights that hold NaN or Inf could be behind a diagnosis.
+
+    So it is with NaN losses and gradients, and with any exception of the model's own code: where it
+    samples from its output, looks up an index or inverts a matrix, NaN is an error. Skipped steps
+    are asked about when a streak begins and whenever patience is spent, because a look costs a pass
+    over the state.
+
+    Args:
+        diagnosis: what is wrong, as far as is known.
+        patience: skipped steps in a row that make a plan.
+        most: skipped steps in a row that end the run.
+    """
+    was_raised = "type" in diagnosis.evidence
+    if diagnosis.cause in (Cause.NONFINITE_LOSS, Cause.NONFINITE_GRADIENT):
+        streak = diagnosis.streak
+        return was_raised or streak == 1 or streak % patience == 0 or streak >= most
+    if diagnosis.cause is Cause.UNKNOWN:
+        return True
+    is_of_loader = diagnosis.evidence.get("phase") in LOADER_PHASES
+    return diagnosis.cause is Cause.DATA_ERROR and not is_of_loader
+
+
+def blame_state(diagnosis: Diagnosis, found: Mapping[str, Any], step: int) -> Diagnosis:
+    """Return the diagnosis that a look at the state leads to.
+
+    Args:
+        diagnosis: what it was taken for.
+        found: where NaN or Inf was found, see :func:`heal.state.corruption.find_corruption`.
+        step: the step that comes next. Good snapshots never hold NaN, so that any of them will do.
+    """
+    cause = Cause(found["cause"])
+    evidence: dict[str, Any] = {k: v for k, v in found.items() if k != "cause"}
+    evidence |= {"measured": True, "seen_as": diagnosis.cause.value}
+    evidence |= {k: diagnosis.evidence[k] for k in ("type", "message") if k in diagnosis.evidence}
+    return Diagnosis(
+        cause=cause,
+        evidence=evidence,
+        confidence=MEASURED,
+        reference=ABOUT[cause].reference,
+        severity=Severity.ERROR,
         bad_step=step,
         step=step,
     )

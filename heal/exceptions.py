@@ -43,7 +43,9 @@ MEMORY_TEXT = re.compile(
     r"(?:CUDA|HIP|XPU|MPS|NPU)\b.{0,40}?out of memory|out of memory\. Tried to allocate"
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUSOLVER_STATUS_ALLOC_FAILED"
     r"|DefaultCPUAllocator: (?:can't|not enough)|can't allocate memory|RESOURCE_EXHAUSTED"
-    r"|unable to (?:mmap|allocate)",
+    r"|unable to (?:mmap|allocate)"
+    # What oneDNN says when it finds no memory for a kernel or for its scratch space.
+    r"|could not (?:create|execute) a primitive(?! desc)|could not initialize a memory object",
     re.IGNORECASE | re.DOTALL,
 )
 HOST_MEMORY_TEXT = re.compile(r"DefaultCPUAllocator|unable to mmap", re.IGNORECASE)

@@ -50,5 +50,11 @@ class ExitCode(IntEnum):
     REPLICAS_DIFFER = 51
     """Copies of a parameter differ between ranks: memory or arithmetic of one is at fault."""
 
+    NOT_SAVED = 52
+    """Stopped by a signal, and the last state could not be saved; an older checkpoint counts."""
+
     PREEMPTED = 75
-    """Stopped by a signal after saving; run again to go on."""
+    """Stopped by a signal, and the last state is on the disk; run again to go on.
+
+    Without a ``checkpoint_dir`` saving is up to the caller, and this code says only "stopped".
+    """

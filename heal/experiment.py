@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +38,11 @@ CLEAR_NOISE, CLEAR_RATIO = 1.0, 1.5
 GREAT_NOISE, GREAT_RATIO = 10.0, 3.0
 """They lose it by so much that one batch is enough."""
 
+HARD_NOISE = 3.0
+"""A batch is hard if today's weights have a loss so much noise above the usual level on it."""
+
 BATCHES = 3
-"""Batches that must each be lost clearly where none is lost by that much."""
+"""Batches whose mean must be lost clearly where none is lost by far or hard for both."""
 
 BUDGET, BUDGET_STEPS = 20, 1000
 """Forward passes that experiments may cost within so many steps."""
@@ -66,31 +69,39 @@ class Pair(NamedTuple):
     old: float
 
 
-def judge(pairs: Sequence[Pair], noise: float) -> Answer | None:
+def judge(pairs: Sequence[Pair], noise: float, usual: float = math.nan) -> Answer | None:
     """Compare paired losses; None if another batch is needed.
 
-    Sequential: one batch that is lost by far is enough, one that is not lost clearly acquits, and
-    in between :data:`BATCHES` must all be lost. Losses at or below zero have no ratio and are
-    judged by differences beside the noise alone.
+    Sequential. One batch that today's weights lose by far is enough, and so is one that is hard for
+    both. A batch on which today's weights do as usual says little, because damage need not show on
+    every batch: then the means of :data:`BATCHES` decide. Losses at or below zero have no ratio and
+    are judged by differences beside the noise alone.
 
     Args:
         pairs: at least one.
         noise: the usual spread of the loss from batch to batch.
+        usual: the level of the loss before it was suspected; NaN if there was none.
     """
-    first = pairs[0]
-    if not math.isfinite(first.old):
+    newest = pairs[-1]
+    if not math.isfinite(newest.old):
         return Answer.OTHER_DATA  # whatever the weights, this batch has no finite loss
-    if not math.isfinite(first.now) or _loses(first, GREAT_NOISE * noise, GREAT_RATIO):
+    if not math.isfinite(newest.now) or _loses(newest, GREAT_NOISE * noise, GREAT_RATIO):
         return Answer.DAMAGED
-    if not all(_loses(pair, CLEAR_NOISE * noise, CLEAR_RATIO) for pair in pairs):
+    is_lost = _loses(_mean(pairs), CLEAR_NOISE * noise, CLEAR_RATIO)
+    is_hard = not newest.now <= usual + HARD_NOISE * noise
+    if is_hard and not _loses(newest, CLEAR_NOISE * noise, CLEAR_RATIO):
         return Answer.OTHER_DATA
-    return Answer.DAMAGED if len(pairs) >= BATCHES else None
+    if len(pairs) < BATCHES:
+        return None
+    return Answer.DAMAGED if is_lost else Answer.OTHER_DATA
 
 
 def _loses(pair: Pair, margin: float, ratio: float) -> bool:
-    if not math.isfinite(pair.old):
-        return False
     return pair.now - pair.old > margin and (pair.old <= 0.0 or pair.now > ratio * pair.old)
+
+
+def _mean(pairs: Sequence[Pair]) -> Pair:
+    return Pair(fmean(pair.now for pair in pairs), fmean(pair.old for pair in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +145,6 @@ class _Question:
     finding: Finding
     noise: float
     usual: float
-    peak: float
     due_at: int
     patient_until: int
     arms: list[tuple[int, int | None]]  # step of a snapshot, optimizer to swap (None: all)
@@ -142,6 +152,7 @@ class _Question:
     pairs: list[Pair] = field(default_factory=list)
     all_pairs: list[Pair] = field(default_factory=list)
     forwards: int = 0
+    level: float | None = None  # of the loss when the weights were last found damaged
     trial_step: int = -1
     old_loss: float = math.nan
     now_loss: float | None = None
@@ -162,6 +173,7 @@ class Experiment:
         ranks: who try together; losses are averaged over them.
         loss_level: returns the usual loss and its noise.
         held_lr: returns the highest learning rate that was held without a schedule.
+        patience: steps that weights found damaged are given to recover by themselves.
         note: told of what cannot be tried.
 
     Attributes:
@@ -176,8 +188,10 @@ class Experiment:
         ranks: Ranks,
         loss_level: Callable[[], tuple[float, float]],
         held_lr: Callable[[], float],
+        patience: int,
         note: Callable[[str], None],
     ) -> None:
+        self._patience = patience
         self._run = run
         self._state = state
         self._ranks = ranks
@@ -186,7 +200,7 @@ class Experiment:
         self._note = note
         self._question: _Question | None = None
         self._spent: deque[int] = deque()
-        self._recent: deque[float] = deque(maxlen=3)
+        self._recent: deque[float] = deque(maxlen=5)
         self.forwards = 0
         self.settled = 0
 
@@ -214,15 +228,16 @@ class Experiment:
         level, spread = self._loss_level()
         usual = _number(finding.evidence.get("usual_loss"), level)
         noise = _number(finding.evidence.get("noise"), spread)
-        loss = _number(finding.evidence.get("loss"), math.nan)
         noise = 0.0 if math.isnan(noise) else noise
         wait = min(LONGEST_WAIT, max(4, step // 4))
-        self._question = _Question(finding, noise, usual, loss, step, step + wait, arms)
+        self._question = _Question(finding, noise, usual, step, step + wait, arms)
+        self._run.ring.pin({step for step, _ in arms})
         return True
 
     def clear(self) -> None:
         """Forget the question: the run has returned to another state."""
         self._question = None
+        self._run.ring.pin(set())
         self._recent.clear()
 
     @contextmanager
@@ -262,8 +277,8 @@ class Experiment:
         self.forwards += passes
         question.forwards += passes
         self._spent.extend([self._run.step] * passes)
-        question.old_loss = self._mean(old)
-        question.now_loss = None if now is None else self._mean(now)
+        question.old_loss = self._reduced(old)
+        question.now_loss = None if now is None else self._reduced(now)
 
     def observe(self, record: Record) -> Settled | None:
         """Take in the record of a step; return the answer if there is one now."""
@@ -294,7 +309,12 @@ class Experiment:
 
     def _next(self, question: _Question, step: int) -> Settled | None:
         """Go on to the next batch, the next arm or the answer."""
-        answer = judge(question.pairs, question.noise)
+        if question.finding.cause is Cause.NOT_LEARNING:
+            pair = question.pairs[-1]
+            if pair.now < pair.old - 0.5 * question.noise:
+                return self._settle(Answer.OTHER_DATA, "today's weights do better than the first")
+            return self._settle(Answer.UNDECIDED, NOT_LEARNING)
+        answer = judge(question.pairs, question.noise, question.usual)
         is_game = question.arms[0][1] is not None
         if answer is None and is_game:
             answer = Answer.OTHER_DATA  # what one player gains the other loses: only by far
@@ -308,10 +328,12 @@ class Experiment:
             question.arm += 1
             question.pairs.clear()
             return None
-        if answer is Answer.DAMAGED and self._recovers(question, step):
-            question.pairs.clear()
-            question.due_at = step + max(2, (question.patient_until - step) // 2)
-            return None
+        if answer is Answer.DAMAGED and math.isfinite(question.pairs[-1].now):
+            wait = self._wait(question, step)
+            if wait:
+                question.pairs.clear()
+                question.due_at = step + wait
+                return None
         return self._settle(answer, WHY[answer])
 
     def _next_player(self, question: _Question, answer: Answer) -> Settled | None:
@@ -330,21 +352,24 @@ class Experiment:
         question.pairs.clear()
         return None
 
-    def _recovers(self, question: _Question, step: int) -> bool:
-        """Whether the loss has come down by half since it was last looked at, and may go on."""
-        if not self._recent or step >= question.patient_until:
-            return False
-        if not math.isfinite(question.usual) or not math.isfinite(question.peak):
-            return False
-        level = median(self._recent)
-        recovers = level - question.usual < 0.5 * (question.peak - question.usual)
-        question.peak = level
-        return recovers
+    def _wait(self, question: _Question, step: int) -> int:
+        """Return for how many steps to wait before the question is asked again; 0 for none.
+
+        The first time always: Adam's slingshots and a few hard batches pass by themselves. Later
+        only if the loss has come down by half meanwhile.
+        """
+        level = median(self._recent) if self._recent else math.nan
+        before, question.level = question.level, level
+        recovers = before is None or level - question.usual < 0.5 * (before - question.usual)
+        if not recovers or step >= question.patient_until:
+            return 0
+        return max(1, min(self._patience, step // 8))
 
     def _settle(self, answer: Answer, why: str) -> Settled:
         question = self._question
         assert question is not None
         self._question = None
+        self._run.ring.pin(set())
         self.settled += 1
         finding = question.finding
         snapshots = tuple(dict.fromkeys(s for s, _ in question.arms[: question.arm + 1]))
@@ -364,7 +389,7 @@ class Experiment:
         }
         cause = finding.cause
         held, lr = self._held_lr(), self._run.learning_rate()
-        if 0.0 < 1.5 * held < lr:
+        if held > 0.0 and not 0.0 < lr < 1.5 * held:
             cause = Cause.LR_SPIKE
             evidence |= {"lr": lr, "usual_lr": held}
         if math.isinf(pair.now):
@@ -382,6 +407,8 @@ class Experiment:
         """Return which snapshots to compare with, and which optimizer's parameters to swap."""
         good = [s for s in self._run.ring.good_steps() if self._fits(s)]
         good = list(self._ranks.common(good))
+        if finding.cause is Cause.NOT_LEARNING:
+            return [(step, None) for step in good[-1:]]
         before = [s for s in good if s <= finding.bad_step] or good[-1:]
         players = len(self._state.optimizers)
         if players == 1:
@@ -401,7 +428,7 @@ class Experiment:
             self._spent.popleft()
         return len(self._spent) < BUDGET
 
-    def _mean(self, loss: Tensor | float | None) -> float:
+    def _reduced(self, loss: Tensor | float | None) -> float:
         """Return the mean over ranks, which all must ask for; NaN if one could not compute it."""
         value = torch.full((), math.nan, dtype=torch.float64)
         if loss is not None:
@@ -415,6 +442,8 @@ class Experiment:
 NO_FORWARD = (
     "no forward pass could be run: iterate healer.batches(loader), or give Healer a forward="
 )
+
+NOT_LEARNING = "today's weights do no better than those the run began with"
 
 WHY = {
     Answer.DAMAGED: "the weights of the snapshot do far better on the same batches",
@@ -446,7 +475,6 @@ class Trial:
         self._values = state.values()
         self.rng = RngState.now()
         self.is_possible = snapshot is not None
-        self._is_over = False
         for param, _ in self._grads:
             param.grad = None
         if snapshot is not None:
@@ -484,9 +512,7 @@ class Trial:
 
     def end(self) -> None:
         """Put every bit back. May be called again, if a body goes on after it."""
-        if not self._is_over:
-            self._write(self._saved)
-            self._is_over = True
+        self._write(self._saved)
         for param, grad in self._grads:
             param.grad = grad
         for module, mode in self._modes:

@@ -90,6 +90,8 @@ class History:
     """Errors in a row that say NaN or Inf, as of anomaly detection; no step was taken since."""
     data_errors: int = 0
     consecutive_data_errors: int = 0
+    data_error_step: int = -1
+    """Where the last one was: steps before it, taken again after a rollback, prove nothing."""
     incidents: list[Incident] = field(default_factory=list)
     """Those not yet over, at most one per family."""
     closed_incidents: int = 0
@@ -104,7 +106,9 @@ class History:
         """Count a clean step: incidents end, attempts are won back. Return those that ended."""
         over: list[Incident] = []
         self.furthest_step = max(self.furthest_step, step)
-        self.consecutive_data_errors = self.nonfinite_errors = 0
+        self.nonfinite_errors = 0
+        if step >= self.data_error_step:
+            self.consecutive_data_errors = 0
         if self.incidents:
             over = [i for i in self.incidents if step >= i.last_step + config.incident_steps]
             self.closed_incidents += len(over)
@@ -146,6 +150,7 @@ class History:
         if family is Family.DATA:
             self.data_errors += 1
             self.consecutive_data_errors += 1
+            self.data_error_step = step
         if not changes_training(plan) and family is not Family.WAIT:
             return
         incident = self.open_incident(family)

@@ -35,7 +35,7 @@ from heal.integrations.trackers import attach
 from heal.journal.environment import describe_machine, describe_training
 from heal.journal.journal import Journal
 from heal.journal.notes import LEFT_OUT, Notes
-from heal.state.scheduler_state import note_stateless
+from heal.state.scheduler_state import note_rewriting, note_stateless
 from heal.step.loss_watch import judgeable
 from heal.step.micro_batch import TrainStep
 from heal.step.ranks import HostFacts
@@ -133,6 +133,7 @@ class Healer(Resuming, Lifetime, Probing):
         )
         self.parts = Parts(given, self.journal, notes, self)
         note_stateless(self.parts.schedules.given, notes.add)
+        note_rewriting(optimizers, notes.add)
         if checkpoint_dir is not None:
             self._save_to(checkpoint_dir, process_group)
         self.exits = Exits(self, self.journal, clock)
@@ -153,17 +154,29 @@ class Healer(Resuming, Lifetime, Probing):
 
         Out of memory, a batch that cannot be used, a network that is away: gradients, buffers and
         generators are put back, the plan is carried out, and the loop goes on with the next batch.
-        After OOM cut your batches into :attr:`micro_batches` pieces. What has no cure is raised.
+        Out of memory is healed by smaller pieces, so the loop has to ask for them. Without that the
+        run halts when recomputing activations does not help either. What has no cure is raised.
 
         Example:
             >>> for batch in healer.batches(loader):
             ...     with healer.attempt():
-            ...         loss = model(batch)
-            ...         loss.backward()
-            ...         healer.step(loss)
+            ...         total = 0.0
+            ...         for piece, share in healer.pieces(batch):  # one, unless memory ran out
+            ...             loss = share * model(piece)
+            ...             loss.backward()
+            ...             total += loss.detach()
+            ...         healer.step(total)
             ...     optimizer.zero_grad()
         """
         return self.parts.attempts.attempt()
+
+    def pieces(self, batch: Any) -> list[tuple[Any, float]]:
+        """Cut a batch into pieces that fit into memory, with the share of each in the mean loss.
+
+        One piece with the share 1 until memory runs out in :meth:`attempt`. Add up the gradients of
+        ``share * loss``, then call :meth:`step` once: the gradient is that of the whole batch.
+        """
+        return self.parts.micro.pieces_of(batch)
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Clip, step the optimizer unless the device refuses, step the scheduler, and listen.
@@ -203,10 +216,11 @@ class Healer(Resuming, Lifetime, Probing):
             books.after_step(facts, posted, loss is not None)
         except CannotHeal as halt:
             with self.exits.halting():
-                attempts.raise_own_error(halt)
+                halt = attempts.explained(halt)
                 if halt.exit_code == ExitCode.PREEMPTED and books.durable is not None:
-                    books.durable.save_last()
-                raise
+                    self.exits.draft(halt)
+                    raise books.durable.saved_before(halt) from None
+                raise halt from halt.__cause__
         except Exception as error:
             parts.notes.add(f"{LEFT_OUT}: {error!r}")
 
@@ -257,6 +271,28 @@ class Healer(Resuming, Lifetime, Probing):
         findings = watch.observe_eval(step, eval_loss, train_loss)
         with self.exits.halting():
             self.parts.treatment.treat(findings)
+
+    def add_state(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        """Have rollbacks and checkpoints hold a state that is outside of model and optimizer.
+
+        A moving average of the weights, a reference model, a replay buffer: what is not added stays
+        as it is in a rollback. Call this before the first step. A state that the loop updates after
+        :meth:`step` is exact too: it is saved, and given back, before the next batch is drawn.
+
+        Args:
+            name: of the state, in checkpoints.
+            save: returns it: tensors, numbers and texts in dicts and lists. It is copied to host
+                memory with every snapshot, which waits for the device.
+            load: takes what ``save`` returned, with its tensors in host memory.
+
+        Raises:
+            TypeError: ``save`` or ``load`` cannot be called.
+            ValueError: the name is taken.
+
+        Example:
+            >>> healer.add_state("ema", ema.state_dict, ema.load_state_dict)
+        """
+        self.parts.state.added.add(name, save, load)
 
     def report(self, flag: Flag) -> None:
         """Send news of this host with the record of the next step, so that all ranks act on it.

@@ -95,7 +95,7 @@ def decide(
     if diagnosis.family is Family.WAIT:
         return _wait(diagnosis, history, config)
     if diagnosis.family is Family.DATA:
-        return _skip_bad_batch(diagnosis, history, config)
+        return _skip_bad_batch(diagnosis, history, config, snapshots)
     if diagnosis.family is Family.NUMERIC:
         return _heal_numbers(diagnosis, history, config, snapshots)
     if diagnosis.family is Family.WARNING:
@@ -108,11 +108,14 @@ def _stop(diagnosis: Diagnosis) -> Halt:
 
 
 def _halt(diagnosis: Diagnosis, why: str, code: ExitCode) -> Halt:
-    known = (diagnosis.evidence.get(name) for name in ("type", "blames", "tensor"))
-    told = next(filter(None, known), None)
+    evidence = diagnosis.evidence
+    told = evidence.get("blames") or evidence.get("type") or evidence.get("tensor")
     where = f" ({told})" if told else ""
     at = f" at step {diagnosis.step}" if diagnosis.step >= 0 else ""
+    at += f", call {evidence['call']}" if "call" in evidence else ""
+    at += f", epoch {evidence['epoch']} batch {evidence['batch']}" if "batch" in evidence else ""
     reason = f"{diagnosis.cause.value}{at}{where}"
+    reason += f"; {evidence['hint']}" if "hint" in evidence else ""
     return Halt(f"{why}; last trouble: {reason}" if why else reason, int(code))
 
 
@@ -292,13 +295,19 @@ def _make_room(
         return (_halt(diagnosis, why, ExitCode.OUT_OF_MEMORY),)
     if diagnosis.evidence.get("phase") != "step":
         return plan
-    # The optimizer stopped half-way: a retry would update some weights twice.
-    usable = [step for step in snapshots if step <= diagnosis.bad_step]
-    if not usable:
-        why = "out of memory within the optimizer's step, and no snapshot to return to"
-        return (_halt(diagnosis, why, ExitCode.NO_SNAPSHOT),)
-    target = max(usable)
+    target = _before_half_step(diagnosis, snapshots)
+    if isinstance(target, Halt):
+        return (target,)
     return (*plan, Rollback(target), *_skip(diagnosis, config, target, 0), *_hold(config))
+
+
+def _before_half_step(diagnosis: Diagnosis, snapshots: Sequence[int]) -> int | Halt:
+    """Return where to go back to when the optimizer stopped half-way: some weights are updated."""
+    usable = [step for step in snapshots if step <= diagnosis.bad_step]
+    if usable:
+        return max(usable)
+    why = "the optimizer stopped within its step, and no snapshot exists to return to"
+    return _halt(diagnosis, why, ExitCode.NO_SNAPSHOT)
 
 
 def _wait(diagnosis: Diagnosis, history: History, config: HealingConfig) -> Plan:
@@ -315,7 +324,9 @@ def _wait(diagnosis: Diagnosis, history: History, config: HealingConfig) -> Plan
     return (Backoff(seconds),)
 
 
-def _skip_bad_batch(diagnosis: Diagnosis, history: History, config: HealingConfig) -> Plan:
+def _skip_bad_batch(
+    diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
+) -> Plan:
     """Skip, unless so many fail that it is the model's fault and skipping would hide it."""
     if history.consecutive_data_errors >= config.max_consecutive_data_errors:
         why = f"{history.consecutive_data_errors} batches in a row failed before this one"
@@ -323,4 +334,9 @@ def _skip_bad_batch(diagnosis: Diagnosis, history: History, config: HealingConfi
     if history.data_errors >= config.max_data_errors:
         why = f"{history.data_errors} batches failed before this one"
         return (_halt(diagnosis, why, ExitCode.BAD_DATA),)
-    return (SkipBatches(diagnosis.step, diagnosis.step),)
+    if diagnosis.evidence.get("phase") != "step":
+        return (SkipBatches(diagnosis.step, diagnosis.step),)
+    target = _before_half_step(diagnosis, snapshots)
+    if isinstance(target, Halt):
+        return (target,)
+    return (Rollback(target), SkipBatches(diagnosis.bad_step, diagnosis.step), *_hold(config))

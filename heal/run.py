@@ -5,26 +5,30 @@ import math
 import operator
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from heal.actions import CannotHeal
+from heal.causes import Cause
 from heal.config import HealingConfig
 from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
 from heal.state.constants import Constants
+from heal.state.corruption import find_corruption
 from heal.state.distinct import Key
 from heal.state.rng import RngState
 from heal.state.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
-from heal.state.training_state import StateMismatch, TrainingState
+from heal.state.training_state import RestoreFailed, StateMismatch, TrainingState
 from heal.step.activation_checkpointing import checkpoint_activations
 from heal.step.clip_limits import ClipLimits
 from heal.step.guarded_step import GuardedStep
 from heal.step.micro_batch import MicroBatcher
 from heal.step.schedules import Schedules
 from heal.step.weight_anchor import WeightAnchor
+
+TRIES = 2  # times that a snapshot is written before an older one is taken
 
 
 class Checkpoints(Protocol):
@@ -57,6 +61,7 @@ class TorchRun:
 
     Attributes:
         step: the number of the step that comes next.
+        calls: how many steps were taken in all, those that a rollback took back included.
         buffers: copies of those that steps write.
         on_restore: called with the plain healing state that was saved, after a rollback.
         on_resume: called after a run of another process is gone on with.
@@ -77,7 +82,7 @@ class TorchRun:
         note: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.step = 0
+        self.step = self.calls = 0
         self.buffers = state.buffers
         self.on_restore: Callable[[dict[str, Any]], None] = lambda saved: None
         self.on_resume: Callable[[], None] = lambda: None
@@ -106,6 +111,8 @@ class TorchRun:
         self.anchor = WeightAnchor(guarded.optimizers, guarded.ranks)
         self._constants = Constants(state, note)
         self._signature = state.signature()
+        self._unfinished: Snapshot | None = None  # to be brought up to date
+        self._returned_to: Snapshot | None = None  # by the rollback of this step
 
     @property
     def lr_scale(self) -> float:
@@ -147,7 +154,8 @@ class TorchRun:
             "data": self._stream.position(),
             "healing": self.healing_state(),
         }
-        taken = self.ring.capture(self.step, self._state.tensors(), values, is_proven)
+        tensors, without_nan = self._state.tensors(), self._state.without_nan()
+        taken = self.ring.capture(self.step, tensors, values, is_proven, without_nan)
         snapshot = self.ring.of_step(self.step) if taken else None
         if snapshot is not None:
             snapshot.owners = [weakref.ref(p) for p in self._state.parameters()]
@@ -172,7 +180,7 @@ class TorchRun:
         return math.nan
 
     def hold_lr(self, limit: float) -> None:
-        """Let no learning rate exceed ``limit`` until it comes below by itself."""
+        """Hold the learning rate at ``limit`` until it comes to that or less by itself."""
         self._lr_limit = limit
 
     def apply_lr_limit(self) -> None:
@@ -180,16 +188,55 @@ class TorchRun:
         if self._lr_limit is None:
             return
         lr = self.learning_rate()
-        if lr <= self._lr_limit * (1.0 + 1e-6):
+        if lr == 0.0 or 0.0 < lr <= self._lr_limit * (1.0 + 1e-6):
             self._lr_limit = None
             self.lr_scale = self._lr_scale
             return
         for optimizer in self._guarded.optimizers:
-            optimizer.lr_scale = min(self._lr_scale, self._lr_limit / lr)
+            # A negative rate is turned round: climbing is no schedule.
+            optimizer.lr_scale = self._lr_limit / lr * min(self._lr_scale, 1.0)
+
+    def capture_after_step(self) -> bool:
+        """Take a snapshot within ``step``; what the user does after it belongs to it, too.
+
+        A moving average is updated after ``step`` has returned, and an evaluation may draw random
+        numbers. So these are saved once more before the next step begins.
+        """
+        taken = self.capture()
+        self._unfinished = self.ring.of_step(self.step) if taken else None
+        return taken
+
+    def between_steps(self, is_drawing: bool) -> None:
+        """Follow what happened within ``step``, now that the user's turn is over.
+
+        A rollback put generators and added states back within ``step``. What the loop did to them
+        since, as the update of a moving average, was for a step that did not happen.
+
+        Args:
+            is_drawing: whether a batch is about to be drawn. Else the forward of the next step has
+                used the generators already.
+        """
+        snapshot, self._unfinished = self._unfinished, None
+        if snapshot is not None:
+            if self._state.added:
+                snapshot.values["added"] = self._state.added.saved()
+            if is_drawing:
+                snapshot.values["rng"] = RngState.now()
+        returned, self._returned_to = self._returned_to, None
+        if returned is not None:
+            self._state.added.load(returned.values.get("added", {}))
+            if is_drawing and self._config.data == "replay":
+                returned.values["rng"].put_back()
+
+    @property
+    def has_added_states(self) -> bool:
+        """Whether the user keeps state beside the model."""
+        return bool(self._state.added)
 
     def state(self) -> dict[str, Any]:
         """Return what healing changed about the run, as plain values; see :meth:`resume`."""
         return {
+            "calls": self.calls,
             "lr_scale": self._lr_scale,
             "ramp": self._ramp,
             "micro_batches": self.micro_batches,
@@ -200,7 +247,7 @@ class TorchRun:
 
     def resume(self, step: int, saved: dict[str, Any]) -> None:
         """Go on at a step of another process, with what :meth:`state` returned there."""
-        self.step = step
+        self.step, self.calls = step, saved.get("calls", step)  # not in the first checkpoints
         self.lr_scale, self._ramp = saved["lr_scale"], saved["ramp"]
         self.micro_batches = saved["micro_batches"]
         if "micro" in saved:  # not in the first checkpoints
@@ -228,24 +275,56 @@ class TorchRun:
         return True
 
     def restore(self, step: int) -> None:
-        """Return to the good snapshot of ``step``, or to an older one if its bytes have changed.
+        """Return to the good snapshot of ``step``, or to an older one if that cannot be done.
 
-        All ranks return to the same one, or none does.
+        All ranks return to the same one, or none does. A copy that fails is taken back and tried
+        once more; a snapshot whose bytes have changed, or that fails twice, gives way to the next
+        older one.
 
         Raises:
-            CannotHeal: there is none, or it does not fit; nothing was changed.
+            CannotHeal: there is none, or it does not fit, or none could be written. Unless the
+                message says that the memory holds a mix, nothing was changed.
         """
-        snapshot = self._verified(self._ranks.least(step))
-        changed = self._constants.changed()
-        problem = self._misfit(snapshot, changed)
-        if not self._ranks.all_agree(not problem):
-            raise CannotHeal(problem or "another rank could not return to its snapshot")
+        failure: RestoreFailed | None = None
+        for snapshot in self._verified(self._ranks.least(step)):
+            changed = self._constants.changed()
+            problem = self._misfit(snapshot, changed)
+            if not self._ranks.all_agree(not problem):
+                raise CannotHeal(problem or "another rank could not return to its snapshot")
+            for _ in range(TRIES):
+                failure = self._write(snapshot)
+                if failure is None:
+                    self._returned(snapshot, changed)
+                    return
+                self._note(f"the rollback to step {snapshot.step} failed: {failure}")
+        if failure is None:
+            raise CannotHeal(f"no intact snapshot of step {step} or before", ExitCode.NO_SNAPSHOT)
+        held = (
+            "the memory holds a mix of two states: do not save it, resume from a checkpoint"
+            if failure.is_mixed
+            else "the state is what it was before"
+        )
+        raise CannotHeal(f"no rollback succeeded, the last failed with {failure}; {held}")
+
+    def _write(self, snapshot: Snapshot) -> RestoreFailed | None:
+        """Write a snapshot over the run; return why it could not be done."""
+        settle = None if self.schedules is None else self.schedules.before_return()
+        try:
+            self._state.restore(
+                snapshot.tensors,
+                snapshot.values,
+                (lambda: None) if settle is None else (lambda: settle(snapshot.step)),
+                self._ranks.all_agree,
+            )
+        except RestoreFailed as failure:
+            return failure
+        return None
+
+    def _returned(self, snapshot: Snapshot, changed: Sequence[Key]) -> None:
+        """Have all else follow the state that was written."""
         self._guarded.mailbox.clear()
         self.anchor.release()
-        settle = None if self.schedules is None else self.schedules.before_return()
-        self._state.restore(snapshot.tensors, snapshot.values)
-        if settle is not None:
-            settle(snapshot.step)
+        self._unfinished, self._returned_to = None, snapshot
         if self._config.data == "replay":
             snapshot.values["rng"].put_back()
             self._stream.rewind(snapshot.values["data"])
@@ -270,6 +349,40 @@ class TorchRun:
             return f"the snapshot of step {snapshot.step} does not fit: {error}"
         return ""
 
+    def whereabouts(self, step: int, with_samples: bool) -> Mapping[str, Any]:
+        """Return how a step can be found again, whatever rollbacks did to its number.
+
+        ``call`` counts the calls of ``step`` from 1. Epoch, batch and samples are known for batches
+        of :meth:`heal.Healer.batches`; samples only where no other rank could have had the bad one.
+        """
+        found: dict[str, Any] = {"call": self.calls - (self.step - step) + 1}
+        place = self._stream.batch_of(step)
+        if place is None:
+            return found
+        if with_samples and not self._ranks.has_others:
+            return {**found, **place.named()}
+        return {**found, "epoch": place.epoch, "batch": place.number}
+
+    def data_fault(self, step: int) -> str | None:
+        """Read the batch of a step again: what is NaN in it, "" if nothing is, None if unknown."""
+        place = self._stream.batch_of(step)
+        return None if place is None else place.bad_numbers()
+
+    def corruption(self, is_shared: bool) -> Mapping[str, Any] | None:
+        """Look for NaN and Inf in all that steps change, on every rank; waits for the device."""
+        if self._ranks.has_others and not is_shared:
+            return None
+        found = find_corruption(self._state)
+        if found is None:
+            frozen = self._constants.corrupt(self._constants.changed())
+            if frozen:
+                found = {"cause": Cause.WEIGHT_CORRUPTION.value, "tensor": frozen, "tensors": 1}
+        told = self._ranks.gather(found)
+        rank = next((r for r, answer in enumerate(told) if answer is not None), None)
+        if rank is None or len(told) == 1:
+            return found
+        return {**told[rank], "rank": rank}
+
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:
         """Multiply the learning rate's factor, and return to 1 over ``ramp_steps`` steps."""
         self.lr_scale = max(self._lr_scale * factor, floor)
@@ -284,6 +397,7 @@ class TorchRun:
     def advance(self) -> None:
         """Count a step: the learning rate comes a little closer to its schedule."""
         self.step += 1
+        self.calls += 1
         if self.anchor.steps_left:
             self.anchor.count_step()
         if self.clip_limits.steps_left:
@@ -310,6 +424,10 @@ class TorchRun:
     def shrink_micro_batch(self) -> bool:
         """Cut batches twice as fine; False if pieces are as small as they may be, on all ranks."""
         return self._ranks.any_has(self._micro.shrink())
+
+    def cut_as(self, state: Mapping[str, int]) -> None:
+        """Cut batches as finely as another process found that it must; see MicroBatcher.state."""
+        self._micro.load_state(state)
 
     def checkpoint_activations(self) -> bool:
         """Recompute activations in backward; False if the model cannot or already does."""
@@ -346,12 +464,12 @@ class TorchRun:
         """Hold the weights where they are; see :class:`heal.step.weight_anchor.WeightAnchor`."""
         return self.anchor.hold(strength, steps)
 
-    def _verified(self, step: int) -> Snapshot:
+    def _verified(self, step: int) -> Iterator[Snapshot]:
+        """Yield snapshots of ``step`` and before that are intact on every rank, newest first."""
         for candidate in [s for s in self.snapshots() if s <= step]:
             snapshot = self._intact(candidate)
             if self._ranks.all_agree(snapshot is not None) and snapshot is not None:
-                return snapshot
-        raise CannotHeal(f"no intact snapshot of step {step} or before", ExitCode.NO_SNAPSHOT)
+                yield snapshot
 
     def _intact(self, step: int) -> Snapshot | None:
         try:

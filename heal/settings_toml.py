@@ -53,6 +53,10 @@ def read_settings(text: str, table: str, where: str, kind: type) -> dict[str, An
         tables = tomllib.loads(text)
     except ValueError as error:  # also a number of more digits than Python reads
         raise ConfigError(f"{where} is not TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError(
+            f"{where} is nested too deeply; expected one table [{table}] with plain values"
+        ) from None
     ours: Any = tables.get(table, tables)
     if not isinstance(ours, dict):
         raise ConfigError(f"{table} is {ours!r}; wanted a table")

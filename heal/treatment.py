@@ -11,14 +11,16 @@ from heal.actions import (
     CannotHeal,
     Halt,
     Plan,
+    Refuse,
     Rollback,
     Run,
+    ScaleLr,
     SkipBatches,
     action_to_json,
 )
-from heal.causes import Cause, Finding, Severity
+from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
-from heal.diagnose import Diagnosis, diagnose
+from heal.diagnose import Diagnosis, blame_state, diagnose, may_be_the_weights
 from heal.exit_codes import ExitCode
 from heal.experiment import Settled
 from heal.history import NONFINITE, History, Incident
@@ -44,6 +46,12 @@ MAY_BE_IN_SNAPSHOTS = (
 )
 """Trouble that begins before it is seen. What the device refused is in no snapshot."""
 
+
+MEASURED_LATE = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.OPTIMIZER_RESET)
+"""Found by a check some time after: the batch of that step has nothing to do with it."""
+
+SKIPPED = (Cause.NONFINITE_GRADIENT, Cause.NONFINITE_LOSS, Cause.GRADIENT_SPIKE)
+"""What the device skips a step for."""
 
 SPENT = (
     ExitCode.BUDGET_SPENT,
@@ -89,6 +97,8 @@ class Treatment:
         self._journal = journal
         self._note = note
         self._num_given_up = 0  # batches in a row
+        self._saw_bad_data = False
+        self._overflows: list[Diagnosis] = []
 
     def treat(self, findings: Sequence[Finding]) -> Plan:
         """Treat what detectors found in one record; return what was done.
@@ -100,7 +110,52 @@ class Treatment:
             return ()
         diagnosis = diagnose(findings, self.history)
         self.history.note_findings(findings)
-        return () if diagnosis is None else self.carry_out(diagnosis)
+        if diagnosis is None:
+            return ()
+        if diagnosis.cause is Cause.SCALER_OVERFLOW:  # routine: reported once, when it is over
+            self._overflows.append(diagnosis)
+            return ()
+        return self.carry_out(diagnosis)
+
+    def note_clean(self, step: int, loss: float, noise: float) -> None:
+        """Count a clean step: incidents end with it, and a scaler's search for its scale.
+
+        Args:
+            step: which.
+            loss: its present level; NaN if it is not known.
+            noise: of the loss.
+        """
+        for incident in self.history.note_step(step, self._config):
+            self._note_outcome(incident, loss, noise)
+        if self._overflows:
+            self._report_overflows()
+
+    def report_last(self, findings: Sequence[Finding]) -> None:
+        """Write down what was found after the last step, when there is nothing left to do."""
+        diagnosis = diagnose(findings, self.history)
+        self.history.note_findings(findings)
+        if diagnosis is not None and diagnosis.cause is Cause.SCALER_OVERFLOW:
+            self._overflows.append(diagnosis)
+        elif diagnosis is not None:
+            self._locate(diagnosis)
+            was_skipped = diagnosis.cause in SKIPPED and not diagnosis.evidence.get("applied")
+            plan: Plan = (Refuse(),) if was_skipped else ()
+            at = self._run.step
+            self.log.append((at, diagnosis, plan))
+            self._write_down(diagnosis, plan, [True] * len(plan), 0.0, at, self._knobs())
+
+    def report_end(self) -> None:
+        """Write down what was held back for a line that never came."""
+        if self._overflows:
+            self._report_overflows()
+
+    def _report_overflows(self) -> None:
+        first, last = self._overflows[0], self._overflows[-1]
+        told = {"skipped": len(self._overflows), "first_step": first.step, **last.evidence}
+        self._overflows = []
+        diagnosis = replace(last, evidence=told)
+        self.log.append((self._run.step, diagnosis, ()))
+        self._write_down(diagnosis, (), (), 0.0, self._run.step, self._knobs())
 
     def would_halt(self, diagnosis: Diagnosis) -> bool:
         """Return whether the policy has nothing left for a diagnosis; nothing is done."""
@@ -114,10 +169,14 @@ class Treatment:
             CannotHeal: the run must stop.
         """
         self.catch_up()
+        self._locate(diagnosis)
+        diagnosis, is_misread = self._look_at_state(diagnosis)
         if diagnosis.cause in NONFINITE and "type" in diagnosis.evidence:
             # It was raised, so that the device counted no refused step: patience must end too.
             diagnosis = replace(diagnosis, streak=self.history.note_nonfinite_error())
         plan = decide(diagnosis, self.history, self._config, self._run.snapshots())
+        if is_misread:
+            plan = self._take_back_lr(plan)
         plan = self._ask_hook(diagnosis, plan)
         at, before = self._run.step, self._knobs()
         began = time.monotonic()
@@ -132,6 +191,67 @@ class Treatment:
             self.log.append((at, diagnosis, plan))
             self._write_down(diagnosis, plan, effects, time.monotonic() - began, at, before)
         return plan
+
+    def _look_at_state(self, diagnosis: Diagnosis) -> tuple[Diagnosis, bool]:
+        """Look for NaN in the state where it could be the cause; return whether it is."""
+        config = self._config
+        stops = config.nan_action == "raise" and diagnosis.cause in NONFINITE
+        if stops or not may_be_the_weights(diagnosis, config.nan_patience, config.max_consecutive):
+            return diagnosis, False
+        # What came by a record is treated by every rank in the same step; an exception is not.
+        try:
+            found = self._run.corruption("type" not in diagnosis.evidence)
+        except Exception as error:
+            self._note(f"weights could not be checked for NaN: {error!r}")
+            return diagnosis, False
+        if found is None:
+            self._look_at_data(diagnosis)
+            return diagnosis, False
+        return blame_state(diagnosis, found, self._run.step), True
+
+    def _look_at_data(self, diagnosis: Diagnosis) -> None:
+        """Say in the evidence whether NaN came with the batch, where the state holds none.
+
+        A batch is read again when a streak begins, until one was found to hold NaN; then only when
+        patience is spent.
+        """
+        if diagnosis.cause not in NONFINITE or (self._saw_bad_data and diagnosis.streak == 1):
+            return
+        fault = self._run.data_fault(diagnosis.step)
+        if fault:
+            self._saw_bad_data = True
+            diagnosis.evidence["blames"] = f"the data: {fault}"
+        elif diagnosis.streak > 1:
+            sound = "weights, buffers and optimizer state" + (
+                "" if fault is None else ", the batch"
+            )
+            diagnosis.evidence["hint"] = (
+                f"{sound} are finite: look for NaN outside of them, as in a hidden state that is "
+                "carried from step to step"
+            )
+
+    def _locate(self, diagnosis: Diagnosis) -> None:
+        """Say in the evidence which batch it was: step numbers come again after a rollback."""
+        if diagnosis.family in (Family.ALERT, Family.WARNING) or diagnosis.step < 0:
+            return
+        is_first = diagnosis.streak == 1 or diagnosis.severity >= Severity.ERROR
+        try:
+            found = dict(self._run.whereabouts(diagnosis.step, with_samples=is_first))
+        except Exception as error:
+            self._note(f"the batch of step {diagnosis.step} could not be named: {error!r}")
+            return
+        if diagnosis.cause in MEASURED_LATE:
+            found = {"call": found["call"]} if "call" in found else {}
+        for name, value in found.items():
+            diagnosis.evidence.setdefault(name, value)
+
+    def _take_back_lr(self, plan: Plan) -> Plan:
+        """Add that the rate returns to its schedule, if symptoms of corrupt weights lowered it."""
+        incident = self.history.open_incident(Family.NUMERIC)
+        lowers = any(isinstance(action, (ScaleLr, Halt)) for action in plan)
+        if incident is None or not incident.count(ScaleLr) or lowers or self._run.lr_scale >= 1.0:
+            return plan
+        return (*plan, ScaleLr(1.0 / self._run.lr_scale, self._config.lr_floor, 0))
 
     def give_up_batch(self, diagnosis: Diagnosis) -> None:
         """Count a batch that is given up because the plan has no cure for what it raised.
@@ -155,17 +275,6 @@ class Treatment:
     def note_experiment(self, settled: Settled) -> None:
         """Write down what an experiment has shown."""
         self._journal.event("experiment", self._run.step, **settled.to_json())
-
-    def note_clean_step(self, step: int, loss: float, noise: float) -> None:
-        """Count a clean step; of incidents that end with it, write down whether the loss is back.
-
-        Args:
-            step: which.
-            loss: its present level; NaN if it is not known.
-            noise: of the loss.
-        """
-        for incident in self.history.note_step(step, self._config):
-            self._note_outcome(incident, loss, noise)
 
     def note_outcomes_at_end(self, loss: float, noise: float) -> None:
         """Write down how incidents stand that are not over when the run ends."""

@@ -187,7 +187,8 @@ class HealthRow:
     One entry per trainable tensor, in a fixed order. ``moment_norms`` has the norms of everything
     that the optimizer keeps of that tensor, together; -1 where it keeps nothing yet.
     ``weight_bad`` and ``moment_bad`` count elements that are NaN or Inf. ``step_counters`` holds
-    the optimizer's own step count of each tensor, -1 where it has none.
+    the optimizer's own step count of each tensor, -1 where it has none. ``buffer_bad`` counts what
+    must not be in the buffers that forward writes, in the order of ``buffer_names``.
     """
 
     step: int
@@ -197,6 +198,8 @@ class HealthRow:
     moment_bad: tuple[int, ...] = ()
     step_counters: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
+    buffer_bad: tuple[int, ...] = ()
+    buffer_names: tuple[str, ...] = ()
 
     def name(self, index: int) -> str:
         """Return the name of a tensor, or its number if it has none."""

@@ -1,7 +1,10 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 import signal
+import threading
+import time
 from collections import defaultdict
 
 import pytest
@@ -21,17 +24,39 @@ MOST_CASES = 3
 
 
 WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+THREAD_SECONDS = 60.0  # for a thread that was told to end, on a busy machine
 
 
 @pytest.fixture(autouse=True)
-def _signals_come_back():
-    """A healer that no test closed would answer the signals that later tests send."""
-    before = {number: signal.getsignal(number) for number in WATCHED_SIGNALS}
+def _nothing_outlives_the_test():
+    """Put signals back, and fail a test whose threads go on: one may end the process much later.
+
+    A healer that is open would also answer the signals that later tests send.
+    """
+    handlers = {number: signal.getsignal(number) for number in WATCHED_SIGNALS}
+    threads = set(_threads_of_heal())
     yield
-    for number, handler in before.items():
+    leaked = _leaked(threads)
+    for number, handler in handlers.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
     signal.set_wakeup_fd(-1)
+    assert not leaked, f"{leaked} still run: close the healer, or leave its `with` block"
+
+
+def _threads_of_heal():
+    return [t for t in threading.enumerate() if t.name.startswith("heal-")]
+
+
+def _leaked(before):
+    """Names of threads that a test left behind; a healer that nobody refers to closes itself."""
+    if not set(_threads_of_heal()) - before:
+        return []
+    gc.collect()
+    until = time.monotonic() + THREAD_SECONDS
+    while (left := set(_threads_of_heal()) - before) and time.monotonic() < until:
+        time.sleep(0.01)
+    return sorted(thread.name for thread in left)
 
 
 @pytest.fixture(params=BACKENDS, ids=str)

@@ -116,17 +116,17 @@ class _Bare:
     """An optimizer without a clipper, in the shape that the training state expects."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self.inner = optimizer
         self.clipper = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
         self._momentum = SimpleNamespace(forget=lambda: None)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
+        return self.inner.param_groups
 
     @property
     def state(self) -> Any:
-        return self._optimizer.state
+        return self.inner.state
 
 
 def _state(model: Module, optimizer: Any, scheduler: Any, scaler: Any) -> TrainingState:

@@ -148,6 +148,7 @@ def _names_for_others(state: TrainingState, names: Names) -> dict[str, Any]:
         for name in sorted(module._non_persistent_buffers_set)
     ]
     return {
+        "optimizers": _kinds(state),
         "groups": groups,
         "aliases": {name: target for name, target in aliases.items() if name != target},
         "non_persistent": passing,
@@ -241,6 +242,38 @@ def _check_parameters(
         if not is_trained:
             frozen.append((param, saved.pop(key)))
     return frozen
+
+
+def _kinds(state: TrainingState) -> list[str]:
+    """The classes of the optimizers: fused or not, in this package or in torch, they are alike."""
+    return [type(optimizer.inner).__name__ for optimizer in state.optimizers]
+
+
+def check_kinds(state: TrainingState, values: Mapping[str, Any]) -> None:
+    """Compare the optimizers of a checkpoint with those of a run, before anything is changed.
+
+    Their settings would be loaded over each other where they have the same name, such as ``lr``.
+
+    Raises:
+        StateMismatch: an optimizer is of another kind, or has settings that were not saved.
+    """
+    saved, here = values.get("names", {}).get("optimizers"), _kinds(state)
+    if saved is not None and saved != here:  # not in the first checkpoints
+        raise StateMismatch(
+            f"the checkpoint is of {', '.join(saved)}, this run has {', '.join(here)}; expected "
+            "the same optimizers in the same order. To go on with another optimizer, load the "
+            "weights alone and start a new checkpoint_dir"
+        )
+    for kind, optimizer, groups in zip(
+        here, state.optimizers, values["training"]["groups"], strict=False
+    ):
+        for group in groups:
+            lacking = sorted(set(optimizer.inner.defaults) - set(group) - {"lr"})  # may be a tensor
+            if lacking and saved is None:
+                raise StateMismatch(
+                    f"the checkpoint has no {', '.join(lacking)} for {kind}: it is of another "
+                    "optimizer; expected the same one"
+                )
 
 
 def _shares_memory(tensor: Tensor, live: Mapping[Key, Tensor]) -> bool:

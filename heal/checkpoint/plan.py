@@ -61,7 +61,7 @@ def agree(
     """Agree with all ranks on a save; every rank has to call this, also one that cannot save.
 
     Args:
-        directory: of the store; it exists.
+        directory: of the store.
         ranks: who saves.
         step: the step that comes next.
         entries: what this rank has.
@@ -75,7 +75,7 @@ def agree(
         dict(entries),
         trouble,
         _next_retry(directory, step),
-        free_bytes(directory),
+        0 if trouble else free_bytes(directory),
         secrets.token_hex(16),
     )
     said = [mine]
@@ -91,8 +91,8 @@ def agree(
     free = min(p.free for p in said)
     if needed + SPARE_BYTES > free:
         raise NoSpace(
-            f"step {step} was not saved: {needed} bytes are needed and {free} are free at "
-            f"{directory}; free some, or keep fewer checkpoints"
+            f"step {step} was not saved: {needed} bytes and a reserve of {SPARE_BYTES} are needed, "
+            f"and {free} are free at {directory}; free some, or keep fewer checkpoints"
         )
     folder = folder_for(directory, step, max(p.retry for p in said))
     own = placed(held[ranks.rank], ranks.rank)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heal.checkpoint.chunks import Chunk
 from heal.checkpoint.encode import decode, torch_dtype
-from heal.checkpoint.errors import CannotReshard, CheckpointCorrupt
+from heal.checkpoint.errors import CannotReshard, CheckpointCorrupt, CheckpointRefused
 from heal.checkpoint.manifest import (
     Commit,
     Entry,
@@ -42,6 +42,19 @@ class Restored:
     save_id: str
     tensors: dict[str, Tensor]
     values: Any
+
+    def check_values(self, needs: Iterable[str]) -> None:
+        """Raise unless the plain values have these names.
+
+        Raises:
+            CheckpointRefused: they have not: the checkpoint was made by another program.
+        """
+        found = self.values if isinstance(self.values, Mapping) else {}
+        lacking = [name for name in needs if name not in found]
+        if lacking:
+            raise CheckpointRefused(
+                f"its values have no {', '.join(lacking)}; expected a checkpoint of a healed run"
+            )
 
 
 class CheckpointReader:

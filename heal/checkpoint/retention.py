@@ -1,6 +1,6 @@
 """Which checkpoints go when there are more than wanted: never the newest that was verified."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from heal.checkpoint.folders import ABANDONED, StepFolder, committed, list_folders, remove_folder
@@ -21,16 +21,27 @@ def surplus(folders: Iterable[StepFolder], keep: int, verified: StepFolder) -> l
 
 
 def retain(
-    directory: Path, keep: int, verified: StepFolder, note: Callable[[str], None]
+    directory: Path,
+    keep: int,
+    verified: StepFolder,
+    note: Callable[[str], None],
+    left_alone: Collection[StepFolder] = (),
 ) -> list[StepFolder]:
     """Remove old saves, what crashes left unfinished, and what rollbacks abandoned before.
 
     A folder that cannot be removed is noted and left.
 
+    Args:
+        directory: of the store.
+        keep: how many finished saves to keep.
+        verified: see :func:`surplus`.
+        note: told of what cannot be removed.
+        left_alone: neither counted nor removed: nobody could read them, and a person may.
+
     Returns:
         Those that are gone.
     """
-    going = surplus(committed(directory), keep, verified)
+    going = surplus([f for f in committed(directory) if f not in left_alone], keep, verified)
     going += [f for f in list_folders(directory) if not f.is_committed and f < verified]
     gone = []
     for folder in going:

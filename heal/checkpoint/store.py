@@ -2,12 +2,19 @@
 
 import os
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from heal.checkpoint.contents import Contents, Names, collect, put_back, wanted_chunk
+from heal.checkpoint.contents import (
+    Contents,
+    Names,
+    check_kinds,
+    collect,
+    put_back,
+    wanted_chunk,
+)
 from heal.checkpoint.errors import CannotEncode, CheckpointError, SaveFailed
 from heal.checkpoint.files import make_folder
 from heal.checkpoint.folders import StepFolder, abandon, committed
@@ -52,6 +59,7 @@ class CheckpointStore:
 
     Attributes:
         notes: what was passed over or could not be removed.
+        passed_over: finished checkpoints that the last load could not use.
 
     Raises:
         OSError: the folder cannot be made.
@@ -73,6 +81,7 @@ class CheckpointStore:
         self.keep = keep
         self.ranks = Ranks() if ranks is None else ranks
         self.notes: list[str] = []
+        self.passed_over: list[StepFolder] = []
         self._asynchronous = asynchronous
         self._read_back = read_back
         self._wait_seconds = wait_seconds
@@ -121,31 +130,54 @@ class CheckpointStore:
         """Save a run; see :meth:`save` for the options."""
         return self.save(step, lambda: collect(state, extra), **options)
 
-    def load(self, want: Want = lambda name: None, *, most: int | None = None) -> Restored | None:
+    def load(
+        self,
+        want: Want = lambda name: None,
+        *,
+        most: int | None = None,
+        needs: Sequence[str] = (),
+    ) -> Restored | None:
         """Return the newest checkpoint that every rank can read; None if there is none.
+
+        Those that had to be passed over are left alone from then on: retention neither counts nor
+        removes them.
 
         Args:
             want: which part of each tensor this rank needs.
             most: the latest step that will do.
+            needs: names that its plain values must have.
         """
         self._writer.wait()
         rank, size = self.ranks.rank, self.ranks.size
 
         def read(folder: StepFolder) -> Restored:
-            return CheckpointReader(folder.path).read(rank, size, want)
+            restored = CheckpointReader(folder.path).read(rank, size, want)
+            restored.check_values(needs)
+            return restored
 
         found = newest_common(self.directory, self.ranks, read, self._note, most)
+        newest = None if found is None else found[0]
+        self.passed_over = [
+            folder
+            for folder in committed(self.directory)
+            if (newest is None or folder > newest) and (most is None or folder.step <= most)
+        ]
         return None if found is None else found[1]
 
-    def load_state(self, state: TrainingState, *, most: int | None = None) -> Restored | None:
+    def load_state(
+        self, state: TrainingState, *, most: int | None = None, needs: Sequence[str] = ()
+    ) -> Restored | None:
         """Return a run to its newest checkpoint that every rank can read; None if there is none.
 
         Raises:
             StateMismatch: the checkpoint is of another run; nothing was changed.
         """
         names = Names(state)
-        restored = self.load(lambda name: wanted_chunk(state, names, name), most=most)
+        restored = self.load(
+            lambda name: wanted_chunk(state, names, name), most=most, needs=("training", *needs)
+        )
         if restored is not None:
+            check_kinds(state, restored.values)
             put_back(state, restored.tensors, restored.values["training"])
         return restored
 
@@ -209,6 +241,7 @@ class CheckpointStore:
     ) -> Job:
         """Agree with all ranks and copy what this one writes."""
         contents, trouble = _made(make)
+        trouble = trouble or _remade(self.directory)
         if in_thread and self._writer.is_busy:
             trouble = trouble or BUSY
         measured = Measured(contents)
@@ -248,6 +281,8 @@ class CheckpointStore:
         except (SaveFailed, OSError) as error:
             trouble = error
         said = self.ranks.gather(repr(trouble).encode() if trouble is not None else b"")
+        if any(said):
+            job.discard()
         if isinstance(trouble, OSError):
             raise SaveFailed(f"step {job.plan.step} was not saved: {trouble}") from trouble
         if trouble is not None:
@@ -261,7 +296,7 @@ class CheckpointStore:
 
     def _committed(self, folder: StepFolder) -> None:
         if self._read_back:
-            retain(self.directory, self.keep, folder, self._said.put)
+            retain(self.directory, self.keep, folder, self._said.put, self.passed_over)
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -274,6 +309,15 @@ def _made(make: Callable[[], Contents]) -> tuple[Contents, str]:
         return make(), ""
     except Exception as error:
         return Contents({}), f"{type(error).__name__}: {error}"
+
+
+def _remade(directory: Path) -> str:
+    """Make the folder again if it was removed while the run went on; return why that failed."""
+    try:
+        make_folder(directory)
+    except OSError as error:
+        return f"{directory} cannot be made: {error.strerror or error}"
+    return ""
 
 
 def _later(

@@ -1,6 +1,7 @@
 """Writes a save to the disk: in the caller's thread, or in one of its own beside the training."""
 
 import atexit
+import contextlib
 import queue
 import sys
 import threading
@@ -87,8 +88,18 @@ class Job:
             OSError: this one could not.
         """
         if self.plan.rank == 0:
-            self._commit(self.plan.folder.path)
+            try:
+                self._commit(self.plan.folder.path)
+            except BaseException:
+                self.discard()
+                raise
             self.after_commit(self.plan.folder)
+
+    def discard(self) -> None:
+        """On rank 0: remove the folder of a save that will never be finished, if the disk lets."""
+        if self.plan.rank == 0 and not self.plan.folder.is_committed:
+            with contextlib.suppress(OSError):
+                remove_folder(self.plan.folder)
 
     def _write_own(self, folder: Path) -> None:
         plan = self.plan
@@ -158,7 +169,10 @@ class Job:
 
 
 class Writer:
-    """A thread that writes one save at a time; training never waits for it and never dies of it.
+    """Writes one save at a time, in a thread; training never waits for it and never dies of it.
+
+    The thread lives as long as its save, so that nothing is left behind by a writer that nobody
+    closed.
 
     Attributes:
         finished: jobs that ended, with the exception if they failed; emptied by who reads it.
@@ -166,7 +180,7 @@ class Writer:
 
     def __init__(self) -> None:
         self.finished: queue.SimpleQueue[tuple[Job, Exception | None]] = queue.SimpleQueue()
-        self._jobs: queue.Queue[Job | None] = queue.Queue(maxsize=1)
+        self._job: Job | None = None
         self._idle = threading.Event()
         self._idle.set()
         self._in_a_hurry = threading.Event()
@@ -186,13 +200,17 @@ class Writer:
         """
         if self.is_busy:
             raise SaveFailed("the save before is still being written")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="heal-writer", daemon=True)
-            self._thread.start()
-        self._idle.clear()
         self._in_a_hurry.clear()
         job.in_a_hurry = self._in_a_hurry
-        self._jobs.put(job)
+        self._job = job
+        self._thread = threading.Thread(target=self._work, name="heal-writer", daemon=True)
+        self._idle.clear()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads: this save fails, and the next may not
+            self._job = None
+            self._idle.set()
+            raise SaveFailed(f"step {job.plan.step} was not saved: {error}") from error
 
     def hurry(self) -> None:
         """Wait for other ranks no longer than a moment, from now on: this process is at its end."""
@@ -206,24 +224,21 @@ class Writer:
         """Finish what was begun and end the thread."""
         self.wait()
         if self._thread is not None:
-            self._jobs.put(None)
             self._thread.join()
             self._thread = None
 
     def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            try:
-                job.run()
-            except Exception as error:
-                self.finished.put((job, error))
-            else:
-                self.finished.put((job, None))
-            finally:
-                del job  # it holds the copies
-                self._idle.set()
+        job, self._job = self._job, None
+        assert job is not None
+        try:
+            job.run()
+        except Exception as error:
+            self.finished.put((job, error))
+        else:
+            self.finished.put((job, None))
+        finally:
+            del job  # it holds the copies
+            self._idle.set()
 
 
 def _wait_at_exit(reference: "weakref.ref[Writer]") -> None:

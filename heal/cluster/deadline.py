@@ -15,6 +15,9 @@ SAME_SECONDS = 1.0
 """Schedulers tell a job, torchrun tells its workers, and both tell the same: within this time
 another signal is taken for an echo of the first."""
 
+LAST_SECONDS = 5.0
+"""For what is written before a process is ended; a disk that hangs must not keep it alive."""
+
 STOP = 0  # no signal has this number: the byte that sends the thread home
 
 
@@ -24,6 +27,8 @@ class Deadline:
     Args:
         seconds: from the first signal, or from ``arm``, to the end of the process; 0: no end.
         run_dir: where the stacks of a process that did not stop go; standard error if None.
+        before_exit: called with the exit code before the process is ended, in a thread of its own
+            that may take ``LAST_SECONDS``: it may write, and must not wait for the main thread.
         leave: ends the process; ``os._exit``, since a clean exit is what did not happen.
 
     Raises:
@@ -34,12 +39,14 @@ class Deadline:
         self,
         seconds: float,
         run_dir: str | os.PathLike[str] | None = None,
+        before_exit: Callable[[int], object] | None = None,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         if not 0 <= seconds < float("inf"):
             raise ValueError(f"shutdown_timeout_sec is {seconds!r}; wanted 0 (never) or more")
         self._seconds = seconds
         self._run_dir = run_dir
+        self._before_exit = before_exit
         self._leave = leave
         self._armed = False
         self._over = threading.Event()
@@ -53,13 +60,14 @@ class Deadline:
         if self._pipe is not None and not self._only_passes_on:
             return
         self._only_passes_on = False
+        self._armed, self._over = False, threading.Event()
         self._pipe = os.pipe()
         reader, writer = self._pipe
         os.set_blocking(writer, False)
         self._earlier_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(
             target=self._hear,
-            args=(reader, self._earlier_wakeup, frozenset(numbers)),
+            args=(reader, self._earlier_wakeup, frozenset(numbers), self._over),
             name="heal-shutdown",
             daemon=True,
         ).start()
@@ -70,15 +78,20 @@ class Deadline:
             return
         _, writer = self._pipe
         current = signal.set_wakeup_fd(-1)
-        if current != writer:
-            # Somebody came after us, tells us too, and will put us back: the pipe has to stay.
+        if current not in (writer, -1):
+            # A later listener passes signals on to us, and will put us back: the pipe has to stay.
             signal.set_wakeup_fd(current, warn_on_full_buffer=False)
             self._only_passes_on = True
+            _PASSING_ON[writer] = self._earlier_wakeup
             return
-        signal.set_wakeup_fd(self._earlier_wakeup, warn_on_full_buffer=False)
-        os.write(writer, bytes([STOP]))
-        os.close(writer)
+        earlier = self._earlier_wakeup
+        _end_thread(writer)
         self._pipe = None
+        while earlier in _PASSING_ON:
+            passing, earlier = earlier, _PASSING_ON.pop(earlier)
+            _end_thread(passing)
+        if current != -1:
+            signal.set_wakeup_fd(earlier, warn_on_full_buffer=False)
 
     def forget(self) -> None:
         """In a child that was forked: there is no thread here, and the pipe is the parent's."""
@@ -91,6 +104,7 @@ class Deadline:
         os.close(writer)
         os.close(reader)
         self._pipe = None
+        _PASSING_ON.pop(writer, None)
 
     def arm(self) -> None:
         """Start the clock, once."""
@@ -98,13 +112,18 @@ class Deadline:
             if self._armed or not self._seconds:
                 return
             self._armed = True
-        threading.Thread(target=self._expire, name="heal-deadline", daemon=True).start()
+            over = self._over
+        threading.Thread(
+            target=self._expire, args=(over,), name="heal-deadline", daemon=True
+        ).start()
 
     def disarm(self) -> None:
-        """Stop the clock for good: what had to be saved is saved."""
+        """Stop the clock until ``listen`` is called again; a signal ends nothing until then."""
         self._over.set()
 
-    def _hear(self, reader: int, earlier: int, numbers: frozenset[int]) -> None:
+    def _hear(
+        self, reader: int, earlier: int, numbers: frozenset[int], over: threading.Event
+    ) -> None:
         first = 0.0
         while True:
             for number in os.read(reader, 64) or bytes([STOP]):
@@ -112,16 +131,17 @@ class Deadline:
                     os.close(reader)
                     return
                 _pass_on(earlier, number)
-                if number not in numbers or self._only_passes_on:
+                # A byte may be read after the block was left: it must not end what runs then.
+                if number not in numbers or self._only_passes_on or over.is_set():
                     continue
                 if not first:
                     first = time.monotonic()
                     self.arm()
                 elif time.monotonic() - first > SAME_SECONDS:
-                    self._leave(SIGNAL_BASE + number)
+                    self._end(SIGNAL_BASE + number)
 
-    def _expire(self) -> None:
-        if self._over.wait(self._seconds):
+    def _expire(self, over: threading.Event) -> None:
+        if over.wait(self._seconds):
             return
         print(
             f"heal: told to stop {self._seconds:g} s ago and still here; exiting with code "
@@ -130,7 +150,26 @@ class Deadline:
             flush=True,
         )
         dump_stacks(self._run_dir, "shutdown")
-        self._leave(int(ExitCode.SHUTDOWN_TIMEOUT))
+        self._end(int(ExitCode.SHUTDOWN_TIMEOUT))
+
+    def _end(self, code: int) -> None:
+        if self._before_exit is not None:
+            last = threading.Thread(
+                target=self._before_exit, args=(code,), name="heal-last-words", daemon=True
+            )
+            last.start()
+            last.join(LAST_SECONDS)
+        self._leave(code)
+
+
+_PASSING_ON: dict[int, int] = {}
+"""Pipes of those that stopped listening while a later one passed signals on to them: the writing
+end, and the descriptor from before it."""
+
+
+def _end_thread(writer: int) -> None:
+    os.write(writer, bytes([STOP]))
+    os.close(writer)
 
 
 def _pass_on(descriptor: int, number: int) -> None:

@@ -19,14 +19,16 @@ class Patience:
     def __init__(self, seconds: float) -> None:
         self.silent = False
         self._seconds = seconds
-        self._calls: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def ask(self, call: Callable[[], Any], otherwise: Any = None) -> Any:
         """Return the answer; ``otherwise`` if there is none in time, or the call failed."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="heal-store", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve, args=(self._calls,), name="heal-store", daemon=True
+            )
             self._thread.start()
         try:
             if self.silent:
@@ -39,9 +41,14 @@ class Patience:
             return otherwise
         return otherwise if isinstance(answer, _Failed) else answer
 
-    def _serve(self) -> None:
-        while True:
-            call = self._calls.get()
+    def close(self) -> None:
+        """End the thread, once the call that it makes has come back."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread, self._calls = None, queue.SimpleQueue()
+
+    def _serve(self, calls: "queue.SimpleQueue[Callable[[], Any] | None]") -> None:
+        while (call := calls.get()) is not None:
             try:
                 self._answers.put(call())
             except Exception:  # a store whose host is gone raises many kinds

@@ -110,6 +110,10 @@ class ProgressBoard:
         while not self._ask(lambda: self._store.check(keys), True) and time.monotonic() < until:
             time.sleep(0.01)
 
+    def close(self) -> None:
+        """Ask nothing more, and let go of the thread that asked."""
+        self._patience.close()
+
     def _ask(self, call: Callable[[], Any], otherwise: Any = None) -> Any:
         return otherwise if self._store is None else self._patience.ask(call, otherwise)
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +32,9 @@ class ShutdownHandler:
     raises on every rank after the same step. A second signal (a second after the first or later;
     what comes sooner is an echo) ends the process at once, even where the main thread hangs.
 
+    Deadline and second signal end only code inside the block. A process that leaves it and goes on
+    (an upload, an evaluation, a notebook) runs as long as it likes.
+
     Args:
         healer: whose ``request_stop`` is called on a signal; None in a loop without one.
         group: the ranks that stop together; all of them if None.
@@ -39,6 +42,8 @@ class ShutdownHandler:
             process dumps its stacks and exits with ``SHUTDOWN_TIMEOUT``; 0: never.
         signals: names of the signals to catch; those that the system lacks are left out.
         run_dir: where the stacks go; standard error if None.
+        before_exit: called with the exit code before a second signal or the deadline ends the
+            process; from another thread, and for a few seconds at most.
 
     Raises:
         ValueError: the timeout is negative, or a name is no signal.
@@ -60,10 +65,11 @@ class ShutdownHandler:
         shutdown_timeout_sec: float = SHUTDOWN_TIMEOUT_SEC,
         signals: Iterable[str] = SIGNALS,
         run_dir: str | os.PathLike[str] | None = None,
+        before_exit: Callable[[int], object] | None = None,
     ) -> None:
         self._healer = healer
         self._numbers = _numbers(signals)
-        self._deadline = Deadline(shutdown_timeout_sec, run_dir)
+        self._deadline = Deadline(shutdown_timeout_sec, run_dir, before_exit)
         self._agreement = Agreement(group)
         self._asked = 0
         self._agreed = False
@@ -107,7 +113,7 @@ class ShutdownHandler:
         return self._agreed
 
     def exit(self, code: int = ExitCode.PREEMPTED) -> NoReturn:
-        """Leave with a code that says "run me again"; the deadline stays set until the very end."""
+        """Leave with a code that says "run me again"; the deadline runs until the block is left."""
         raise SystemExit(int(code))
 
     def install(self) -> None:
@@ -129,12 +135,12 @@ class ShutdownHandler:
         _INSTALLED.add(self)
 
     def finish(self) -> None:
-        """Give the signals back and stop the clock: all is saved, and what comes next may last."""
+        """Give the signals back and stop the clock: what comes next may take its time."""
         self.restore()
         self._deadline.disarm()
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them; a deadline that runs goes on running."""
+        """Give the signals back, and let the deadline run: the process still has to save."""
         self._give_back()
         self._deadline.stop_listening()
         self._agreement.close()
@@ -167,7 +173,7 @@ class ShutdownHandler:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.restore()
+        self.finish()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Take note, and let the handler from before have its turn: no lock, no file, no message.

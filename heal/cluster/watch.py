@@ -63,6 +63,7 @@ class ClusterWatch:
         self._replicas = ReplicaCheck(replicated, group=over, lag=config.lag)
         self._compares = bool(replicated and config.fingerprint_interval)
         self._ecc_errors: int | None = None
+        self._before_exit: Callable[[int], object] = lambda code: None
         self.watchdog: HangWatchdog | None = None
 
     def is_due(self, step: int) -> bool:
@@ -86,8 +87,13 @@ class ClusterWatch:
         self._replicas.clear()
         self._ping_read_at = None
 
-    def start(self) -> None:
-        """Begin to watch for hangs; the loop says when it ends."""
+    def start(self, before_exit: Callable[[int], object] = lambda code: None) -> None:
+        """Begin to watch for hangs; the loop says when it ends.
+
+        Args:
+            before_exit: called with the exit code, in the thread that ends a process that hangs.
+        """
+        self._before_exit = before_exit
         seconds = self._config.hang_timeout_seconds
         if seconds and self.watchdog is None:
             code = ExitCode.HUNG if self._config.hang_exit else None
@@ -156,6 +162,8 @@ class ClusterWatch:
 
     def _on_hang(self, report: HangReport) -> None:
         self._journal.event("hang", -1, suspects=report.suspects, report=str(report))
+        if self._config.hang_exit:
+            self._before_exit(int(ExitCode.HUNG))
 
 
 def find_replicas(

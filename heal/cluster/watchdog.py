@@ -130,6 +130,7 @@ class HangWatchdog:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(LOOKS_TO_JUDGE * LONGEST_LOOK)
         self._thread = None
+        self._board.close()
 
     def __enter__(self) -> "HangWatchdog":
         self.start()

@@ -29,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from heal.report.collect import read_run
     from heal.report.data import report_data
     from heal.report.page import make_page
+    from heal.report.plain_files import replace_text
     from heal.report.read import NotARun
     from heal.report.text import make_text
 
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     path = Path(arguments.output) if arguments.output else arguments.run_dir / PAGE
     try:
-        path.write_text(made, encoding="utf-8")
+        replace_text(path, made)
     except OSError as error:
         print(f"heal report: {error}; --output says where to write instead", file=sys.stderr)
         return 1

@@ -1,11 +1,18 @@
 """One pass over a loader: how it began, where it was left, and how it is opened again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from heal.data.epoch_start import EpochStart, return_to, start_of
+from heal.data.epoch_start import (
+    EpochStart,
+    generator_states,
+    return_to,
+    set_generators,
+    start_of,
+)
 from heal.data.sample_indices import is_map_style, sample_indices
 from heal.state.rng import RngState
 
@@ -67,7 +74,14 @@ class LoaderPass:
         return iterator, failed
 
     def samples_of(self, index: int) -> list[Any] | None:
-        """Return which samples a batch has, by their index in the dataset; None if unknown."""
+        """Return which samples a batch has, by their index in the dataset; None if unknown.
+
+        A loader that stands in for another may answer by itself, by its ``sample_indices``.
+        """
+        own = getattr(self.loader, "sample_indices", None)
+        if own is not None:
+            found: list[Any] | None = own(self.start, index)
+            return found
         return sample_indices(self.loader, self.start, index)
 
     def can_fetch(self, index: int) -> bool:
@@ -100,6 +114,37 @@ class LoaderPass:
         finally:
             if self.loader.num_workers:  # else the loader itself draws from these generators
                 now.put_back()
+
+    def bad_numbers(self, index: int) -> str | None:
+        """Read a batch again and return which of its tensors holds NaN or Inf.
+
+        Generators are put back, whatever reading draws from them. Empty if all is finite, None if
+        the batch cannot be read.
+        """
+        now = RngState.now()
+        states = generator_states(self.loader)
+        try:
+            return bad_tensor(self.fetched(index)) if self.can_fetch(index) else None
+        except Exception:  # the batch was read once; that it cannot be now is not what was asked
+            return None
+        finally:
+            set_generators(self.loader, states)
+            now.put_back()
+
+
+def bad_tensor(batch: Any, where: str = "") -> str:
+    """Return the first floating point tensor in a batch that holds NaN or Inf; empty if none."""
+    if isinstance(batch, Tensor):
+        num_bad = int(batch.isfinite().logical_not().sum()) if batch.is_floating_point() else 0
+        name = where or "the batch"
+        return f"{num_bad} of {batch.numel()} numbers of {name} are NaN or Inf" if num_bad else ""
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(batch, Mapping):
+        entries = batch.items()
+    elif isinstance(batch, (list, tuple)):
+        entries = enumerate(batch)
+    found = (bad_tensor(entry, f"batch{where[5:]}[{key!r}]") for key, entry in entries)
+    return next(filter(None, found), "")
 
 
 def _pass_over(iterator: Iterator[Any]) -> bool:

@@ -50,6 +50,31 @@ class DataPosition:
     """The pass itself, in the process that made it: a loader has no form on disk."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a batch came from."""
+
+    ordinal: int
+    epoch: int
+    number: int  # in the epoch, from 0
+    origin: LoaderPass = field(repr=False)
+
+    def named(self) -> dict[str, Any]:
+        """Return epoch, number and samples; the latter are None where the loader cannot tell."""
+        return {
+            "epoch": self.epoch,
+            "batch": self.number,
+            "samples": self.origin.samples_of(self.number),
+        }
+
+    def bad_numbers(self) -> str | None:
+        """Read the batch again and return which of its tensors holds NaN or Inf.
+
+        Empty if none does, None if the batch cannot be read again.
+        """
+        return self.origin.bad_numbers(self.number)
+
+
 class BatchStream:
     """Batches of one or more epochs over a loader.
 
@@ -68,6 +93,7 @@ class BatchStream:
             batch, None if the epoch could not be opened; it raises if the run should end.
         step: returns the number of the step that the next batch is for.
         on_begin: called when an epoch was begun and nothing was drawn from it yet.
+        before_draw: called before a batch is drawn: the loop is through with the one before.
         keeps_last: hold on to the last good batch.
         note: told of batches that an error has cost beyond the bad one.
 
@@ -83,12 +109,14 @@ class BatchStream:
         on_error: OnError,
         step: Callable[[], int],
         on_begin: Callable[[], None],
+        before_draw: Callable[[], None] = lambda: None,
         keeps_last: bool = False,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._on_error = on_error
         self._step = step
         self._on_begin = on_begin
+        self._before_draw = before_draw
         self._keeps_last = keeps_last
         self._note = note
         self._last: Any = None
@@ -101,7 +129,7 @@ class BatchStream:
         self._passes: weakref.WeakValueDictionary[int, LoaderPass] = weakref.WeakValueDictionary()
         self._rewind_to: DataPosition | None = None
         self._step_of: dict[int, int] = {}  # ordinal of a batch -> step that it was for
-        self._places: deque[tuple[int, int, LoaderPass]] = deque(maxlen=NUM_PLACES)
+        self._places: deque[Place] = deque(maxlen=NUM_PLACES)
         self._unwanted: set[int] = set()  # ordinals
         self._abandoned_from: int | None = None
 
@@ -179,6 +207,11 @@ class BatchStream:
         """Whether the next batch is one of an earlier position."""
         return self._rewind_to is not None
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the next batch is one of an epoch before the newest, or will be."""
+        return self._rewind_to is not None or self._is_replaying()
+
     def resume(self, position: DataPosition, unwanted: Iterable[int]) -> None:
         """Begin where another process was, which no batch was drawn from yet."""
         self._rewind_to = position if position.start is not None else None
@@ -212,10 +245,20 @@ class BatchStream:
 
         Empty if it did not come from here; samples are None where the loader cannot tell.
         """
-        if back >= len(self._places):
-            return {}
-        epoch, number, origin = self._places[-1 - back]
-        return {"epoch": epoch, "batch": number, "samples": origin.samples_of(number)}
+        return {} if back >= len(self._places) else self._places[-1 - back].named()
+
+    @property
+    def last_place(self) -> "Place | None":
+        """The place of the batch that was given out last; None if there was none."""
+        return self._places[-1] if self._places else None
+
+    def batch_of(self, step: int) -> "Place | None":
+        """Return the place of the batch that a step was given, the last if it had several.
+
+        None if it did not come from here, or is long past.
+        """
+        theirs = [p for p in reversed(self._places) if self._step_of.get(p.ordinal) == step]
+        return theirs[0] if theirs else None
 
     def samples_of(self, index: int) -> list[Any] | None:
         """Return which samples a batch of this epoch has, by their index; None if unknown."""
@@ -230,6 +273,12 @@ class BatchStream:
         return self.newest[0] < self._furthest
 
     def _begin_epoch(self, loader: Any) -> None:
+        num_workers: int = getattr(loader, "num_workers", 0)
+        if num_workers and is_stateful(loader):
+            self._note(
+                f"the workers of a {type(loader).__name__} begin with new seeds when it is "
+                "rewound or resumed: a dataset that draws random numbers in them draws others"
+            )
         start = start_of(loader)
         before = None if self._reader is None else self._reader.origin
         known = None if before is None else before.following
@@ -261,6 +310,7 @@ class BatchStream:
 
     def _draw(self, loader: Any) -> Any:
         """Return the next batch that is wanted and can be read."""
+        self._before_draw()
         while True:
             if self._rewind_to is not None:
                 self._carry_out_rewind(self._rewind_to, loader)
@@ -269,7 +319,7 @@ class BatchStream:
             reader, ordinal = self._reader, self.ordinal
             if reader is None or reader.was_left_here:
                 raise StopIteration
-            place = reader.epoch, reader.index, reader.origin
+            place = Place(ordinal, reader.epoch, reader.index, reader.origin)
             try:
                 batch = reader.read()
                 reader.index += 1
@@ -278,7 +328,7 @@ class BatchStream:
                 raise
             except Exception as error:
                 error.__traceback__ = None  # it would keep the loader's frames alive
-                told = self._on_error(error, *place[:2])
+                told = self._on_error(error, place.epoch, place.number)
                 if told is AfterError.TRY_AGAIN and reader.try_again():
                     continue
                 self.ordinal += 1

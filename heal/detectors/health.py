@@ -60,7 +60,22 @@ class StateHealth:
                 evidence = {"tensors": len(bad), "elements": counts[bad[0]], "measured": True}
                 # Snapshots with NaN are never good, so that any good one is from before.
                 return self._found(cause, row, bad[0], Severity.ERROR, evidence, row.step)
-        return None
+        bad = [index for index, count in enumerate(row.buffer_bad) if count > 0]
+        if not bad:
+            return None
+        # A finite loss can do this: the batch is one of those since the last sound check.
+        return Finding(
+            cause=Cause.WEIGHT_CORRUPTION,
+            step=row.step,
+            bad_step=self.clean_step,
+            severity=Severity.ERROR,
+            evidence={
+                "tensor": f"buffer {row.buffer_names[bad[0]]}",
+                "tensors": len(bad),
+                "elements": row.buffer_bad[bad[0]],
+                "measured": True,
+            },
+        )
 
     def _lost(self, row: HealthRow) -> Finding | None:
         pairs = list(zip(self.counters, row.step_counters, strict=False))

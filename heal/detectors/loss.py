@@ -1,6 +1,7 @@
 """Suspects a change of the loss: a leap above its recent level, or a climb above its best one."""
 
 import math
+from statistics import median
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
@@ -26,7 +27,9 @@ class LossChange:
     BLOCK = 32  # losses whose median counts as a level that the run has reached
     SLACK, LEAP = 3.0, 20.0  # noise that is forgiven each step, and the sum that is a leap
     CLIMB_SLACK, CLIMB, CLIMB_MOST = 1.0, 25.0, 5.0  # the same above the best level; most per step
-    LEAST_NOISE = 0.01  # of the level: what a loss without any noise is measured by
+    LEAST_NOISE = 0.01  # of the level
+    NO_HARM = 1e-3  # of what was learned: to lose less than that is none
+    FIRST = 3  # losses that say where the run began
 
     def __init__(self, config: HealingConfig) -> None:
         self.factor = config.loss_spike_factor
@@ -37,7 +40,7 @@ class LossChange:
         self.best_step = 0
         self.leap = self.climb = 0.0
         self.leap_step = -1
-        self.seen = 0
+        self.first: list[float] = []
         self.ratio = 1.0
 
     def observe(self, record: Record) -> Finding | None:
@@ -46,7 +49,8 @@ class LossChange:
             return None
         if loss == 0.0:
             return None  # RL without advantages: says nothing of the level or the noise to come
-        self.seen += 1
+        if len(self.first) < self.FIRST:
+            self.first.append(loss)
         level, noise = self.level()
         if level != level:
             self._absorb(record)
@@ -72,12 +76,13 @@ class LossChange:
     def level(self) -> tuple[float, float]:
         """Return the recent level and its noise; NaN while there are fewer than three losses."""
         count = len(self.losses)
-        if count < 3:
+        if count < self.FIRST:
             return math.nan, math.nan
         level, spread = self.losses.median_and_spread()
         # Three losses say little about the noise: the fewer there are, the more is allowed for.
         least = max(self.LEAST_NOISE, 0.3 / count) * abs(level)
-        return level, max(spread, least, math.ulp(abs(level) or 1e-300))
+        learned = self.NO_HARM * (median(self.first) - level)
+        return level, max(spread, least, learned, 1e-300)
 
     def ratio_of(self, loss: float) -> float:
         """Return a loss over its level; that of the last one where the level is not known."""
@@ -103,10 +108,10 @@ class LossChange:
         self.block.push(record.loss)
         if len(self.block) < self.BLOCK:
             return
-        median, spread = self.block.median, self.block.spread
+        level, spread = self.block.median, self.block.spread
         self.block.clear()
-        if median < self.best:
-            self.best, self.best_noise, self.best_step = median, spread, record.step
+        if level < self.best:
+            self.best, self.best_noise, self.best_step = level, spread, record.step
             self.climb = 0.0
 
     def _found(
@@ -122,8 +127,9 @@ class LossChange:
         )
 
     def state(self) -> dict[str, Any]:
-        names = ("best_noise", "best_step", "leap", "climb", "leap_step", "seen", "ratio")
+        names = ("best_noise", "best_step", "leap", "climb", "leap_step", "ratio")
         return {
+            "first": list(self.first),
             "losses": self.losses.values(),
             "block": self.block.values(),
             "best": None if math.isinf(self.best) else self.best,
@@ -136,5 +142,6 @@ class LossChange:
         self.losses = Window(self.LOSSES, state["losses"])
         self.block = Window(self.BLOCK, state["block"])
         self.best = math.inf if state["best"] is None else state["best"]
-        for name in ("best_noise", "best_step", "leap", "climb", "leap_step", "seen", "ratio"):
+        self.first = list(state["first"])
+        for name in ("best_noise", "best_step", "leap", "climb", "leap_step", "ratio"):
             setattr(self, name, state[name])

@@ -46,7 +46,7 @@ class Plateau:
         gained = earlier - min(half)
         level = max(abs(earlier), spread)
         at_chance = self.chance > 0.0 and all(
-            abs(median - self.chance) < self.CHANCE_MARGIN for median in half
+            abs(level - self.chance) < self.CHANCE_MARGIN for level in half
         )
         noise = self.STANDARD_ERRORS * spread / math.sqrt(self.size)
         is_flat = gained <= self.improvement * level + noise
@@ -67,7 +67,7 @@ class Plateau:
                 "at_chance": at_chance,
                 "advice": "check labels and data; a higher learning rate may help"
                 if at_chance
-                else "consider ending the run or changing the learning rate",
+                else "if this loss measures progress: try another learning rate, or end the run",
             },
         )
 
@@ -77,6 +77,63 @@ class Plateau:
     def load_state(self, state: dict[str, Any]) -> None:
         self.losses = Window(self.size, state["losses"])
         self.medians, self.told = list(state["medians"]), state["told"]
+
+
+class NotLearning:
+    """Suspects, once, that nothing is learned: gradients are zero, or the loss is no lower.
+
+    A loss that is no lower than at the start may be that of harder data, or say nothing about
+    learning at all (critics, RL): the experiment compares today's weights with the first ones.
+    """
+
+    STEPS = 100  # after which something should have been learned
+    ZEROS = 50  # gradients of zero in a row
+
+    def __init__(self, config: HealingConfig) -> None:
+        self.first: list[float] = []
+        self.losses = Window(self.STEPS // 4)
+        self.zeros = self.seen = 0
+        self.was_asked = False
+
+    def observe(self, record: Record) -> Finding | None:
+        if self.was_asked or not record.has_finite_loss:
+            return None
+        self.seen += 1
+        if len(self.first) < 3:
+            self.first.append(record.loss)
+        self.losses.push(record.loss)
+        self.zeros = self.zeros + 1 if record.norm == 0.0 and record.loss != 0.0 else 0
+        if self.zeros >= self.ZEROS:
+            return self._found(record, "all gradients are zero: the network may be dead")
+        if self.seen == self.STEPS and self.losses.median >= min(self.first):
+            return self._found(record, "the learning rate may be too high, or too low")
+        return None
+
+    def _found(self, record: Record, advice: str) -> Finding:
+        self.was_asked = True
+        return Finding(
+            cause=Cause.NOT_LEARNING,
+            step=record.step,
+            bad_step=0,
+            severity=Severity.WARN,
+            evidence={
+                "loss": self.losses.median,
+                "first_loss": min(self.first),
+                "lr": record.lr,
+                "advice": advice,
+            },
+            wants_proof=self.zeros < self.ZEROS,
+        )
+
+    def state(self) -> dict[str, Any]:
+        names = ("zeros", "seen", "was_asked")
+        windows = {"first": list(self.first), "losses": self.losses.values()}
+        return {**windows, **{name: getattr(self, name) for name in names}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.first, self.losses = list(state["first"]), Window(self.STEPS // 4, state["losses"])
+        for name in ("zeros", "seen", "was_asked"):
+            setattr(self, name, state[name])
 
 
 class OverfittingGap:

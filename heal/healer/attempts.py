@@ -9,13 +9,17 @@ from torch import Tensor
 
 from heal.actions import Backoff, CannotHeal, CheckpointActivations, Plan, Rollback, ShrinkBatch
 from heal.causes import ABOUT, Cause, Family
+from heal.cluster import last_message
 from heal.data.own_copy import own_copy
 from heal.data.pass_reader import AfterError
 from heal.data.step_batches import StepBatches
 from heal.data.stream import BatchStream
 from heal.diagnose import Diagnosis, diagnose_exception
+from heal.exceptions import message_of, qualified_name
 from heal.exit_codes import ExitCode
 from heal.experiment import Experiment
+from heal.healer.durable import Durable
+from heal.healer.remedies import Remedy
 from heal.journal.journal import Journal
 from heal.policy import EXIT_CODES, MAX_HALVINGS
 from heal.run import TorchRun
@@ -41,11 +45,16 @@ READ_WAITS = 3
 """Waits for a batch that the disk does not give; then its file is at fault, and others may not."""
 
 
+MAX_WORDS = 300  # characters of an exception's message that other ranks are told
+
+
 CURES: dict[Family, tuple[type, ...]] = {
     Family.MEMORY: (ShrinkBatch, CheckpointActivations),
     Family.WAIT: (Backoff,),
 }
 """What makes it worth trying the same batches again; a plan of the policy has one, or halts."""
+
+NOBODY_CUTS = "this loop does not cut its batches; iterate healer.pieces(batch), or use healer.run"
 
 
 class Owner(Protocol):
@@ -87,6 +96,7 @@ class Attempts:
         self._fatal: Exception | None = None
         self._waited_after, self._read_waits = (-1, -1), 0
         self._bad_files: set[str] = set()
+        self.durable: Durable | None = None
 
     def take_step(self, train_step: TrainStep, batches: StepBatches) -> bool:
         """Do one step; False if its batches were given up.
@@ -105,7 +115,7 @@ class Attempts:
                 self._micro.undo()
                 if self._ranks.has_others:
                     batches.draw_rest()  # others do: all must be at one place in the data
-                    self._stand_in(failure, train_step)
+                    self._stand_in(failure, train_step, batches.count)
                 elif self.heal(*failure):
                     continue
                 else:
@@ -135,6 +145,10 @@ class Attempts:
             return
         if failure[0].family is Family.DATA:
             failure[0].evidence.update(self._stream.identity())
+            failure[0].evidence["ordinal"] = self._stream.ordinal - 1
+        elif failure[0].family is Family.MEMORY:
+            self._micro.cannot_cut = "" if self._micro.caller_cuts else NOBODY_CUTS
+            failure[0].evidence["cannot_be_cut"] = self._micro.cannot_cut
         if not self.is_stepping:
             self._micro.undo()
             if self._ranks.has_others:
@@ -177,10 +191,20 @@ class Attempts:
         self._tell(diagnosis, error)
         self._healer.report(Flag.STEP_FAILED)
 
-    def raise_own_error(self, halt: CannotHeal) -> None:
-        """Raise what this rank failed with, if that is why all ranks halt."""
-        if self._fatal is not None:
-            raise self._fatal from halt
+    def explained(self, halt: CannotHeal) -> CannotHeal:
+        """Return a halt of all ranks with the rank that failed and what it raised.
+
+        All ranks halt in the same step, so that each can tell the others.
+        """
+        log = self._treatment.log
+        if not log or log[-1][1].evidence.get("flag") != Flag.UNKNOWN_ERROR.name:
+            return halt
+        own = "" if self._fatal is None else _in_words(self._fatal)
+        told = self._ranks.gather(own)
+        failed = [f"rank {rank} raised {text}" for rank, text in enumerate(told) if text]
+        explained = CannotHeal(f"{halt}: {'; '.join(failed)}", halt.exit_code)
+        explained.__cause__ = self._fatal
+        return explained
 
     def _try_all(
         self, train_step: TrainStep, batches: StepBatches
@@ -219,6 +243,7 @@ class Attempts:
         if diagnosis.family is Family.DATA:
             back = len(batches.drawn) - 1 - self._micro.batch_at
             diagnosis.evidence.update(self._stream.identity(back))
+            diagnosis.evidence["ordinal"] = self._stream.ordinal - 1 - back
         elif diagnosis.family is Family.MEMORY and self._micro.cannot_cut:
             diagnosis.evidence["cannot_be_cut"] = self._micro.cannot_cut
         return None, (diagnosis, raised)
@@ -233,16 +258,14 @@ class Attempts:
         except CannotHeal:
             raise
         except Exception as error:
-            if error is self._fatal:
-                raise
             return self.judge(error, "step")
         return None
 
-    def _stand_in(self, failure: Failure, train_step: TrainStep) -> None:
+    def _stand_in(self, failure: Failure, train_step: TrainStep, count: int) -> None:
         """Tell all ranks of a failure, and send what they wait for. Halt if that is too late."""
         if failure[0].cause in NOT_FOR_ALL:
             self.heal(*failure)  # the group is broken already: halt
-        if not self._micro.messages.can_be_matched():
+        if not self._micro.messages.can_be_matched(count * self._micro.pieces):
             self._leave(*failure)
         self._tell(*failure)
         try:
@@ -261,20 +284,43 @@ class Attempts:
 
     def _leave(self, diagnosis: Diagnosis, error: Exception) -> None:
         """Halt this rank and break the group, so that the others halt now and not in minutes."""
-        self._ranks.abort()
         diagnosis.evidence["halted"] = "other ranks waited for gradients that cannot be sent"
         self._journal.recovery(diagnosis, [])
-        if diagnosis.cause is Cause.UNKNOWN:
-            self._healer.close(error)
-            raise error
-        halt = CannotHeal(
-            f"{diagnosis.cause.value} at step {diagnosis.step} ({diagnosis.evidence['type']}) "
-            "after other ranks began to wait for this one; start the job again",
-            EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE),
+        then, code = self._after_restart(diagnosis)
+        reason = (
+            f"{diagnosis.cause.value} at step {diagnosis.step} on rank {self._journal.rank} "
+            f"({_in_words(error)}) after other ranks began to wait for this one; {then}"
         )
+        last_message.post(self._journal.rank, reason, code)
+        self._ranks.abort()
+        halt = CannotHeal(reason, code)
         halt.__cause__ = error  # the postmortem tells what was raised first
         self._healer.close(halt)
         raise halt
+
+    def _after_restart(self, diagnosis: Diagnosis) -> tuple[str, ExitCode]:
+        """Have the next start do otherwise; return what to do, and the exit code that says so."""
+        own = EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE)
+        evidence = diagnosis.evidence
+        error = f"{evidence['type']}: {evidence['message']}"
+        remedy = Remedy(diagnosis.step, self._journal.rank, diagnosis.cause.value, error)
+        if diagnosis.family is Family.DATA and "ordinal" in evidence:
+            remedy = replace(remedy, batches=[int(evidence["ordinal"])])
+            then = "start the job again: it will leave this batch out"
+        elif diagnosis.family is Family.MEMORY:
+            if not self._micro.shrink():
+                return "the micro-batch is as small as it may be", own
+            remedy = replace(remedy, micro=self._micro.state())
+            then = f"start the job again: it will cut batches into {self._micro.pieces} pieces"
+        else:
+            return "nothing is known that the next start could do otherwise", own
+        if self.durable is None:
+            return "give a checkpoint_dir, so that the next start can do otherwise", own
+        if not self.durable.may_leave(remedy):
+            return "the same step failed after as many restarts as data errors may come", own
+        if not self.durable.leave(remedy):
+            return "the disk did not take what the next start would need to do otherwise", own
+        return then, ExitCode.DISTRIBUTED
 
     def judge(self, error: Exception, phase: str) -> Failure:
         """Say what an exception of this step means, and let go of the memory that it holds."""
@@ -320,10 +366,18 @@ class Attempts:
         except CannotHeal as halt:
             if diagnosis.cause is Cause.UNKNOWN:
                 raise error from None
+            halt = self._as_told(halt) if diagnosis.cause in NOT_FOR_ALL else halt
             halt.__cause__ = error
             self._healer.close(halt)
             raise halt from error
         return is_cured and not undone
+
+    def _as_told(self, halt: CannotHeal) -> CannotHeal:
+        """Return the halt of the rank that left, where it is why a collective failed here."""
+        left = last_message.read() if self._ranks.has_others else None
+        if left is None or left.get("rank") == self._journal.rank:
+            return halt
+        return CannotHeal(str(left["reason"]), int(left["exit_code"]))
 
     def _is_cured(self, family: Family, plan: Plan) -> bool:
         """Whether the same batches may do now: a hook may have left out the cure, or repeat it."""
@@ -340,3 +394,7 @@ class Attempts:
 def _mean(losses: Sequence[float | None]) -> float | None:
     known = [loss for loss in losses if loss is not None]
     return sum(known) / len(known) if len(known) == len(losses) else None
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{qualified_name(error)}: {message_of(error)[:MAX_WORDS]}"

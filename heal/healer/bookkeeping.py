@@ -28,6 +28,7 @@ class Bookkeeping:
         notes: told of what could not be done.
         probes: run when they are due.
         numbers: returns what goes into a line of metrics.
+        is_drawing: returns whether a loop draws batches, so that another draw tells of its end.
 
     Attributes:
         durable: saves to disk when it is time; None if nothing is saved.
@@ -42,6 +43,7 @@ class Bookkeeping:
         notes: Notes,
         probes: AttachedProbes,
         numbers: Callable[[], dict[str, Any]],
+        is_drawing: Callable[[], bool],
     ) -> None:
         self._run = run
         self._listener = listener
@@ -51,7 +53,8 @@ class Bookkeeping:
         self._notes = notes
         self._probes = probes
         self._numbers = numbers
-        self._wants_snapshot = False
+        self._is_drawing = is_drawing
+        self._wants_snapshot = self._owes_checkpoint = False
         self.durable: Durable | None = None
 
     def first_snapshot(self) -> None:
@@ -75,6 +78,7 @@ class Bookkeeping:
         Contained: what the host has to tell must go with the step whatever fails here.
         """
         run = self._run
+        self.between_steps(is_drawing=False)
         try:
             run.ring.before_step()
             if run.step == 0:  # what has changed since an epoch began must be in the first one
@@ -85,6 +89,13 @@ class Bookkeeping:
             raise
         except Exception as error:
             self._notes.add(f"{LEFT_OUT}: {error!r}")
+
+    def between_steps(self, is_drawing: bool) -> None:
+        """Do what had to wait until the user's loop was through with the last step."""
+        self._notes.contain(lambda: self._run.between_steps(is_drawing))
+        if self._owes_checkpoint and self.durable is not None:
+            self._owes_checkpoint = False
+            self.durable.after_step()
 
     def after_step(self, facts: HostFacts, posted: bool, has_loss: bool) -> None:
         """Count the step, notice a changed model, do what is due, and hear of the steps before."""
@@ -108,7 +119,10 @@ class Bookkeeping:
         if self._run.step == step:  # else the step was taken back
             self._capture_if_due()
             if self.durable is not None:
-                self.durable.after_step()
+                # States that the user updates after ``step`` are in a checkpoint only if it waits.
+                self._owes_checkpoint = self._run.has_added_states and self._is_drawing()
+                if not self._owes_checkpoint:
+                    self.durable.after_step()
             self._probe(step)
         if self._listener.wants_snapshot:
             self._listener.wants_snapshot = False
@@ -156,7 +170,8 @@ class Bookkeeping:
                 return
             self._wants_snapshot = False
             self._num_waited = 0
-            self._capture()
+            if not self._run.capture_after_step() and self._run.ring.degraded:
+                self._notes.add(self._run.ring.degraded)
 
     def _capture(self, is_proven: bool = False) -> None:
         if not self._run.capture(is_proven) and self._run.ring.degraded:

@@ -4,13 +4,18 @@ How they are written and read is in :mod:`heal.checkpoint`. A save that fails is
 training goes on.
 """
 
+import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from heal.actions import CannotHeal
+from heal.causes import Cause
+from heal.checkpoint import strict_json
 from heal.checkpoint.contents import Names, keyed, wanted_chunk
 from heal.checkpoint.errors import CheckpointError, StillWriting
 from heal.checkpoint.folders import committed
@@ -20,13 +25,20 @@ from heal.checkpoint.seeds import restore_rng
 from heal.checkpoint.store import CheckpointStore
 from heal.config import HealingConfig
 from heal.data.stream import BatchStream
+from heal.exit_codes import ExitCode
 from heal.healer.healing_memory import HealingMemory
+from heal.healer.remedies import Remedies, Remedy
 from heal.journal.journal import Journal
 from heal.journal.notes import Notes
 from heal.run import TorchRun
 from heal.state.rng import RngState
 from heal.state.snapshots import Snapshot
 from heal.state.training_state import StateMismatch, TrainingState
+
+NEEDED = ("data", "unwanted", "healing", "history", "run")
+"""Plain values of a run beside those of its training state."""
+
+LOG = logging.getLogger("heal")
 
 
 class Durable:
@@ -45,6 +57,7 @@ class Durable:
 
     Attributes:
         failures: how many saves failed.
+        is_failing: whether the newest save failed.
     """
 
     def __init__(
@@ -60,6 +73,7 @@ class Durable:
         group: Any = None,
     ) -> None:
         self.failures = 0
+        self.is_failing = False
         self.store = CheckpointStore(
             directory,
             keep=config.checkpoint_keep,
@@ -75,6 +89,8 @@ class Durable:
         self._journal = journal
         self._notes = notes
         self._saved_step = -1
+        self._remedies = Remedies(self.store.directory)
+        self._most_in_a_row = config.max_consecutive_data_errors
 
     def is_due(self, step: int) -> bool:
         """Tell whether it is time to save; how earlier saves ended may be told a little later."""
@@ -102,6 +118,26 @@ class Durable:
         if self._saved_step != self._run.step:
             self._contained(self.save)
 
+    def saved_before(self, halt: CannotHeal, may_save: bool = True) -> CannotHeal:
+        """Save before a stop that was asked for; return the stop, with another code if that failed.
+
+        Args:
+            halt: with the exit code that says "run me again".
+            may_save: whether all ranks are here to save together.
+        """
+        if may_save:
+            self.save_last()
+        else:
+            self.finish()
+        if self._saved_step == self._run.step:
+            return halt
+        known = self.steps()
+        newest = f"the newest checkpoint is of step {known[0]}" if known else "no checkpoint exists"
+        return CannotHeal(
+            f"{halt}; the state of step {self._run.step} could not be saved, {newest}",
+            ExitCode.NOT_SAVED,
+        )
+
     def finish(self) -> None:
         """Wait until everything is on the disk, and tell how that ended."""
         self.store.wait()
@@ -116,10 +152,17 @@ class Durable:
         Raises:
             StateMismatch: the checkpoint is of another run; nothing was changed.
         """
-        restored = self.store.load_state(self._state)
+        restored = self.store.load_state(self._state, needs=NEEDED)
         for note in self.store.notes:
             self._notes.add(note)
         if restored is None:
+            if self.store.passed_over:
+                self._notes.add(
+                    f"none of the {len(self.store.passed_over)} checkpoints in "
+                    f"{self.store.directory} can be used: training starts at step "
+                    f"{self._run.step}, and they are left as they are"
+                )
+            self._apply_remedies(self._run.step)
             return self._run.step
         values = restored.values
         position = values["data"]
@@ -130,7 +173,37 @@ class Durable:
         restore_rng(restored, self.store.ranks)
         self._saved_step = restored.step
         self._journal.event("resumed", restored.step, world_size=restored.world_size)
+        self._apply_remedies(restored.step)
         return restored.step
+
+    def may_leave(self, remedy: Remedy) -> bool:
+        """Return whether a restart may still help: as often as data errors may come in a row."""
+        same = [other for other in self._remedies.read() if other.step == remedy.step]
+        is_of_data = remedy.cause == Cause.DATA_ERROR.value
+        return not is_of_data or len(same) < self._most_in_a_row
+
+    def leave(self, remedy: Remedy) -> bool:
+        """Have the next start do otherwise; False if that cannot be written."""
+        self._journal.event("remedy", remedy.step, remedy=asdict(remedy))
+        return self._remedies.add(remedy)
+
+    def _apply_remedies(self, step: int) -> None:
+        """Do otherwise what a rank could not do when this run was last tried; alike on all."""
+        if self.store.ranks.rank == 0:
+            self._remedies.forget_before(step)
+        own = [asdict(remedy) for remedy in self._remedies.read() if remedy.step >= step]
+        told = self.store.ranks.gather(strict_json.to_bytes(own))
+        # Disks may show a new file late on some ranks; what one of them sees, all do.
+        pages = [page for text in told for page in strict_json.from_bytes(text, Path())]
+        for remedy in sorted(map(Remedy.from_json, pages), key=lambda r: (r.step, r.rank)):
+            self._stream.leave_out(remedy.batches)
+            if remedy.micro.get("pieces", 0) > self._run.micro_batches:
+                self._run.cut_as(remedy.micro)
+            done = "its batch is left out" if remedy.batches else "batches are cut finer"
+            self._notes.add(
+                f"rank {remedy.rank} could not take step {remedy.step} when the run was last "
+                f"started ({remedy.error}): {done}"
+            )
 
     # What the run asks when it has to go back.
 
@@ -148,6 +221,7 @@ class Durable:
                 restored = CheckpointReader(folder.path).read(
                     ranks.rank, ranks.size, lambda name: wanted_chunk(self._state, names, name)
                 )
+                restored.check_values(("training", *NEEDED))
                 tensors = keyed(self._state, names, restored.tensors)
             except (CheckpointError, StateMismatch, OSError) as error:
                 self._notes.add(f"{folder.path.name} cannot be used: {error}")
@@ -170,7 +244,7 @@ class Durable:
         path = self.store.save_state(step, self._state, self._values(), asynchronous=asynchronous)
         self._saved_step = step
         if asynchronous is False or not self._asynchronous:
-            self._journal.event("checkpoint", step, path=str(path))
+            self._worked(step, path)
 
     def _values(self) -> dict[str, Any]:
         return {
@@ -193,10 +267,17 @@ class Durable:
             if report.error is not None:
                 self._failed(report.step, report.error)
             elif self.store.ranks.rank == 0:
-                self._journal.event("checkpoint", report.step, path=str(report.path))
+                self._worked(report.step, report.path)
+
+    def _worked(self, step: int, path: Path) -> None:
+        self._journal.event("checkpoint", step, path=str(path))
+        if self.is_failing:
+            LOG.warning("heal: checkpoint of step %d is saved: saving works again", step)
+        self.is_failing = False
 
     def _failed(self, step: int, error: Exception) -> None:
         self.failures += 1
+        self.is_failing = True
         self._saved_step = -1
         self._journal.event("checkpoint_failed", step, error=str(error))
         self._notes.add(f"checkpoint of step {step} failed: {error}")

@@ -62,7 +62,7 @@ class Exits:
         self._journal = journal
         self._clock = clock
         self._began = clock()
-        self._closed = False
+        self._closed = self._is_written = False
         self._is_entered = False
         self._told = 0  # a signal that somebody else sees to
         self._unanswered = 0  # a signal after which no step has stopped the run yet
@@ -86,7 +86,8 @@ class Exits:
 
     def catch_signals(self) -> None:
         """Stop all ranks after a step when one is told to; see :class:`ShutdownHandler`."""
-        self._closed, self._is_entered, self._unanswered = False, True, 0
+        self._closed = self._is_written = False
+        self._is_entered, self._unanswered = True, 0
         self._install()
 
     def request_stop(self) -> None:
@@ -134,10 +135,34 @@ class Exits:
         name = signal.Signals(self._unanswered).name
         return CannotHeal(f"told to stop by {name} after the last step", ExitCode.PREEMPTED)
 
+    def draft(self, halt: CannotHeal) -> None:
+        """Write the postmortem of a halt before the last save, which may never end."""
+        healer = self._healer()
+        if healer is not None and not self._closed:
+            self._facts = _facts_of(healer)
+            self._journal.draft_postmortem(**self._page(Ending.by(halt)))
+
+    def leaving(self, code: int) -> None:
+        """Write the postmortem in a thread that is about to end the process.
+
+        The main thread may be anywhere: only what needs no device and no other rank is told.
+        """
+        healer = self._healer()
+        if self._is_written or os.getpid() != self._process:
+            return
+        reason = ExitReason.HUNG if code == ExitCode.HUNG else ExitReason.SIGTERM
+        if healer is not None and not self._facts:
+            self._facts = {"last_step": healer.last_step}
+        if self._facts:
+            self._journal.draft_postmortem(**self._page(Ending(None, reason, code)))
+
     def dismiss(self) -> None:
         """Write no postmortem: this run is watched, not trained, by its healer."""
-        self._closed = True
+        self._closed = self._is_written = True
         atexit.unregister(self.at_exit)
+        shutdown = self._release_signals()
+        if shutdown is not None:
+            shutdown.finish()
 
     @contextmanager
     def halting(self) -> Iterator[None]:
@@ -168,6 +193,9 @@ class Exits:
             self._finish(Ending.by(None))
             return
         self._journal.draft_postmortem(**self._page(EXITED))
+        shutdown = self._release_signals()  # no step is to come that could stop the run
+        if shutdown is not None:
+            shutdown.finish()
 
     def _ask(self, healer: "Healer") -> None:
         self._unanswered = 0 if self._shutdown is None else self._shutdown.signal
@@ -183,6 +211,7 @@ class Exits:
                 shutdown_timeout_sec=healer.config.shutdown_timeout_sec,
                 signals=SIGNALS,
                 run_dir=self._journal.run_dir,
+                before_exit=self.leaving,
             )
             self._shutdown.install()
             _OPEN.add(self)
@@ -204,8 +233,8 @@ class Exits:
             self._closed = True
             self._write(ending)
             atexit.unregister(self.at_exit)
-        if shutdown is not None and (ending.error is not None or not self._unanswered):
-            shutdown.finish()  # else the stop is still to come, and its deadline runs on
+        if shutdown is not None:
+            shutdown.finish()  # only now: the deadline also covers the last save and the postmortem
 
     def _write(self, ending: Ending) -> None:
         healer, error = self._healer(), ending.error
@@ -214,6 +243,7 @@ class Exits:
             healer.hear_the_rest(hurries=sudden)
             self._facts = _facts_of(healer)
         if self._facts:
+            self._is_written = True
             self._journal.postmortem(**self._page(ending))
             self._journal.close()
 
@@ -257,4 +287,7 @@ def _facts_of(healer: "Healer") -> dict[str, Any]:
     latest = healer.latest
     seen = {} if latest is None else {"loss": latest.loss, "grad_norm": latest.norm}
     metrics = {**seen, **healer.metrics()}
-    return {"last_step": healer.last_step, "final_metrics": metrics}
+    facts: dict[str, Any] = {"last_step": healer.last_step, "final_metrics": metrics}
+    if healer.failed_checkpoints is not None:
+        facts["failed_checkpoints"] = healer.failed_checkpoints
+    return facts

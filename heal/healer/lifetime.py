@@ -25,7 +25,7 @@ class Lifetime(Readout):
     def __enter__(self: Entered) -> Entered:
         self.exits.catch_signals()
         if self.parts.listener.cluster is not None:
-            self.parts.listener.cluster.start()
+            self.parts.listener.cluster.start(self.exits.leaving)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -33,8 +33,10 @@ class Lifetime(Readout):
         if halt is None:
             self.close(error)
             return
-        if self.parts.books.durable is not None and not self.has_others:  # they are past saving
-            self.parts.books.durable.save_last()
+        self.exits.draft(halt)
+        if self.parts.books.durable is not None:
+            # Other ranks are past saving: what this one saved last has to do.
+            halt = self.parts.books.durable.saved_before(halt, may_save=not self.has_others)
         self.close(halt)
         raise halt
 

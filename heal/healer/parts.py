@@ -109,6 +109,7 @@ class Parts:
             lambda error, epoch, index: self.attempts.loader_failed(error, epoch, index),
             lambda: self.run.step,
             lambda: self.books.begin_epoch(),
+            lambda: self.books.between_steps(is_drawing=True),
             keeps_last=guarded.ranks.has_others,
             note=note,
         )
@@ -120,11 +121,15 @@ class Parts:
         rates = LearningRates(wrapped, self.schedules.wanted, note)
         watch = Watch(config)
         self.experiment = Experiment(
-            run, state, guarded.ranks, watch.loss_level, watch.held_lr, note
+            run,
+            state,
+            guarded.ranks,
+            watch.loss_level,
+            watch.held_lr,
+            2 * config.loss_spike_patience,
+            note,
         )
-        self.trials = BodyTrials(
-            self.experiment, guarded, self.schedules, given.forward, note
-        )
+        self.trials = BodyTrials(self.experiment, guarded, self.schedules, given.forward, note)
         self.listener = Listener(
             run,
             guarded,
@@ -152,5 +157,12 @@ class Parts:
         )
         self.probes = AttachedProbes(model, guarded.ranks, self.treatment, journal, notes)
         self.books = Bookkeeping(
-            run, self.listener, config, journal, notes, self.probes, owner.numbers
+            run,
+            self.listener,
+            config,
+            journal,
+            notes,
+            self.probes,
+            owner.numbers,
+            lambda: self.stream.is_open,
         )

@@ -1,14 +1,29 @@
 """The progress bar of ``Healer.run``: loss, norm, clips and heals, as late as the records are."""
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 from heal.actions import Plan, changes_training
-from heal.causes import Severity
 from heal.diagnose import Diagnosis
+from heal.journal.log_lines import LOG
 
 if TYPE_CHECKING:
     from heal.loop import Healer
+
+
+class _AboveBar(logging.Handler):
+    """Prints lines of the log above the bar; as the log does by itself, warnings and errors."""
+
+    def __init__(self, bar: Any) -> None:
+        super().__init__(logging.WARNING)
+        self._bar = bar
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._bar.write(self.format(record), sys.stderr)
+        except Exception:
+            self.handleError(record)
 
 
 class Progress:
@@ -26,6 +41,7 @@ class Progress:
         self._shown = shown
         self._heals = 0
         self._bar: Any = None
+        self._lines: _AboveBar | None = None
 
     def __enter__(self) -> "Progress":
         if self._shown:
@@ -33,9 +49,14 @@ class Progress:
 
             begun = self._healer.last_step + 1
             self._bar = tqdm(total=self._steps, initial=begun, unit="step", file=sys.stderr)
+            if not LOG.hasHandlers():  # else the lines go where the program wants them
+                self._lines = _AboveBar(self._bar)
+                LOG.addHandler(self._lines)
         return self
 
     def __exit__(self, *raised: object) -> None:
+        if self._lines is not None:
+            LOG.removeHandler(self._lines)
         if self._bar is not None:
             self._bar.close()
 
@@ -55,11 +76,5 @@ class Progress:
         self._bar.update(step - self._bar.n)
 
     def tell(self, diagnosis: Diagnosis, plan: Plan) -> None:
-        """Count and print what was done."""
-        if changes_training(plan):
-            self._heals += 1
-        if self._bar is not None and (plan or diagnosis.severity >= Severity.WARN):
-            deeds = ", ".join(type(action).__name__ for action in plan) or "noted"
-            self._bar.write(
-                f"step {diagnosis.step}: {diagnosis.cause.value} -> {deeds}", sys.stderr
-            )
+        """Count what was done; the log has a line for it."""
+        self._heals += changes_training(plan)

@@ -84,8 +84,8 @@ class Readout:
 
     @property
     def micro_batches(self) -> int:
-        """Into how many pieces batches should be cut; ``run`` does it, a loop of yours may."""
-        return self.parts.micro.pieces
+        """Into how many pieces to cut batches; :meth:`run` and :meth:`pieces` do it for you."""
+        return self.parts.micro.count_for_caller()
 
     @property
     def history(self) -> Sequence[tuple[int, Diagnosis, Plan]]:

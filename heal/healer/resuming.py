@@ -38,6 +38,12 @@ class Resuming:
             self.parts.books.first_snapshot()
         return step
 
+    @property
+    def failed_checkpoints(self) -> int | None:
+        """How many saves failed; None without a ``checkpoint_dir``."""
+        durable = self.parts.books.durable
+        return None if durable is None else durable.failures
+
     def save_checkpoint(self) -> None:
         """Save now, and return when it is on the disk; every rank has to call this.
 
@@ -105,4 +111,4 @@ class Resuming:
                 f"checkpoint_dir {str(directory)!r} cannot be made: {error.strerror or error}; "
                 "give a folder that this process may write to, or none, to save no checkpoints",
             ) from error
-        self.parts.books.durable = self.parts.run.durable = durable
+        self.parts.books.durable = self.parts.run.durable = self.parts.attempts.durable = durable

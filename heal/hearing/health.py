@@ -1,13 +1,15 @@
-"""Measures weights and optimizer state on the device, and mails what it found to the host."""
+"""Measures weights, optimizer state and buffers on the device, and mails what it found."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import zclip
+from heal.state.buffer_copies import BufferCopies
 from heal.state.measured import MEASURED
 from heal.step.ranks import Ranks
 from heal.verdict import HealthRow
@@ -25,6 +27,7 @@ class HealthCheck:
     Args:
         optimizers: whose parameters and state are measured.
         names: of the parameters, by identity.
+        buffers: those that forward writes are checked for NaN, running statistics for Inf as well.
         lag: steps after which a row may be read.
         ranks: who measure together, so that all of them find the same: shards add up, and what
             is corrupt on one replica is in the mean of all.
@@ -35,6 +38,7 @@ class HealthCheck:
         self,
         optimizers: Sequence[ClippedOptimizer],
         names: dict[int, str],
+        buffers: BufferCopies,
         lag: int,
         ranks: Ranks,
         waits: bool = False,
@@ -42,9 +46,10 @@ class HealthCheck:
         self._waits = waits
         self._optimizers = optimizers
         self._names = names
+        self._buffers = buffers
         self._lag = lag
         self._ranks = ranks
-        self._sent: list[tuple[int, int, zclip.Mailbox, list[int], tuple[str, ...]]] = []
+        self._sent: list[tuple[int, int, zclip.Mailbox, _Layout]] = []
 
     @torch.no_grad()
     def post(self, step: int) -> None:
@@ -52,25 +57,36 @@ class HealthCheck:
         weights, moments, owners, counters = self._gather()
         if not weights:
             return
-        stats = zclip.grad_stats(weights + moments)
+        statistics, others = self._buffers.statistics(), self._buffers.without_nan()
+        checked = {**statistics, **others}
+        measured = len(weights) + len(moments)
+        stats = zclip.grad_stats([*weights, *moments, *(b.detach() for b, _ in checked.values())])
+        bad = stats[:, NAN:].sum(dim=1)
+        if checked:
+            first_other = measured + len(statistics)
+            bad[first_other:] = stats[first_other:, NAN]
+            were_bad = [
+                was_bad.to(bad.device, non_blocking=True) for _, was_bad in checked.values()
+            ]
+            bad[measured:] *= torch.stack(were_bad).logical_not()
         counted = counters.to(stats, non_blocking=True)
-        measured = [stats[:, SUMSQ], stats[:, NAN:].sum(dim=1), counted]
-        told = self._ranks.mean(torch.cat(measured))
-        told[: len(stats)].sqrt_()
+        told = self._ranks.mean(torch.cat([stats[:measured, SUMSQ], bad, counted]))
+        told[:measured].sqrt_()
         told = told.float()
         mailbox = zclip.Mailbox(lag=0, width=told.numel())
         mailbox.post(step, told)
         names = tuple(name for name, _ in self._named_parameters())
         due = step if told.is_cpu and not self._waits else step + self._lag
-        self._sent.append((step, due, mailbox, owners, names))
+        layout = _Layout(owners, names, tuple(checked))
+        self._sent.append((step, due, mailbox, layout))
 
     def read(self, step: int) -> list[HealthRow]:
         """Return the rows that are due by now."""
         rows = []
         while self._sent and self._sent[0][1] <= step:
-            at, _, mailbox, owners, names = self._sent.pop(0)
+            at, _, mailbox, layout = self._sent.pop(0)
             for _, values in mailbox.poll():
-                rows.append(_decode(at, values, owners, names))
+                rows.append(_decode(at, values, layout))
         return rows
 
     @property
@@ -112,15 +128,23 @@ class HealthCheck:
         return weights, moments, owners, _stacked(counters)
 
 
-def _decode(
-    step: int, values: Sequence[float], owners: Sequence[int], names: tuple[str, ...]
-) -> HealthRow:
-    count = len(names)
-    measured = count + len(owners)
-    norms, bad = values[:measured], values[measured : 2 * measured]
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the numbers of a row are of."""
+
+    owners: list[int]  # the weight that each moment belongs to
+    names: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+def _decode(step: int, values: Sequence[float], layout: _Layout) -> HealthRow:
+    count = len(layout.names)
+    measured = count + len(layout.owners)
+    counted = 2 * measured + len(layout.buffers)
+    norms, bad = values[:measured], values[measured:counted]
     squares = [NOTHING] * count
     moment_bad = [0] * count
-    for moment, owner in enumerate(owners):
+    for moment, owner in enumerate(layout.owners):
         squares[owner] = max(0.0, squares[owner]) + norms[count + moment] ** 2
         moment_bad[owner] += _count(bad[count + moment])
     return HealthRow(
@@ -129,8 +153,10 @@ def _decode(
         weight_bad=tuple(_count(b) for b in bad[:count]),
         moment_norms=tuple(math.sqrt(s) if s >= 0 else s for s in squares),
         moment_bad=tuple(moment_bad),
-        step_counters=tuple(values[2 * measured :]),
-        names=names,
+        step_counters=tuple(values[counted:]),
+        names=layout.names,
+        buffer_bad=tuple(_count(b) for b in bad[measured:]),
+        buffer_names=layout.buffers,
     )
 
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from heal.causes import Finding
+from heal.causes import Cause, Finding
 from heal.cluster.watch import ClusterWatch
 from heal.cluster.watchdog import HangWatchdog
 from heal.config import HealingConfig
 from heal.detect import Watch
-from heal.experiment import NO_FORWARD, Answer, Experiment, Settled
+from heal.experiment import NO_FORWARD, NOT_LEARNING, Answer, Experiment, Settled
 from heal.forecast.features import CHECK_INTERVAL
 from heal.hearing.calm import Calm
 from heal.hearing.health import HealthCheck
@@ -72,6 +72,7 @@ class Listener:
         self.watch = watch
         self._experiment = experiment
         self._wants_check = False
+        self._unprovable: set[Cause] = set()  # reported once for lack of a forward pass
         self._latest: Record | None = None
         self.series = Series()
         self.sources: list[Callable[[], Flag]] = []
@@ -89,6 +90,7 @@ class Listener:
         self._health = HealthCheck(
             guarded.optimizers,
             guarded.names,
+            guarded.buffers,
             config.lag,
             guarded.ranks,
             waits=self.watch.forecast is not None,
@@ -258,11 +260,17 @@ class Listener:
             if settled.finding.cause in NONFINITE:
                 self.watch.note_nan_data()
             return []
+        found = replace(settled.finding, wants_proof=False)
+        if settled.why is NOT_LEARNING:
+            return [found]
         if settled.why is not NO_FORWARD:
             return []
+        self.watch.rebase()  # the level stays unexplained; later ones are measured against it
+        if found.cause in self._unprovable or found.cause is Cause.NOT_LEARNING:
+            return []
+        self._unprovable.add(found.cause)
         self._note(settled.why)
-        self.watch.rebase()  # or the new level would be reported for ever
-        return [replace(settled.finding, wants_proof=False)]
+        return [found]
 
     def untreated(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """Return what was found and not treated yet, by step, as plain values."""
@@ -276,16 +284,17 @@ class Listener:
         """Read the last records, when no step is to come that a plan could serve."""
         mailbox = self._guarded.mailbox
         for _, findings in self._late:
-            self._treatment.history.note_findings(findings)
+            self._treatment.report_last(findings)
         self._late.clear()
         lag, mailbox.lag = mailbox.lag, 0
         for step, row in mailbox.poll():
             (findings,) = self.watch.observe_all([self._decode(step, row)])
             findings = [f for f in findings if not f.wants_proof or f.cause in NONFINITE]
-            self._treatment.history.note_findings(findings)
+            self._treatment.report_last(findings)
             self._treatment.note_moves(self.watch.take_moves(step, findings))
         mailbox.lag = lag
         self._treatment.note_outcomes_at_end(*self.watch.loss_level())
+        self._treatment.report_end()
 
     def report(self, flag: Flag) -> None:
         """Send a flag of the host with the record of the next step; safe in a signal handler."""
@@ -366,10 +375,10 @@ class Listener:
         if findings and is_suspect(findings):
             self._run.ring.note_suspect(min(finding.bad_step for finding in findings))
         elif not record.blocked:
-            self._run.clip_limits.note_norm(record.norm)
+            self._run.clip_limits.note_norm(record.norm, record.clipped_norm)
             self._run.ring.note_clean(record.step)
             if not findings:
-                self._treatment.note_clean_step(record.step, *self.watch.loss_level())
+                self._treatment.note_clean(record.step, *self.watch.loss_level())
 
     def _forget(self) -> None:
         """Let go of all that is of steps that did not happen, or of another run."""

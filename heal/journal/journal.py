@@ -5,6 +5,7 @@ and says so once.
 """
 
 import errno
+import logging
 import os
 import stat
 import sys
@@ -13,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from heal.causes import Severity
 from heal.diagnose import Diagnosis
 from heal.journal.json_lines import dumps, now
+from heal.journal.log_lines import LOG, line_for
 from heal.journal.postmortem import (
     DIRECTORY_MODE,
     SCHEMA_VERSION,
@@ -122,6 +125,9 @@ class Journal:
         told = {name: value for name, value in entry.items() if name != "step"}
         told["severity"] = diagnosis.severity.name
         self.event("recovery" if actions else "alert", diagnosis.step, **told)
+        is_loud = bool(actions) or diagnosis.severity >= Severity.WARN
+        if self.rank == 0:  # all ranks act alike
+            LOG.log(logging.WARNING if is_loud else logging.INFO, "heal: %s", line_for(entry))
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Write numbers to plot."""

@@ -44,6 +44,8 @@ class ExitReason(str, Enum):
     SIGTERM = "sigterm"
     SIGINT = "sigint"
     UNRECOVERABLE = "unrecoverable"
+    HUNG = "hung"
+    """No step ended in time, and ``hang_exit`` ended the process."""
     EXITED = "exited"
     """Left before its end without an error: by ``sys.exit``, or by ``break``."""
 
@@ -61,6 +63,7 @@ BY_EXIT_CODE = {
     ExitCode.NONFINITE: ExitReason.NAN,
     ExitCode.OUT_OF_MEMORY: ExitReason.OOM,
     ExitCode.PREEMPTED: ExitReason.SIGTERM,
+    ExitCode.NOT_SAVED: ExitReason.SIGTERM,
 }
 
 

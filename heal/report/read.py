@@ -15,6 +15,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from heal.report.plain_files import open_regular
+
 LINES = re.compile(r"(events|metrics)(?:\.rank(\d+))?\.jsonl(\.1)?")
 POSTMORTEM = re.compile(r"postmortem(?:\.rank(\d+))?\.json")
 MAX_LINE = 4 * 2**20  # bytes; a longer one is no line of ours
@@ -83,7 +85,7 @@ def find_files(run_dir: str | os.PathLike[str]) -> RunFiles:
 def read_lines(path: Path, damage: Damage) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file that can be read; count the others."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             for raw in iter(lambda: file.readline(MAX_LINE), b""):
                 line = parse_line(raw)
                 if line is not None:
@@ -122,7 +124,8 @@ def read_events(files: RunFiles, damage: Damage) -> Iterator[tuple[int, dict[str
 def read_postmortem(path: Path, damage: Damage) -> dict[str, Any] | None:
     """Return a postmortem, None if it cannot be read."""
     try:
-        page = parse_line(path.read_bytes())
+        with open_regular(path) as file:
+            page = parse_line(file.read())
     except OSError as error:
         damage.unreadable[path.name] = error.strerror or str(error)
         return None

@@ -20,6 +20,9 @@ from heal.state.distinct import version_of
 SMALL_BYTES = 1 << 16  # copied before it was ever written: the first write may be a bad one
 STATISTICS = ("running_mean", "running_var")  # their kernels write without a trace in ``_version``
 
+Checked = tuple[Tensor, Tensor]
+"""A buffer, and whether it held what it must not before training: a bool on its device."""
+
 
 class BufferCopies:
     """Copies of a model's moving buffers: those of norm layers, and all that were ever written.
@@ -64,9 +67,12 @@ class BufferCopies:
             if before is not None and before.owner is slot.owner:
                 continue
             if slot.is_statistic:
+                slot.was_bad = slot.is_bad(torch.isfinite, self._has_settled)
                 self._moving[name] = slot
             else:
                 slot.copy = slot.buffer.detach().clone() if slot.is_small() else None
+                if not self._has_settled:
+                    slot.was_bad = slot.is_bad(_is_number)
                 self._still[name] = slot
         for name in known.keys() - found.keys():
             self._moving.pop(name, None)
@@ -80,6 +86,24 @@ class BufferCopies:
     def still(self) -> list[tuple[str, Tensor]]:
         """Return the buffers that nobody was seen to write."""
         return [(name, slot.buffer) for name, slot in self._still.items()]
+
+    def statistics(self) -> dict[str, Checked]:
+        """Return the buffers of norm layers, in which NaN and Inf are a fault."""
+        return self._checked(are_statistics=True)
+
+    def without_nan(self) -> dict[str, Checked]:
+        """Return the other moving buffers that NaN has no place in, though Inf may have.
+
+        Not those that were made in a forward: nobody knows what they are meant to hold.
+        """
+        return self._checked(are_statistics=False)
+
+    def _checked(self, are_statistics: bool) -> dict[str, Checked]:
+        return {
+            name: (slot.buffer, slot.was_bad)
+            for name, slot in self._moving.items()
+            if slot.is_statistic == are_statistics and slot.was_bad is not None
+        }
 
     def count_as_moving(self, name: str) -> None:
         """Hear that a buffer was written though ``_version`` does not say so."""
@@ -217,7 +241,17 @@ class BufferCopies:
 class _Slot:
     """A place for a buffer in a module, and what is known of it."""
 
-    __slots__ = ("buffer", "copy", "is_statistic", "key", "name", "num_writes", "owner", "version")
+    __slots__ = (
+        "buffer",
+        "copy",
+        "is_statistic",
+        "key",
+        "name",
+        "num_writes",
+        "owner",
+        "version",
+        "was_bad",
+    )
 
     def __init__(self, name: str, owner: dict[str, Any], key: str, is_statistic: bool) -> None:
         self.name, self.owner, self.key = name, owner, key
@@ -226,6 +260,21 @@ class _Slot:
         self.version = version_of(self.buffer)
         self.copy: Tensor | None = None
         self.num_writes = 0
+        self.was_bad: Tensor | None = None  # before training, on the device; None: never checked
+
+    def is_bad(self, is_good: Callable[[Tensor], Tensor], skip: bool = False) -> Tensor | None:
+        """Return whether an element is not good, on the device; None if it is of no such kind.
+
+        Args:
+            is_good: says it of each element.
+            skip: answer no, whatever it holds.
+        """
+        buffer = self.buffer
+        if not buffer.is_floating_point() or buffer.itemsize < 2 or buffer.is_meta:
+            return None
+        if skip:
+            return torch.zeros((), dtype=torch.bool, device=buffer.device)
+        return is_good(buffer.detach()).all().logical_not()
 
     def is_small(self) -> bool:
         """Return whether it is copied before it was ever written."""
@@ -294,6 +343,10 @@ def _slots_of(model: Module) -> Iterator[_Slot]:
             seen.add(id(buffer))
             name = f"{prefix}.{key}" if prefix else key
             yield _Slot(name, module._buffers, key, is_norm or key in STATISTICS)
+
+
+def _is_number(tensor: Tensor) -> Tensor:
+    return tensor.isnan().logical_not()
 
 
 def _is_plain(buffer: Tensor) -> bool:

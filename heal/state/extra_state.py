@@ -1,11 +1,16 @@
-"""What modules keep beside tensors: their ``get_extra_state``, as torch's ``state_dict`` has it."""
+"""State beside parameters and buffers: of modules (``get_extra_state``), and of the user."""
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 
 from heal.state.plain_name import plain_name
+
+KEPT_MAPPINGS = (dict, OrderedDict)
 
 
 def extra_states(model: Module, note: Callable[[str], None]) -> dict[str, Any]:
@@ -41,3 +46,71 @@ def _defines(module: Module) -> bool:
 
 def _shown(name: str, module: Module) -> str:
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
+
+
+class AddedStates:
+    """State that lives outside the model and the optimizers, saved and loaded by functions.
+
+    Copies are in host memory, and the functions get copies too: what they are given is theirs.
+
+    Args:
+        note: told of a state that could not be saved, and is not in a snapshot.
+    """
+
+    def __init__(self, note: Callable[[str], None] = lambda text: None) -> None:
+        self._kept: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self._unclaimed: dict[str, Any] = {}  # of a checkpoint, for states that are added later
+        self._note = note
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    def add(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        """Have a state saved and loaded under a name.
+
+        Raises:
+            TypeError: ``name`` is no text, or ``save`` or ``load`` cannot be called.
+            ValueError: the name is taken.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected a str, got {type(name).__name__}")
+        for argument, function in (("save", save), ("load", load)):
+            if not callable(function):
+                raise TypeError(
+                    f"{argument}: expected a function, got {type(function).__name__}; pass for "
+                    "example ema.state_dict and ema.load_state_dict"
+                )
+        if name in self._kept:
+            raise ValueError(f"name: expected a new one, got {name!r}, which was added before")
+        self._kept[name] = save, load
+        if name in self._unclaimed:
+            load(self._unclaimed.pop(name))
+
+    def saved(self) -> dict[str, Any]:
+        """Return copies of all states as they are now, in host memory; waits for the device."""
+        found = {}
+        for name, (save, _) in self._kept.items():
+            try:
+                found[name] = on_host(save())
+            except Exception as error:  # a snapshot without it is better than none
+                self._note(f"add_state: {name} could not be saved: {error!r}")
+        return found
+
+    def load(self, states: Mapping[str, Any]) -> None:
+        """Give each its state again; one that was not added when they were saved stays as it is."""
+        for name, (_, load) in self._kept.items():
+            if name in states:
+                load(on_host(states[name]))
+        self._unclaimed = {n: on_host(s) for n, s in states.items() if n not in self._kept}
+
+
+def on_host(value: Any) -> Any:
+    """Return a deep copy with every tensor in host memory, detached."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (list, tuple):
+        return type(value)(on_host(entry) for entry in value)
+    if isinstance(value, dict):
+        pairs = {key: on_host(entry) for key, entry in value.items()}
+        return type(value)(pairs) if type(value) in KEPT_MAPPINGS else pairs
+    return copy.deepcopy(value)

@@ -1,4 +1,4 @@
-"""Schedulers as healing sees them: saved and returned if they can be, else left as they are."""
+"""Schedulers and optimizers as healing sees them: what can be saved, and what is named instead."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,4 +31,16 @@ def note_stateless(schedulers: Sequence[Any], note: Callable[[str], None]) -> No
                 f"the scheduler is a {type(scheduler).__name__} without state_dict and "
                 "load_state_dict: snapshots hold the learning rate but not its place in the "
                 "schedule, which goes on as if no step were taken back"
+            )
+
+
+def note_rewriting(optimizers: Sequence[Any], note: Callable[[str], None]) -> None:
+    """Name optimizers that rewrite the weights for an evaluation, as schedule-free ones do."""
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "inner", optimizer)
+        if callable(getattr(inner, "eval", None)) and callable(getattr(inner, "train", None)):
+            note(
+                f"{type(inner).__name__} rewrites the weights in eval() and train(), which rounds "
+                "them; a replay after a rollback does so only where your loop evaluates again, and "
+                "may differ from the run that never failed in the last bits"
             )

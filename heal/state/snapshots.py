@@ -37,7 +37,7 @@ class Snapshot:
     tensors: dict[Key, Tensor]
     values: dict[str, Any]
     hashes: Tensor  # int64 [tensors], of the sources, on the host
-    num_bad: Tensor  # int64 [], parameters and moments with NaN or Inf; on the host
+    num_bad: Tensor  # int64 [], tensors with NaN or Inf that must not; on the host
     landed: torch.Event | None
     clean_steps: int = 0
     is_good: bool = False
@@ -97,6 +97,7 @@ class SnapshotRing:
         self.degraded = ""
         self._checked_step = -1
         self._suspect_since: int | None = None
+        self._pinned: set[int] = set()
         self._kept: list[Snapshot] = []  # oldest first
         self._spare: list[dict[Key, Tensor]] = []
         self._copied: torch.Event | None = None
@@ -146,6 +147,7 @@ class SnapshotRing:
         tensors: Mapping[Key, Tensor],
         values: dict[str, Any],
         is_proven: bool = False,
+        without_nan: Mapping[Key, Tensor] | None = None,
     ) -> bool:
         """Copy the state out; False if there is no memory for it, or no place yet.
 
@@ -154,6 +156,7 @@ class SnapshotRing:
             tensors: all that steps may change.
             values: plain values; kept as they are.
             is_proven: whether it needs no quarantine: no step has had the chance to spoil it.
+            without_nan: buffers in which NaN is a fault, see :func:`heal.state.measured.count_bad`.
         """
         num_bytes = sum([t.nbytes for t in tensors.values()])
         if not self._make_room(step, num_bytes):
@@ -167,7 +170,7 @@ class SnapshotRing:
             return False
         slot.clear()
         slot.update(copies)
-        hashes, num_bad, landed = self._copy(copies, tensors)
+        hashes, num_bad, landed = self._copy(copies, tensors, without_nan)
         snapshot = Snapshot(step, copies, values, hashes, num_bad, landed, buffers=slot)
         snapshot.is_proven, snapshot.num_bytes = is_proven, num_bytes
         self._kept = [s for s in self._kept if s.step < step] + [snapshot]
@@ -202,6 +205,10 @@ class SnapshotRing:
         self._promote()
         known = since if self._suspect_since is None else self._suspect_since
         self._suspect_since = min(known, since)
+
+    def pin(self, steps: set[int]) -> None:
+        """Keep the snapshots of these steps, and no others, from making way for newer ones."""
+        self._pinned = steps
 
     @property
     def is_suspect(self) -> bool:
@@ -324,6 +331,7 @@ class SnapshotRing:
         choices = [s for s in self._kept if not s.is_good and s.step < overdue]
         choices += self._spare_good(good, step) if len(good) > 1 else []
         choices += good if len(self._kept) == 1 else []
+        choices = [s for s in choices if s.step not in self._pinned]
         choices = choices or (good if must else []) or (self._kept if must else [])
         misfit = {id(s): self._misfit([k for k in self._kept if k is not s], step) for s in choices}
         return min(choices, key=lambda s: misfit[id(s)], default=None)
@@ -347,19 +355,22 @@ class SnapshotRing:
         return misfit
 
     def _copy(
-        self, copies: Mapping[Key, Tensor], tensors: Mapping[Key, Tensor]
+        self,
+        copies: Mapping[Key, Tensor],
+        tensors: Mapping[Key, Tensor],
+        without_nan: Mapping[Key, Tensor] | None,
     ) -> tuple[Tensor, Tensor, torch.Event | None]:
         """Copy, hash and measure the sources; on the device without waiting for it."""
         device = next((t.device for t in tensors.values() if t.device.type == "cuda"), None)
         if device is None:
-            hashes, num_bad = copy_on_host(copies, tensors)
+            hashes, num_bad = copy_on_host(copies, tensors, without_nan)
             return hashes, num_bad, None
         # Buffers are written by the next forward, which nothing here can hold back: they are
         # copied in the stream of the run. The rest is not written before the next update.
         early = [key for key in tensors if key[0] not in ("parameter", "state")]
         late = [key for key in tensors if key[0] in ("parameter", "state")]
         copy_by_kind([copies[k] for k in early], [tensors[k] for k in early], non_blocking=True)
-        there = fingerprints(tensors.values()), count_bad(tensors.items())
+        there = fingerprints(tensors.values()), count_bad(tensors.items(), without_nan)
         hashes, num_bad = (host_memory(t).copy_(t, non_blocking=True) for t in there)
         if device not in self._sides:
             self._sides[device] = SideStream(device)

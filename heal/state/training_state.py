@@ -15,9 +15,10 @@ from torch.nn import Module
 
 from heal.state.buffer_copies import BufferCopies
 from heal.state.distinct import Key, version_of, without_duplicates
-from heal.state.extra_state import extra_states, set_extra_states
+from heal.state.extra_state import AddedStates, extra_states, set_extra_states
 from heal.state.host_copy import copy_and_hash, is_run_of_bytes
 from heal.state.scheduler_state import state_of
+from heal.state.undo import Undo
 from zclip import ClippedOptimizer
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -27,6 +28,19 @@ _SCALER_TENSORS = ("_scale", "_growth_tracker")
 
 class StateMismatch(RuntimeError):
     """The saved state does not fit the run any more; nothing was changed."""
+
+
+class RestoreFailed(RuntimeError):
+    """A saved state could not be written over the run.
+
+    Attributes:
+        is_mixed: whether parts of it were written and could not be taken back; else the run is what
+            it was before.
+    """
+
+    def __init__(self, reason: str, is_mixed: bool = False) -> None:
+        super().__init__(reason)
+        self.is_mixed = is_mixed
 
 
 class TrainingState:
@@ -40,6 +54,9 @@ class TrainingState:
         extra: further tensors that belong to the run, under names of their own.
         buffers: tells which buffers move; the others are not among the tensors. Made if None.
         note: told of modules whose extra state cannot be had.
+
+    Attributes:
+        added: state that the user keeps beside the model, see :meth:`heal.Healer.add_state`.
     """
 
     def __init__(
@@ -57,6 +74,7 @@ class TrainingState:
         self.schedulers = list(schedulers)
         self.scaler = scaler
         self.extra = dict(extra or {})
+        self.added = AddedStates(note)
         self.buffers = BufferCopies(model) if buffers is None else buffers
         self._note = note
         self._frozen_versions: dict[int, int] = {}
@@ -144,6 +162,11 @@ class TrainingState:
         """Return all tensors that steps may change, each part of memory once."""
         return without_duplicates(self._named_tensors())
 
+    def without_nan(self) -> dict[Key, Tensor]:
+        """Return the keys of buffers that NaN has no place in, and whether they held it before."""
+        named = self.buffers.without_nan().items()
+        return {("buffer", name): was_bad for name, (_, was_bad) in named}
+
     def everything(self) -> dict[Key, Tensor]:
         """Return the same and all other buffers, as a checkpoint has them."""
         return without_duplicates(self._named_tensors(all_buffers=True))
@@ -156,6 +179,7 @@ class TrainingState:
             "clip": [o.clipper.state_dict() for o in self.optimizers],
             "schedulers": [copied(state_of(s)) for s in self.schedulers],
             "modules": copied(extra_states(self.model, self._note)),
+            "added": self.added.saved(),
         }
 
     def check(self, saved: Mapping[Key, Tensor]) -> None:
@@ -167,17 +191,74 @@ class TrainingState:
         self._check(saved, self.everything())
 
     @torch.no_grad()
-    def restore(self, saved: Mapping[Key, Tensor], values: Mapping[str, Any]) -> None:
-        """Write saved tensors and values over those of the run, in place.
+    def restore(
+        self,
+        saved: Mapping[Key, Tensor],
+        values: Mapping[str, Any],
+        settle: Callable[[], None] = lambda: None,
+        all_agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        """Write saved tensors and values over those of the run, in place: all of them or none.
 
         What was not there when they were saved, such as moments before the first step, is removed;
         what has gone since is made again.
 
+        Args:
+            saved: the tensors, by key.
+            values: what :meth:`values` returned.
+            settle: called once all is written; if it raises, all is taken back.
+            all_agree: asks every rank whether it succeeded. If one did not, all take it back.
+
         Raises:
             StateMismatch: a parameter is missing or has another shape or dtype.
+            RestoreFailed: something raised while it was written; all was taken back.
         """
         live = self.everything()
         created = self._check(saved, live)
+        undo, problem = self._undo(saved, live), None
+        try:
+            self._write(saved, values, live, created)
+            settle()
+        except Exception as error:
+            problem = error
+        if not all_agree(problem is None):
+            failures = undo.put_back()
+            self.buffers.restored()
+            why = "another rank failed" if problem is None else repr(problem)
+            told = f"; could not take back {failures[0]}" if failures else ""
+            raise RestoreFailed(f"{why}{told}", bool(failures)) from problem
+        for o, optimizer in enumerate(self.optimizers):
+            # Where ranks add up this is a message to all: it comes once every rank has succeeded.
+            optimizer.clipper.load_state_dict(values["clip"][o])
+            optimizer._momentum.forget()
+        self.buffers.restored()
+
+    def _undo(self, saved: Mapping[Key, Tensor], live: Mapping[Key, Tensor]) -> Undo:
+        firsts = (("buffer", name) for name in self.buffers.firsts)
+        keys = dict.fromkeys([*saved, *firsts])
+        owners = [] if self.scaler is None else [(self.scaler, _SCALER_TENSORS)]
+        modules = copied(extra_states(self.model, self._note))
+        kept: list[tuple[Callable[[Any], None], Any]] = [
+            (lambda states: set_extra_states(self.model, states, self._note), modules),
+            (self.added.load, self.added.saved()),
+        ]
+        return Undo(
+            [live[key] for key in keys if key in live and not live[key].is_inference()],
+            self.model,
+            self.optimizers,
+            self.schedulers,
+            owners,
+            kept,
+            copied,
+        )
+
+    def _write(
+        self,
+        saved: Mapping[Key, Tensor],
+        values: Mapping[str, Any],
+        live: dict[Key, Tensor],
+        created: Mapping[Key, Tensor],
+    ) -> None:
         live.update(created)
         _copy_groups([live[key] for key in saved], list(saved.values()))
         for key, tensor in created.items():
@@ -190,15 +271,13 @@ class TrainingState:
             self._restore_plain_state(o, optimizer, saved, values["state"][o])
             for group, settings in zip(optimizer.param_groups, values["groups"][o], strict=True):
                 group.update(copied(settings))
-            optimizer.clipper.load_state_dict(values["clip"][o])
-            optimizer._momentum.forget()
         for scheduler, state in zip(self.schedulers, values["schedulers"], strict=True):
             if state is not None:
                 scheduler.load_state_dict(copied(state))
         extra = values.get("modules", {})  # not in the first checkpoints
         set_extra_states(self.model, copied(extra), self._note)
+        self.added.load(values.get("added", {}))
         self._forget_young_scaler(saved)
-        self.buffers.restored()
 
     def keys_of(self, optimizer: int | None, keys: Iterable[Key]) -> list[Key]:
         """Return those of ``keys`` that forward reads: moving buffers, and trained parameters.

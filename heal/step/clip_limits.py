@@ -9,6 +9,9 @@ from typing import Any
 from zclip import ClippedOptimizer
 
 RECENT_NORMS = 101  # gradient norms whose median is taken for the usual one
+WATCHED = 200  # steps over which clipped ones are counted
+NEARLY_ALL = 0.95  # share of them from which a limit is too low
+FAR_BELOW = 2.0  # times the norm after clipping that the norm before it is
 NAMES = ("max_grad_norm", "max_norm")  # what clippers call their limit
 
 
@@ -33,11 +36,31 @@ class ClipLimits:
         self.steps_left = 0
         self._first: dict[int, tuple[Any, str, Any]] = {}  # clipper, attribute, first value
         self._norms: deque[float] = deque(maxlen=RECENT_NORMS)
+        self._ratios: list[float] = []
+        self._has_warned = False
 
-    def note_norm(self, norm: float) -> None:
-        """Hear of the norm of a step that was taken."""
-        if math.isfinite(norm):
-            self._norms.append(norm)
+    def note_norm(self, norm: float, clipped_norm: float = math.nan) -> None:
+        """Hear of the norm of a step that was taken, before and after clipping."""
+        if not math.isfinite(norm):
+            return
+        self._norms.append(norm)
+        if not self._has_warned and not self.steps_left:
+            self._ratios.append(norm / clipped_norm if clipped_norm > 0.0 else 1.0)
+            if len(self._ratios) == WATCHED:
+                self._warn_of_a_low_limit(clipped_norm)
+                self._ratios.clear()
+
+    def _warn_of_a_low_limit(self, clipped_norm: float) -> None:
+        """Say once that nearly all steps are clipped, and by much: the limit sets the step size."""
+        num_cut = sum(ratio > FAR_BELOW for ratio in self._ratios)
+        if num_cut >= NEARLY_ALL * WATCHED:
+            self._has_warned = True
+            self._note(
+                f"{num_cut} of the last {WATCHED} steps were clipped to less than half of their "
+                f"gradient norm: a limit of about {clipped_norm:.3g} is far below the usual norm "
+                f"of {statistics.median(self._norms):.3g} and scales every step; raise "
+                "max_grad_norm, or lower the learning rate instead"
+            )
 
     def tighten(self, factor: float) -> None:
         """Multiply the limit of every clipper; one without gets the usual norm for a start."""

@@ -46,6 +46,7 @@ class MicroBatcher:
         attempts: how often a step was tried.
         largest_batch: samples in the largest batch of the step; 0 if it is not known.
         cannot_cut: why the batch of a step that failed cannot be cut; empty if it can.
+        caller_cuts: whether a loop of the caller's own asks for the pieces of its batches.
         messages: what ranks of a data-parallel model tell each other while a step is computed.
     """
 
@@ -63,6 +64,7 @@ class MicroBatcher:
         self.batch_at = 0
         self.attempts = 0
         self.cannot_cut = ""
+        self.caller_cuts = False
         self.weigh = weigh
         self._parameters = parameters
         self._smallest = smallest
@@ -127,6 +129,7 @@ class MicroBatcher:
     def _add(
         self, batch: Any, count: int, train_step: TrainStep, scale: Callable[[Tensor], Tensor]
     ) -> Tensor:
+        self.messages.note_tried(batch)
         pieces = self._weighted(batch)
         for i, (piece, share) in enumerate(pieces):
             is_last = self.batch_at == count - 1 and i == len(pieces) - 1
@@ -143,6 +146,20 @@ class MicroBatcher:
         assert self._total is not None
         self.messages.note_good(batch)
         return self._total
+
+    def pieces_of(self, batch: Any) -> list[tuple[Any, float]]:
+        """Cut a batch for a loop of the caller's own; return the pieces and their shares.
+
+        Shares add up to 1: the sum of ``share * loss`` is the mean loss of the whole batch.
+        """
+        self.caller_cuts = True
+        self._measure([batch])
+        return self._weighted(batch)
+
+    def count_for_caller(self) -> int:
+        """Return into how many pieces a loop of the caller's own should cut its batches."""
+        self.caller_cuts = True
+        return self.pieces
 
     def begin(self, rng: RngState | None = None) -> None:
         """Remember generators and buffers, to be put back by :meth:`undo`."""

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from heal.report.plain_files import open_regular
 from heal.report.read import MAX_LINE, parse_line
 
 START_BYTES = 2**20  # read of a file that is long already; the end is what counts
@@ -67,7 +68,7 @@ class Tail:
     def _opened(self) -> BinaryIO | None:
         if self._file is None:
             try:
-                self._file = open(self.path, "rb")  # noqa: SIM115, kept open between calls
+                self._file = open_regular(self.path)
             except FileNotFoundError:
                 return None
             size = os.fstat(self._file.fileno()).st_size

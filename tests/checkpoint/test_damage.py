@@ -3,7 +3,6 @@
 import contextlib
 import random
 import shutil
-import time
 
 import pytest
 
@@ -166,7 +165,7 @@ def mutate(data: bytearray, chance: random.Random) -> bytes:
     return bytes(data) or b"x"
 
 
-def fuzz(directory, seconds, seed):
+def fuzz(directory, tries, seed):
     """Mutate files so that all checksums fit again: the parsers themselves are at stake."""
     from heal.checkpoint.manifest import digest
 
@@ -174,8 +173,7 @@ def fuzz(directory, seconds, seed):
     folder = directory / "step-000003"
     whole = {path: path.read_bytes() for path in files_of(folder)}
     manifest, commit = folder / "manifest-00000.json", folder / "COMMIT"
-    until, tried = time.monotonic() + seconds, 0
-    while time.monotonic() < until:
+    for _ in range(tries):
         changed = dict(whole)
         if chance.random() < 0.7:
             changed[manifest] = mutate(bytearray(whole[manifest]), chance)
@@ -190,16 +188,14 @@ def fuzz(directory, seconds, seed):
             path.write_bytes(data)
         with contextlib.suppress(CheckpointError):  # any other exception fails the test
             CheckpointReader(folder).read(0, 1)
-        tried += 1
     for path, data in whole.items():
         path.write_bytes(data)
-    return tried
 
 
-def test_the_parsers_survive_three_seconds_of_fuzzing(pair):
-    assert fuzz(pair, 3, seed=0) > 20
+def test_the_parsers_survive_two_hundred_mutations(pair):
+    fuzz(pair, 200, seed=0)
 
 
 @pytest.mark.slow
-def test_the_parsers_survive_two_minutes_of_fuzzing(pair):
-    assert fuzz(pair, 120, seed=random.randrange(2**32)) > 1000
+def test_the_parsers_survive_ten_thousand_mutations(pair):
+    fuzz(pair, 10_000, seed=random.randrange(2**32))

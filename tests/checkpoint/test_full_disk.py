@@ -97,7 +97,7 @@ def test_a_disk_that_is_really_full_leaves_what_was_saved(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.stdout.strip() == "survived", done.stderr
 

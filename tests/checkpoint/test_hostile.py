@@ -211,7 +211,7 @@ def test_loading_works_with_every_way_into_pickle_poisoned(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.stdout.strip() == "1", done.stderr
 

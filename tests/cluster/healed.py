@@ -92,7 +92,7 @@ def differing_from_the_start(folder):
 def absent_at_the_ping(folder, absent):
     """One rank does not come to the second ping."""
     rank = join().rank
-    healer = build(folder, rank, nccl_timeout_seconds=1.0, fingerprint_interval=0)
+    healer = build(folder, rank, nccl_timeout_seconds=10.0, fingerprint_interval=0)
     watch = healer.parts.listener.cluster
     look = watch.look
     if rank == absent:
@@ -102,4 +102,7 @@ def absent_at_the_ping(folder, absent):
         tell(folder, rank, None)
     except CannotHeal as halt:
         tell(folder, rank, [halt.exit_code, str(halt)])
-    time.sleep(3)  # the others are to hear it from their ping, not from our leaving
+    others = [Path(folder, f"told{r}") for r in range(dist.get_world_size())]
+    until = time.monotonic() + 120
+    while not all(path.exists() for path in others) and time.monotonic() < until:
+        time.sleep(0.05)  # they are to hear it from their ping, not from our leaving

@@ -32,7 +32,7 @@ def run_script(tmp_path, command):
         env=told,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     asked = tmp_path / "scontrol"
     return done, asked.read_text() if asked.exists() else ""

@@ -20,13 +20,13 @@ def told_by_all(folder, size, function, *arguments):
 
 @pytest.mark.parametrize(("size", "absent"), [(2, 0), (3, 1)])
 def test_a_rank_that_does_not_come_to_a_ping_is_named_by_the_others(tmp_path, size, absent):
-    told = told_by_all(tmp_path, size, ranks.ping, absent, 5.0)
+    told = told_by_all(tmp_path, size, ranks.ping, absent, 10.0)
     for rank, (first_ok, first_missing, *later) in enumerate(told):
         assert (first_ok, first_missing) == (True, [])
         if rank != absent:
             ok, missing, reason, again_ok, _, again_reason = later
             assert (ok, missing) == (False, [absent])
-            assert reason == f"no answer within 5 s; missing: rank {absent}"
+            assert reason == f"no answer within 10 s; missing: rank {absent}"
             assert not again_ok
             assert again_reason.startswith("an earlier ping failed")
 

@@ -118,7 +118,7 @@ def test_the_side_group_is_made_while_all_are_there(tmp_path):
     assert [read_json(tmp_path / f"told{rank}") for rank in range(2)] == [1, 1]
 
 
-def agree(store, rank, size, seconds=20.0):
+def agree(store, rank, size, seconds=120.0):
     return agree_on_attempt(store, rank, size, timedelta(seconds=seconds))
 
 

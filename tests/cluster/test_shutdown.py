@@ -210,13 +210,79 @@ except CannotHeal:
 """
 
 
-def test_a_healer_that_has_saved_all_lets_the_process_live(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", AFTER_THE_END],
-        cwd=tmp_path,
+def run_script(folder, script):
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
+
+
+def test_a_healer_that_has_saved_all_lets_the_process_live(tmp_path):
+    done = run_script(tmp_path, AFTER_THE_END)
     assert (done.returncode, done.stdout) == (0, "still here\n"), done.stderr
+
+
+AFTER_THE_BLOCK = """
+import os, signal, sys, time
+from heal.cluster import ShutdownHandler
+with ShutdownHandler(shutdown_timeout_sec=1.5) as shutdown:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert shutdown.should_stop()
+time.sleep(3)
+print("still here")
+"""
+
+
+def test_code_after_the_block_is_not_ended(tmp_path):
+    done = run_script(tmp_path, AFTER_THE_BLOCK)
+    assert (done.returncode, done.stdout) == (0, "still here\n"), done.stderr
+
+
+AFTER_A_LATE_SIGNAL = """
+import os, signal, time, torch
+from heal import Healer, HealingConfig
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+healer = Healer(model, optimizer, config=HealingConfig(shutdown_timeout_sec=1.5))
+for step, batch in enumerate(healer.batches([torch.ones(1, 2)] * 4)):
+    loss = model(batch).mean()
+    loss.backward()
+    healer.step(loss)
+    optimizer.zero_grad()
+    if step == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+healer.close()
+time.sleep(3)
+print("still here")
+"""
+
+
+def test_code_after_a_healer_that_was_closed_is_not_ended(tmp_path):
+    done = run_script(tmp_path, AFTER_A_LATE_SIGNAL)
+    assert (done.returncode, done.stdout) == (0, "still here\n"), done.stderr
+
+
+def test_no_thread_outlives_the_block(sigusr1):
+    with ShutdownHandler(signals=["SIGUSR1"]) as shutdown:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert shutdown.should_stop()
+        inside = threads_of_heal()
+    assert {thread.name for thread in inside} == {"heal-shutdown", "heal-deadline"}
+    for thread in inside:
+        thread.join(60)
+    assert not threads_of_heal()
+
+
+def test_a_handler_that_is_entered_again_has_a_deadline_again(tmp_path):
+    script = AFTER_THE_BLOCK.replace("time.sleep(3)", "with shutdown:\n    time.sleep(60)")
+    script = script.replace("    assert", "    shutdown.request_stop()\n    assert")
+    script = script.replace("    time.sleep(60)", "    shutdown.request_stop(); time.sleep(60)")
+    assert run_script(tmp_path, script).returncode == ExitCode.SHUTDOWN_TIMEOUT
+
+
+def threads_of_heal():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("heal-")]

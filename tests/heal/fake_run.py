@@ -5,6 +5,7 @@ class FakeRun:
     def __init__(self, snapshots=(), lr_scale=1.0, halvings=3, can_checkpoint=True):
         self.step, self.lr_scale, self.micro_batches = 100, lr_scale, 1
         self.done = []
+        self.corrupt = None
         self._snapshots = sorted(snapshots, reverse=True)
         self._halvings = halvings
         self._can_checkpoint = can_checkpoint
@@ -15,6 +16,15 @@ class FakeRun:
     def restore(self, step):
         self.done.append(("restore", step))
         self.step = step
+
+    def corruption(self, is_shared):
+        return self.corrupt
+
+    def whereabouts(self, step, with_samples):
+        return {}
+
+    def data_fault(self, step):
+        return None
 
     def scale_lr(self, factor, floor, ramp_steps):
         self.done.append(("scale_lr", factor))

@@ -181,7 +181,7 @@ def test_a_pipe_in_the_place_of_a_file_is_told_of_and_waited_for_by_nobody(tmp_p
         "Journal(sys.argv[1], warn=lambda line: print(line)).event('note', 1)"
     )
     words = [sys.executable, "-c", source, str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert "events.jsonl" in done.stdout
     if reader is not None:
         os.close(reader)

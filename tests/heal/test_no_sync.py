@@ -103,7 +103,7 @@ def test_healthy_steps_with_snapshots_and_checks_wait_for_nothing(device, zclip_
     assert mode.ops.count("aten::where") == 2 * 8  # statistics, and how many batches they have
     assert mode.ops.count("zclip::fingerprint") >= 3
     assert Event.host_waits == 0
-    healer.exits._closed = True  # a fake run has no numbers for a postmortem
+    healer.exits.dismiss()
 
 
 @pytest.mark.parametrize("num_optimizers", [1, 3])
@@ -120,7 +120,7 @@ def test_several_optimizers_and_a_scaler_wait_for_nothing(
     assert mode.ops.count("zclip::watch_loss_") == 4
     assert mode.ops.count("aten::_amp_update_scale_") == (4 if is_scaled else 0)
     assert Event.host_waits == 0
-    healer.exits._closed = True
+    healer.exits.dismiss()
 
 
 def test_the_forecast_waits_for_nothing(device):
@@ -130,7 +130,7 @@ def test_the_forecast_waits_for_nothing(device):
     assert healer.notes == []
     assert healer.parts.listener.watch.forecast.features.steps == 25
     assert Event.host_waits == 0
-    healer.exits._closed = True
+    healer.exits.dismiss()
 
 
 def test_an_anchor_waits_for_nothing_neither_set_nor_holding(device):
@@ -144,14 +144,14 @@ def test_an_anchor_waits_for_nothing_neither_set_nor_holding(device):
     assert healer.optimizers[0].pull is None
     assert healer.notes == []
     assert Event.host_waits == 0
-    healer.exits._closed = True
+    healer.exits.dismiss()
 
 
 def test_the_whole_loop_waits_for_nothing(device):
     with fake_cuda():
         model, healer = build()
         batches = [torch.empty(5, 4, device="cuda") for _ in range(3)]
-        healer.exits._closed = True
+        healer.exits.dismiss()
         healer.exits.catch_signals = lambda: None
         healer.run(lambda batch: model(batch).square().mean(), batches, 7, progress=False)
     assert healer.notes == []
@@ -167,4 +167,4 @@ def test_a_wait_would_be_noticed(device, monkeypatch):
         )
         with pytest.raises(WAITS):
             take_steps(model, healer, 1)
-    healer.exits._closed = True
+    healer.exits.dismiss()

@@ -356,8 +356,9 @@ def an_error_without_a_cure_on_one_rank_ends_all_at_the_same_step():
         raise AttributeError("no such thing")
 
     setup.fault(1, 6, bug)
-    with pytest.raises(AttributeError if dist.get_rank() == 1 else CannotHeal):
+    with pytest.raises(CannotHeal, match="rank 1 raised AttributeError: no such thing") as halted:
         setup.run(20)
+    assert halted.value.exit_code == ExitCode.UNRECOVERABLE
     setup.assert_alike()
     assert setup.healer.last_step == 6 + setup.healer.config.lag
 
@@ -441,6 +442,48 @@ def what_is_corrupt_in_one_shard_is_found_and_undone_by_all():
     setup.assert_alike()
     assert set(setup.causes()) & {"optimizer_corruption", "weight_corruption"}
     assert "Rollback" in setup.actions()
+
+
+def corrupt_first(tensors, value):
+    """Write a value into the first piece that this rank holds; its last one may be empty."""
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.numel():
+            local.detach().view(-1)[0] = value
+            return
+
+
+@check(2)
+def infinite_moments_in_the_shard_of_one_rank_are_undone_by_all():
+    for rank in range(2):
+        setup = Setup("fsdp")
+
+        def corrupt(batch, setup=setup):
+            moments = [state["exp_avg_sq"] for state in setup.optimizer.state.values()]
+            corrupt_first(moments, math.inf)
+
+        setup.fault(rank, 17, corrupt)
+        setup.run(40)
+        setup.assert_alike()
+        assert set(setup.causes()) & {"optimizer_corruption", "weight_corruption"}
+        assert "Rollback" in setup.actions()
+
+
+@check(2)
+def nan_in_the_weights_of_one_rank_returns_all_to_a_snapshot_at_once():
+    for rank in range(2):
+        setup = Setup("fsdp", check_interval=1000)
+
+        def corrupt(batch, setup=setup):
+            corrupt_first(setup.model.parameters(), math.nan)
+
+        setup.fault(rank, 17, corrupt)
+        setup.run(40)
+        setup.assert_alike()
+        assert setup.causes()[0] in ("weight_corruption", "nonfinite_loss"), setup.causes()
+        first = setup.done[0]
+        assert "Rollback" in first[3], setup.done
+        assert first[0] <= 17 + 2 + setup.healer.config.lag, setup.done
 
 
 @check(2)

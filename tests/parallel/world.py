@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 400  # for a whole world, on a busy machine; a hang must not outlive this
+SECONDS = 1200  # for a whole world, on a busy machine; a hang must not outlive this
 
 
 @functools.cache

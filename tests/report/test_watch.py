@@ -207,6 +207,6 @@ def test_ctrl_c_ends_the_watching_without_a_traceback(tmp_path, is_there):
     assert ("22 steps" if is_there else "does not exist yet") in first
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
     assert "stopped watching; the run goes on without us" in out

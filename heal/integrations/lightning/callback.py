@@ -7,6 +7,7 @@ from typing import Any
 from heal.actions import CannotHeal
 from heal.config import HealingConfig
 from heal.exit_codes import ExitCode
+from heal.integrations.beside_model import hold_models_of
 from heal.integrations.lightning.checks import check_start
 from heal.integrations.lightning.loggers import LoggersTracker
 from heal.integrations.lightning.schedules import LightningSchedule
@@ -84,6 +85,7 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
             rank=trainer.global_rank,
             trackers=[*self.trackers, *loggers],
         )
+        hold_models_of(trainer.callbacks, self.healer)
         if self._saved is not None:
             self._resume(self.healer, self._saved)
             self._saved = None

@@ -1,16 +1,13 @@
 """The Trainer's own loggers as a tracker."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from heal.integrations.trackers import Level
 
-LEVELS = {Level.INFO: logging.INFO, Level.WARN: logging.WARNING, Level.ERROR: logging.ERROR}
-
 
 class LoggersTracker:
-    """Sends numbers to Lightning's loggers; alerts, which these lack, to Python's log.
+    """Sends numbers to Lightning's loggers, which have no alerts; Python's log has those.
 
     Args:
         loggers: those of the Trainer; begun and ended by it.
@@ -18,7 +15,6 @@ class LoggersTracker:
 
     def __init__(self, loggers: Sequence[Any]) -> None:
         self._loggers = list(loggers)
-        self._log = logging.getLogger("heal")
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Do nothing: the Trainer has started them."""
@@ -29,8 +25,7 @@ class LoggersTracker:
             logger.log_metrics(dict(metrics), step)
 
     def alert(self, level: Level, title: str, text: str) -> None:
-        """Write a line to the log called "heal"."""
-        self._log.log(LEVELS[level], "%s: %s", title, text)
+        """Do nothing: the journal logs every recovery and alert by itself."""
 
     def close(self) -> None:
         """Do nothing: the Trainer ends them."""

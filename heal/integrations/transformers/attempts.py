@@ -142,9 +142,6 @@ class TrainerAttempts(Attempts):
         """Heal what was raised outside of forward and backward."""
         self.heal(*self.judge(error, phase))
 
-    def _samples_of(self, index: int) -> list[Any] | None:
-        return self._batches.samples_of(index)
-
     def end_step(self) -> None:
         """The optimizer has stepped: what it was made of may be forgotten."""
         if self._inputs:
@@ -183,7 +180,7 @@ class TrainerAttempts(Attempts):
 
     def _try(self, model: Any, inputs: list[Any], num_items_in_batch: Any) -> tuple[Tensor, Any]:
         """Run micro-batches; the loss is that of the last, the others were returned before."""
-        loss = torch.zeros(())
+        loss, one = torch.zeros(()), None
         try:
             for one in inputs:
                 loss = self._run_one(model, one, num_items_in_batch)
@@ -193,10 +190,7 @@ class TrainerAttempts(Attempts):
         else:
             return loss, None
         if diagnosis.family is Family.DATA:
-            epoch, index = self._stream.newest
-            diagnosis.evidence.update(epoch=epoch, batch=index)
-            if len(self._batches.of_step) == 1:
-                diagnosis.evidence["samples"] = self._batches.samples_of(index)
+            diagnosis.evidence.update(self._batches.identity(one))
         return loss, (diagnosis, raised)
 
     def _run_one(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:

@@ -4,11 +4,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import send_to_device
 
-from heal.data.stream import BatchStream
+from heal.data.epoch_start import EpochStart, generator_states, set_generators
+from heal.data.stream import BatchStream, Place
 from heal.integrations.transformers.prepared import batches_of_steps
 from heal.state.rng import RngState
 
@@ -22,6 +24,8 @@ class TrainerBatches:
         waits: told of every error of the loader; True if the same batch should be tried again.
         before_step: called before anything is drawn for a step.
         skipped_first: batches of the first epoch that a resumed trainer passes over.
+        is_followed: whether the trainer's loop goes back when the data does, and then begins epochs
+            that were begun before: they are the stream's own already.
 
     Attributes:
         of_step: the batches of the step that is under way.
@@ -34,12 +38,15 @@ class TrainerBatches:
         waits: Callable[[Exception], bool],
         before_step: Callable[[], None],
         skipped_first: int,
+        is_followed: bool = False,
     ) -> None:
         self._trainer = trainer
+        self._is_followed = is_followed
         self._stream = stream
         self._before_step = before_step
         self._loader = EpochLoader(trainer, waits, skipped_first)
         self.of_step: list[Any] = []
+        self._place_of: dict[int, Place] = {}  # by identity, of the batches of this step
         self._offered: Any = None
         self._replaced = 0
         self._is_to_begin = False
@@ -77,10 +84,12 @@ class TrainerBatches:
     ) -> tuple[list[Any], Any]:
         """Return the batches of one step and the number of items in them."""
         self._before_step()
+        self._place_of.clear()
         if epoch_iterator is not self._offered:
             self._offered = epoch_iterator
-            self._loader.offer(epoch_iterator)
-            self._is_to_begin = True
+            if not (self._is_followed and self._stream.is_replaying):
+                self._loader.offer(epoch_iterator)
+                self._is_to_begin = True
             self._num_given, self._lost_before = 0, self._num_lost()
         batches: list[Any] = []
         while len(batches) < num_batches:
@@ -104,9 +113,10 @@ class TrainerBatches:
         self._replaced += 1
         return self._draw()
 
-    def samples_of(self, index: int) -> list[Any] | None:
-        """Return which samples a batch of this epoch has, by their index; None if unknown."""
-        return self._loader.samples_of(index)
+    def identity(self, batch: Any) -> dict[str, Any]:
+        """Return epoch, number and samples of a batch of this step; empty if it is another's."""
+        place = self._place_of.get(id(batch))
+        return {} if place is None else place.named()
 
     def _draw(self) -> Any | None:
         """Return the next batch; None at the end of an epoch.
@@ -118,12 +128,17 @@ class TrainerBatches:
                 if not self._is_to_begin:
                     return None
                 self._is_to_begin = False
-                self._loader.begin_offered()
+                self._loader.begin_offered(is_used=not self._stream.will_rewind)
                 self._epoch = self._stream.epoch(self._loader)
             try:
-                return next(self._epoch)
+                batch = next(self._epoch)
             except StopIteration:
                 self._epoch = None
+                continue
+            place = self._stream.last_place
+            if place is not None:
+                self._place_of[id(batch)] = place
+            return batch
 
 
 class EpochLoader:
@@ -142,7 +157,8 @@ class EpochLoader:
         self.waits = waits
         self._first_epoch: int | None = None
         self._skipped_first = skipped_first
-        self._offered: Any = None
+        self._offered: Any = None  # by the trainer, for the epoch that it begins
+        self._begun: Any = None  # the same, once that is the epoch to be drawn
         self._offered_epoch = 0
 
     @property
@@ -160,8 +176,13 @@ class EpochLoader:
         self._offered = iterator
         self._offered_epoch = int(getattr(self._loader(), "iteration", self.epoch + 1))
 
-    def begin_offered(self) -> None:
-        """Return to the epoch of that iterator: the end of the one before has moved the loader."""
+    def begin_offered(self, is_used: bool) -> None:
+        """Return to the epoch of that iterator: the end of the one before has moved the loader.
+
+        Args:
+            is_used: whether the next pass is that epoch, and not an earlier one drawn again.
+        """
+        self._begun, self._offered = self._offered if is_used else None, None
         self.set_epoch(self._offered_epoch)
         if self._first_epoch is None:
             self._first_epoch = self.epoch
@@ -173,29 +194,39 @@ class EpochLoader:
             self._loader().set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        offered, self._offered = self._offered, None
-        return _EpochIterator(self, offered)
+        begun, self._begun = self._begun, None
+        return _EpochIterator(self, begun)
 
     def __len__(self) -> int:
         is_first = self.epoch == self._first_epoch
         return len(self._loader()) - (self._skipped_first if is_first else 0)
 
-    def samples_of(self, index: int) -> list[Any] | None:
-        """Ask the sampler again for one batch; generators are put back."""
-        batch_sampler = getattr(self.pass_over(), "batch_sampler", None)
-        if batch_sampler is None:
+    def sample_indices(self, start: EpochStart, index: int) -> list[Any] | None:
+        """Ask the sampler again for one batch of a pass; generators are put back.
+
+        None if the pass is over, for the order may hang on the number of the epoch, or if the
+        sampler gives another order when it is asked twice.
+        """
+        if start.sampler_epoch not in (None, self.epoch):
             return None
-        own = getattr(getattr(batch_sampler, "sampler", None), "generator", None)
-        state, now = None if own is None else own.get_state(), RngState.now()
+        now, states = RngState.now(), generator_states(self)
         try:
-            found = next(itertools.islice(iter(batch_sampler), index, None), None)
-            return None if found is None else list(found)
+            first, again = (self._drawn(start, index + 1) for _ in range(2))
+            return list(first[index]) if first == again and index < len(first) else None
         except Exception:  # a sampler of somebody else's making; identity is a courtesy
             return None
         finally:
-            if own is not None:
-                own.set_state(state)
+            set_generators(self, states)
             now.put_back()
+
+    def _drawn(self, start: EpochStart, count: int) -> list[Any]:
+        start.rng.put_back()
+        set_generators(self, start.generators)
+        loader = self.pass_over()
+        # A loader draws the seed of its workers before its sampler draws anything.
+        own = getattr(loader, "generator", None)
+        torch.empty((), dtype=torch.int64).random_(generator=own)
+        return list(itertools.islice(iter(loader.batch_sampler), count))
 
     def pass_over(self) -> Any:
         """Return the loader for the present epoch, without what a resumed trainer left out."""

@@ -30,13 +30,15 @@ class TrainerPosition:
         replays: whether data are rewound as well, so that epochs are counted back.
 
     Attributes:
+        replays: whether data are rewound as well.
         was_set_back: whether the trainer was returned since the last :meth:`settle`.
     """
 
     def __init__(self, trainer: Any, replays: bool) -> None:
         self._trainer = trainer
-        self._replays = replays
+        self.replays = replays
         self._epochs_ahead = 0.0  # the loop's own count of epochs cannot be set back
+        self._ahead = 0.0  # by the rollback of this step
         self.was_set_back = False
 
     def save(self) -> dict[str, Any]:
@@ -61,8 +63,8 @@ class TrainerPosition:
     def put_back(self, saved: dict[str, Any]) -> None:
         """Return to a place. Lines of the log about steps that are undone are taken out."""
         trainer, state = self._trainer, self._trainer.state
-        if self._replays and state.epoch is not None:
-            self._epochs_ahead += state.epoch - (saved["epoch"] or 0.0)
+        if self.replays and state.epoch is not None:
+            self._ahead += state.epoch - (saved["epoch"] or 0.0)
         state.global_step, state.epoch = saved["global_step"], saved["epoch"]
         state.num_input_tokens_seen, state.total_flos = saved["tokens"], saved["flos"]
         del state.log_history[saved["logged"] :]
@@ -79,17 +81,24 @@ class TrainerPosition:
     def correct_epoch(self) -> None:
         """Count epochs by the data seen: the trainer's loop counts what was undone as well."""
         state = self._trainer.state
+        self._epochs_ahead, self._ahead = self._epochs_ahead + self._ahead, 0.0
         if self._epochs_ahead and state.epoch is not None:
             state.epoch -= self._epochs_ahead
 
-    def settle(self, control: Any) -> bool:
+    def settle(self, control: Any, is_loop_set_back: bool = False) -> bool:
         """After a step: tell whether it was undone, and if so keep it from being logged or saved.
 
         A stop that the undone step had reached is taken back too.
+
+        Args:
+            control: of the trainer.
+            is_loop_set_back: whether the trainer's loop follows, so that it counts epochs right.
         """
         if not self.was_set_back:
             return False
         self.was_set_back = False
+        if is_loop_set_back:
+            self._ahead = 0.0
         control.should_log = control.should_save = control.should_evaluate = False
         if self._trainer.state.global_step < self._trainer.state.max_steps:
             control.should_training_stop = False

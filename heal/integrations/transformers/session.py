@@ -12,9 +12,11 @@ from heal.detectors.preference import ACCURACY, MARGIN
 from heal.detectors.progress import Plateau
 from heal.detectors.rewards import REWARD
 from heal.hearing.log_watch import LogWatch
+from heal.integrations.beside_model import hold_models_of
 from heal.integrations.patches import Patches
 from heal.integrations.transformers.attempts import TrainerAttempts
 from heal.integrations.transformers.batches import TrainerBatches
+from heal.integrations.transformers.epochs import ReplayedEpochs
 from heal.integrations.transformers.guard import ScaledStep, TrainerGuard, clip_limit
 from heal.integrations.transformers.position import TrainerPosition
 from heal.integrations.transformers.prepared import (
@@ -87,11 +89,13 @@ class Session:
             else None,
         )
         self._keep_position()
+        hold_models_of(trainer.callback_handler.callbacks, self.healer)
         if plateau_lr_factor is not None:
             self.healer.on_instability(raise_lr_at_chance(plateau_lr_factor, config))
         patches.set(accelerator, "clip_grad_norm_", self._guard.clip_grad_norm_)
         patches.set(trainer.optimizer, "step", known_to_schedulers(self._step))
         self._attempts: TrainerAttempts | None = None
+        self._epochs: ReplayedEpochs | None = None
         self.batches: TrainerBatches | None = None
         if retries:
             self.healer.exits.catch_signals()
@@ -129,13 +133,16 @@ class Session:
         self._is_in_step = False
         if self._attempts is not None:
             self._attempts.end_step()
+        was_set_back = self.position.was_set_back  # within the step, which then was taken anew
         self.position.correct_epoch()
         failure, self._failure = self._failure, None
         if failure is not None:
             self._heal_optimizer(failure)
         else:
             self._hear(control)
-        self.position.settle(control)
+        follows = self._epochs is not None and not was_set_back
+        if self.position.settle(control, follows) and follows and self._epochs is not None:
+            self._epochs.leave(control)
 
     def _hear(self, control: Any) -> None:
         """Count the step and hear of those before; what they tell is treated."""
@@ -244,12 +251,15 @@ class Session:
 
     def _take_over_batches(self) -> None:
         trainer = self.trainer
+        if self.position.replays and hasattr(trainer, "_run_epoch"):
+            self._epochs = ReplayedEpochs(trainer, self._patches)
         self.batches = batches = TrainerBatches(
             trainer,
             self.healer.parts.stream,
             self._waits,
             self.finish_snapshot,
             batches_passed_over(trainer),
+            is_followed=self._epochs is not None,
         )
         self._attempts = TrainerAttempts(
             trainer, self.healer, self._guard, batches, trainer.training_step

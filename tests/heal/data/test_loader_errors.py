@@ -339,4 +339,4 @@ def test_a_loader_that_never_opens_ends_the_run_within_its_budget(tmp_path):
 
 def test_a_loader_that_is_broken_is_not_waited_for(tmp_path):
     with pytest.raises(ValueError, match="torn"):
-        train(Shards(TORN, times=1), tmp_path, epochs=3)
+        train(Shards(ValueError("torn sample"), times=1), tmp_path, epochs=3)

@@ -45,6 +45,62 @@ def test_out_of_memory_costs_the_batch_and_later_ones_are_cut():
     healer.close()
 
 
+def loop_of_the_docstring(setup, healer, cuts, most_samples=4):
+    """Train as ``attempt`` shows, with memory for so many samples."""
+
+    def loss_of(piece):
+        if len(piece[0]) > most_samples:
+            raise out_of_memory()
+        return setup.train_step(piece)
+
+    for batch in healer.batches(setup.loader):
+        with healer.attempt():
+            total = 0.0
+            for piece, share in healer.pieces(batch) if cuts else [(batch, 1.0)]:
+                loss = share * loss_of(piece)
+                loss.backward()
+                total += loss.detach()
+            healer.step(total)
+        setup.optimizer.zero_grad()
+
+
+def test_the_loop_of_the_docstring_trains_where_memory_runs_out():
+    setup = regression()
+    healer = setup.healer()
+    loop_of_the_docstring(setup, healer, cuts=True)
+    assert healer.last_step == 16 - 2 - 1  # the two batches that found out what fits
+    assert healer.micro_batches == 4
+    healer.close()
+
+
+def test_a_loop_that_never_cuts_halts_and_says_what_to_do():
+    setup = regression()
+    healer = setup.healer()
+    with pytest.raises(CannotHeal, match=r"iterate healer\.pieces") as caught:
+        loop_of_the_docstring(setup, healer, cuts=False)
+    assert caught.value.exit_code == ExitCode.OUT_OF_MEMORY
+    shrunk = [a for r in healer.recoveries for a in r["plan"] if a["action"] == "ShrinkBatch"]
+    assert not any(action["effect"] for action in shrunk)
+
+
+def test_pieces_give_the_gradient_of_the_whole_batch():
+    setup = regression(model=lambda: torch.nn.Linear(8, 1))
+    healer = setup.healer()
+    batch = next(iter(setup.loader))
+    setup.train_step(batch).backward()
+    whole = setup.model.weight.grad.clone()
+    with healer.attempt():
+        healer.pieces(batch)
+        raise out_of_memory()
+    setup.optimizer.zero_grad()
+    pieces = healer.pieces(batch)
+    assert len(pieces) == 2
+    for piece, share in pieces:
+        (share * setup.train_step(piece)).backward()
+    torch.testing.assert_close(setup.model.weight.grad, whole)
+    healer.close()
+
+
 def test_a_bad_batch_is_given_up():
     setup = regression()
     healer = setup.healer()

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from heal import SelfHealingCallback
 from heal.actions import CannotHeal
@@ -188,3 +189,24 @@ def test_the_callback_alone_refuses_nan_and_lets_exceptions_pass(tmp_path):
     failures.raises(trainer, lambda: ConnectionError("reset by peer"))
     with pytest.raises(ConnectionError):
         bare(trainer)
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_nan_weights_that_surface_where_a_model_samples_are_rolled_back(name, tmp_path):
+    trainer = tiny.TRAINERS[name](tmp_path, max_steps=12)
+
+    class Corrupts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 8 and not done:
+                done.append(True)
+                with torch.no_grad():
+                    next(iter(trainer.model.parameters())).fill_(float("nan"))
+
+    done = []
+    trainer.add_callback(Corrupts())
+    healed = Healed(trainer)
+    assert healed.error is None
+    assert healed.told[0][0] == "weight_corruption"
+    assert "Rollback" in healed.told[0][1]
+    assert is_finite(trainer)
+    assert healed.output.global_step == 12

@@ -1,0 +1,119 @@
+"""A rollback that fails half-way is taken back, tried again, or made to an older snapshot."""
+
+import pytest
+import torch
+
+from heal.actions import CannotHeal
+from heal.chaos import Fault
+from heal.state import training_state
+from heal.state.training_state import RestoreFailed
+from tests.heal.runs import fingerprint, regression, strike
+from tests.heal.state.snapshot_states import build, train
+
+
+def contents(state):
+    """Every tensor and plain value of a state, as something that can be compared."""
+    tensors = {key: tensor.clone() for key, tensor in state.tensors().items()}
+    values = state.values()
+    plain = {name: values[name] for name in ("groups", "state", "schedulers")}
+    return tensors, repr(plain)
+
+
+def same(first, second):
+    tensors, others = first[0], second[0]
+    return (
+        tensors.keys() == others.keys()
+        and all(torch.equal(tensors[key], others[key]) for key in tensors)
+        and first[1] == second[1]
+    )
+
+
+def fail_after_half(monkeypatch, fails):
+    """Have copies of a restore stop half-way as long as ``fails`` says so."""
+    whole = training_state._copy_groups
+
+    def half(targets, sources):
+        if not fails():
+            return whole(targets, sources)
+        cut = len(targets) // 2
+        whole(targets[:cut], sources[:cut])
+        raise RuntimeError("the copy stopped half-way")
+
+    monkeypatch.setattr(training_state, "_copy_groups", half)
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_copy_that_stops_half_way_leaves_the_state_that_was(monkeypatch, steps_before):
+    state, _ = build()
+    train(state, steps_before)
+    saved = {key: tensor.clone() for key, tensor in state.tensors().items()}
+    values = state.values()
+    train(state, 4)
+    before = contents(state)
+    fail_after_half(monkeypatch, lambda: True)
+    with pytest.raises(RestoreFailed) as caught:
+        state.restore(saved, values)
+    assert not caught.value.is_mixed
+    assert same(contents(state), before)
+
+
+def test_a_scheduler_that_cannot_be_loaded_leaves_weights_and_moments_as_they_were(monkeypatch):
+    state, _ = build()
+    train(state, 3)
+    saved = {key: tensor.clone() for key, tensor in state.tensors().items()}
+    values = state.values()
+    train(state, 4)
+    before = contents(state)
+    loads = iter([True])
+
+    def load_once_badly(self, saved):
+        if next(loads, False):
+            raise ValueError("no such schedule")
+        self.__dict__.update(saved)
+
+    monkeypatch.setattr(type(state.schedulers[0]), "load_state_dict", load_once_badly)
+    with pytest.raises(RestoreFailed, match="no such schedule"):
+        state.restore(saved, values)
+    assert same(contents(state), before)
+
+
+def run_with_failing_copies(monkeypatch, fails):
+    setup = regression(zclip_enabled=False)
+    healer = setup.healer()
+    fail_after_half(monkeypatch, lambda: fails(healer))
+    return setup, strike(setup, [Fault("corrupt_weight", at=45)], 90, healer)
+
+
+def rollbacks(healer):
+    return [entry["resumed_at"] for entry in healer.recoveries if "rollback" in entry["actions"]]
+
+
+def test_a_rollback_that_fails_once_is_tried_again(monkeypatch):
+    failures = iter([True])
+    _, healer = run_with_failing_copies(monkeypatch, lambda healer: next(failures, False))
+    assert rollbacks(healer) == [40]
+    assert any("failed" in note for note in healer.notes)
+
+
+def test_a_rollback_that_keeps_failing_is_made_to_an_older_snapshot(monkeypatch):
+    failures = iter([True, True])
+    _, healer = run_with_failing_copies(monkeypatch, lambda healer: next(failures, False))
+    (step,) = rollbacks(healer)
+    assert step < 40
+    assert healer.last_step == 89
+
+
+def test_a_halt_after_failed_rollbacks_leaves_no_mixed_state(monkeypatch):
+    seen = []
+    setup = regression(zclip_enabled=False)
+
+    def fails():
+        if not seen:
+            seen.append(fingerprint(setup)[:-2])  # without the generators
+        return True
+
+    fail_after_half(monkeypatch, fails)
+    with pytest.raises(CannotHeal, match="the state is what it was before"):
+        strike(setup, [Fault("corrupt_weight", at=45)], 90)
+    for before, now in zip(seen[0], fingerprint(setup)[:-2], strict=True):
+        torch.testing.assert_close(now, before, rtol=0, atol=0, equal_nan=True)

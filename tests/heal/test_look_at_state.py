@@ -1,0 +1,97 @@
+"""Corrupt weights and buffers show first as something else: they are looked at before that is."""
+
+import pytest
+import torch
+from torch import nn
+
+from heal import HealingConfig
+from heal.actions import ScaleLr
+from heal.causes import Cause, Severity
+from heal.chaos import Fault
+from heal.diagnose import Diagnosis
+from heal.journal.journal import Journal
+from heal.treatment import Treatment
+from tests.heal.fake_run import FakeRun
+from tests.heal.runs import regression, strike
+
+
+def failures(healer):
+    return [(entry["failure"], entry["actions"]) for entry in healer.recoveries]
+
+
+def sampling_run():
+    """A run whose train_step samples from the model's output, as RL fine-tuning does."""
+    setup = regression()
+
+    def train_step(batch):
+        output = setup.model(batch[0])
+        chances = torch.cat([output, -output], dim=1).softmax(dim=1)
+        torch.multinomial(chances, 1)  # raises: probability tensor contains either inf or nan
+        return nn.functional.mse_loss(output, batch[1])
+
+    setup.train_step = train_step
+    return setup
+
+
+def test_an_exception_where_a_model_samples_from_nan_weights_is_a_rollback():
+    healer = strike(sampling_run(), [Fault("corrupt_weight", at=45)], 80)
+    ((failure, actions),) = failures(healer)
+    assert failure == "weight_corruption"
+    assert "rollback" in actions
+    assert "scale_lr" not in actions
+    assert healer.last_step == 79
+
+
+def test_the_evidence_names_the_tensor_and_what_was_raised():
+    healer = strike(sampling_run(), [Fault("corrupt_weight", at=45)], 60)
+    evidence = healer.recoveries[0]["evidence"]
+    assert evidence["tensor"] in dict(healer.model.named_parameters())
+    assert "probability tensor" in evidence["message"]
+    assert evidence["seen_as"] == "unknown"
+
+
+def test_the_same_exception_with_sound_weights_still_ends_the_run():
+    setup = regression()
+
+    def train_step(batch):
+        loss = nn.functional.mse_loss(setup.model(batch[0]), batch[1])
+        if healer.last_step == 20:
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        return loss
+
+    healer = setup.healer()
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        healer.run(train_step, setup.loader, 40, progress=False)
+    assert not any("rollback" in actions for _, actions in failures(healer))
+
+
+def test_a_nan_loss_from_nan_weights_is_rolled_back_at_once_and_keeps_the_learning_rate():
+    healer = strike(regression(check_interval=0), [Fault("corrupt_weight", at=45)], 80)
+    ((failure, actions),) = failures(healer)
+    assert failure == "weight_corruption"
+    assert "rollback" in actions
+    assert healer.lr_scale == 1.0
+    assert healer.recoveries[0]["noticed_at"] <= 45 + 4  # the lag, not nan_patience
+
+
+def test_nan_batches_with_sound_weights_are_skipped_as_before():
+    healer = strike(regression(check_interval=0), [Fault("nan_batch", at=45, times=3)], 80)
+    assert {failure for failure, _ in failures(healer)} == {"nonfinite_loss"}
+    assert {tuple(actions) for _, actions in failures(healer)} == {("refuse",)}
+
+
+def diagnosis(cause, step, severity=Severity.ERROR):
+    return Diagnosis(cause, {}, 0.9, "", severity, bad_step=step, step=step)
+
+
+def test_the_lower_rate_of_a_misdiagnosis_is_taken_back():
+    run = FakeRun(snapshots=[90])
+    treatment = Treatment(run, HealingConfig(), Journal(None))
+    plan = treatment.carry_out(diagnosis(Cause.GRADIENT_EXPLOSION, 100))
+    assert any(isinstance(action, ScaleLr) for action in plan)
+    assert run.lr_scale == 0.5
+    run.step = 110
+    run.corrupt = {"cause": "weight_corruption", "tensor": "head", "tensors": 1}
+    treatment.carry_out(diagnosis(Cause.NONFINITE_LOSS, 110, Severity.WARN))
+    assert ("restore", 90) in run.done
+    assert run.lr_scale == 1.0
