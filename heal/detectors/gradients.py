@@ -78,7 +78,7 @@ class GradientExplosion:
 
     The reference is the 90 % quantile: runs whose gradient is exactly zero most of the time (RL
     with equal rewards) have no useful median. Clipping has dealt with a lone explosion, so that it
-    is only noted; ``grad_norm_patience`` in a row are a suspicion, which the experiment settles.
+    is only reported; ``grad_norm_patience`` in a row are a suspicion, which the experiment settles.
     Norms that last enter the window: a new level is learned, not fought.
     """
 
@@ -116,7 +116,7 @@ class GradientExplosion:
             cause=Cause.GRADIENT_EXPLOSION,
             step=record.step,
             bad_step=max(self.first_step - 1, 0) if wants_proof else self.first_step,
-            severity=Severity.WARN if wants_proof else Severity.INFO,
+            severity=Severity.WARN,
             evidence=_blame(record) | {"usual_norm": usual, "ratio": norm / usual},
             streak=self.streak,
             wants_proof=wants_proof,

@@ -19,14 +19,14 @@ EXPECTED = {
     "inf_gradient": ({"nonfinite_gradient"}, "Refuse"),
     "exploding_gradient": ({"gradient_explosion", "nonfinite_gradient"}, None),
     "nan_loss": ({"nonfinite_loss"}, "Refuse"),
-    "loss_spike": ({"loss_spike"}, None),
+    "loss_spike": (set(), None),  # one batch whose loss is high: nothing to undo
     "corrupt_weight": ({"nonfinite_loss", "nonfinite_gradient", "weight_corruption"}, "Rollback"),
     "weight_drift": ({"gradient_explosion", "loss_spike", "weight_corruption"}, None),
     "corrupt_optimizer": (
         {"nonfinite_loss", "nonfinite_gradient", "optimizer_corruption", "weight_corruption"},
         "Rollback",
     ),
-    "reset_optimizer": ({"optimizer_reset"}, "Rollback"),
+    "reset_optimizer": ({"optimizer_reset"}, None),
     "lr_spike": ({"lr_spike", "loss_spike", "gradient_explosion"}, "Rollback"),
     "oom_forward": ({"oom"}, "ShrinkBatch"),
     "oom_backward": ({"oom"}, "ShrinkBatch"),
@@ -87,8 +87,11 @@ def test_a_fault_is_found_and_healed(kind, make, undisturbed):
     setup, healer, chaos = struck(make, [Fault(kind, at=AT)])
     assert len(chaos.strikes) == 1
     found = [diagnosis.cause.value for _, diagnosis, _ in healer.history]
-    assert found, "nobody noticed"
-    assert found[0] in causes
+    if not causes:  # looked into, and found to be none of the weights
+        assert healer.parts.experiment.settled == 1
+    else:
+        assert found, "nobody noticed"
+    assert set(found[:1]) <= causes
     taken = {type(a).__name__ for _, _, plan in healer.history for a in plan}
     assert action is None or action in taken
     assert healer.notes == []

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zclip
 from heal import HealingConfig
-from heal.actions import CannotHeal
+from heal.actions import CannotHeal, Rollback
 from heal.integrations.lightning import SelfHealingLightningCallback
 from heal.integrations.lightning.steps import HealedSteps
 from heal.step.guarded_step import GuardedStep
 from heal.step.watched_optimizer import WatchedOptimizer
-from tests.heal.runs import QUICK
+from tests.heal.runs import QUICK, roll_back_after_skipped
 from tests.heal.test_trackers import Recorder
 
 STEPS = 40
@@ -106,6 +106,16 @@ def fit(module, *callbacks, checkpoint=None, **options):
     torch.manual_seed(5)
     trainer.fit(module, data(), ckpt_path=checkpoint)
     return trainer
+
+
+class RollsBack(pl.Callback):
+    """Has every few skipped steps in a row rolled back."""
+
+    def __init__(self, callback, patience):
+        self.callback, self.patience = callback, patience
+
+    def on_train_start(self, trainer, module):
+        roll_back_after_skipped(self.callback.healer, self.patience)
 
 
 def outcome(module, trainer):
@@ -264,20 +274,20 @@ def test_corrupted_weights_are_rolled_back_and_the_count_goes_back_with_them(sch
 
 
 def test_a_rollback_to_the_very_start_returns_the_schedule_too():
-    callback = healing(nan_patience=3, max_consecutive=50, quarantine_steps=0, lr_factor=1.0)
+    callback = healing(max_consecutive=50, snapshot_memory_fraction=9.0, snapshot_count=9)
     make = by_step(lambda o: lr.LambdaLR(o, lambda step: 1 / (1 + step)))
-    module = Module(schedule=make, faults={n: nan_loss for n in range(4, 8)})
-    trainer = fit(module, callback, steps=20)
-    assert any("Rollback" in str(plan) for _, _, plan in callback.healer.history)
+    module = Module(schedule=make, faults={n: nan_loss for n in range(5)})
+    trainer = fit(module, callback, RollsBack(callback, 3), steps=20)
+    assert any(Rollback(0) in plan for _, _, plan in callback.healer.history)
     assert trainer.global_step == 20
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 20
     assert module.rates[-1] == pytest.approx(3e-3 / 20)
 
 
 def test_the_learning_rate_is_lowered_beside_the_schedule():
-    callback = healing(nan_patience=2, lr_factor=0.5, lr_ramp_steps=1000)
+    callback = healing(lr_factor=0.5, lr_ramp_steps=1000)
     module = Module(faults={n: nan_loss for n in range(30, 33)})
-    fit(module, callback, steps=45)
+    fit(module, callback, RollsBack(callback, 2), steps=45)
     assert 0.4 < callback.healer.lr_scale < 0.6
     assert set(module.rates) == {3e-3}
 
@@ -422,13 +432,13 @@ def test_the_loss_of_accumulated_batches_is_their_mean(tmp_path):
 
 
 def test_a_checkpoint_carries_clipping_and_healing(tmp_path):
-    callback = healing(zclip_enabled=True, lr_ramp_steps=1000, nan_patience=2)
+    callback = healing(zclip_enabled=True, lr_ramp_steps=1000)
     module = Module(faults={n: nan_loss for n in range(30, 33)})
-    trainer = fit(module, callback, steps=36)
+    trainer = fit(module, callback, RollsBack(callback, 2), steps=36)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     saved = callback.healer
     assert saved.lr_scale < 1
-    again = healing(zclip_enabled=True, lr_ramp_steps=1000, nan_patience=2)
+    again = healing(zclip_enabled=True, lr_ramp_steps=1000)
     trainer = fit(Module(), again, steps=36 + 4, checkpoint=tmp_path / "run.ckpt")
     assert trainer.global_step == 40
     assert again.healer.last_step == saved.last_step + 4
@@ -506,7 +516,7 @@ def test_manual_optimization_of_one_optimizer_is_guarded():
     expected = outcome(bare, fit(bare))
     assert_same(outcome(undisturbed, fit(undisturbed, healing())), expected)
     callback, module = healing(), Manual(faults={n: nan_loss for n in range(20, 26)})
-    trainer = fit(module, callback)
+    trainer = fit(module, callback, RollsBack(callback, 5))
     assert any("Rollback" in str(plan) for _, _, plan in callback.healer.history)
     causes = {diagnosis.cause.value for _, diagnosis, _ in callback.healer.history}
     assert "nonfinite_gradient" in causes
@@ -582,7 +592,7 @@ def reads_of(callbacks, **options):
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}], ids=["plain", "accum"])
 def test_a_healthy_step_reads_nothing_that_the_bare_one_does_not(options):
     settings = {"snapshot_interval": 10**6, "check_interval": 0, "zclip_enabled": True}
-    steps = (10, 20)  # after the first snapshot, whose copy on the host was judged
+    steps = (100, 120)  # between snapshots, after the last one's copy on the host was judged
     bare = [reads_of([], steps=n, **options) for n in steps]
     healed = [reads_of([healing(**settings)], steps=n, **options) for n in steps]
     assert healed[1] - healed[0] == bare[1] - bare[0]
