@@ -36,11 +36,12 @@ class Run(Protocol):
         """Return to the snapshot of ``step``: all of it, or raise and change nothing."""
         ...
 
-    def corruption(self, is_shared: bool) -> Mapping[str, Any] | None:
+    def corruption(self, is_shared: bool, with_frozen: bool) -> Mapping[str, Any] | None:
         """Look for NaN and Inf in weights, buffers and optimizer state; None if there are none.
 
         Args:
             is_shared: whether every rank asks now; else ranks that have peers do not look.
+            with_frozen: whether frozen weights are read too, which may be most of the model.
         """
         ...
 

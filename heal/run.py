@@ -368,12 +368,12 @@ class TorchRun:
         place = self._stream.batch_of(step)
         return None if place is None else place.bad_numbers()
 
-    def corruption(self, is_shared: bool) -> Mapping[str, Any] | None:
-        """Look for NaN and Inf in all that steps change, on every rank; waits for the device."""
+    def corruption(self, is_shared: bool, with_frozen: bool) -> Mapping[str, Any] | None:
+        """Look for NaN and Inf in the state, on every rank; waits for the device."""
         if self._ranks.has_others and not is_shared:
             return None
         found = find_corruption(self._state)
-        if found is None:
+        if found is None and with_frozen:
             frozen = self._constants.corrupt(self._constants.changed())
             if frozen:
                 found = {"cause": Cause.WEIGHT_CORRUPTION.value, "tensor": frozen, "tensors": 1}

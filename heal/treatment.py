@@ -97,7 +97,7 @@ class Treatment:
         self._journal = journal
         self._note = note
         self._num_given_up = 0  # batches in a row
-        self._saw_bad_data = False
+        self._saw_bad_data = self._has_halted = False
         self._overflows: list[Diagnosis] = []
 
     def treat(self, findings: Sequence[Finding]) -> Plan:
@@ -131,9 +131,14 @@ class Treatment:
             self._report_overflows()
 
     def report_last(self, findings: Sequence[Finding]) -> None:
-        """Write down what was found after the last step, when there is nothing left to do."""
+        """Write down what was found after the last step, when there is nothing left to do.
+
+        After a halt it is only counted: the last entry says why the run ended.
+        """
         diagnosis = diagnose(findings, self.history)
         self.history.note_findings(findings)
+        if self._has_halted:
+            return
         if diagnosis is not None and diagnosis.cause is Cause.SCALER_OVERFLOW:
             self._overflows.append(diagnosis)
         elif diagnosis is not None:
@@ -185,6 +190,9 @@ class Treatment:
         try:
             for action in plan:
                 effects.append(self._apply(action))
+        except CannotHeal:
+            self._has_halted = True
+            raise
         finally:  # also if the plan was to halt: the journal tells why
             self.treated = None
             self.history.note_plan(diagnosis, plan, effects, unheard=at - self._config.lag)
@@ -200,7 +208,8 @@ class Treatment:
             return diagnosis, False
         # What came by a record is treated by every rank in the same step; an exception is not.
         try:
-            found = self._run.corruption("type" not in diagnosis.evidence)
+            was_raised = "type" in diagnosis.evidence
+            found = self._run.corruption(not was_raised, was_raised or diagnosis.streak > 1)
         except Exception as error:
             self._note(f"weights could not be checked for NaN: {error!r}")
             return diagnosis, False

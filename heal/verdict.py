@@ -41,6 +41,7 @@ class Flag(IntFlag):
     LOSS_SPIKE = 64
     LOSS_RISING = 128
     DESYNC = 256  # ranks that should be at the same step are not
+    STATISTICS_BAD = 1 << 11  # forward left NaN or Inf in a buffer, as in running statistics
     # News of the host. It rides in the record of the next step so that all ranks hear of it alike.
     PREEMPTED = 1 << 12
     MEMORY_PRESSURE = 1 << 13
@@ -63,7 +64,8 @@ FAILED = Flag.DATA_ERROR | Flag.OUT_OF_MEMORY | Flag.NETWORK_ERROR | Flag.UNKNOW
 _CLIPPED = (Flag.CLIPPED, Flag.SPIKE, Flag.CLIPPED | Flag.SPIKE)
 _USUAL_FLAGS = {int(flag): flag for flag in (NO_FLAG, *_CLIPPED)}  # to make one takes longer
 
-NONFINITE_GRADIENT = Flag.HAS_NAN | Flag.HAS_INF | Flag.OVERFLOW
+NONFINITE_GRADIENT = Flag.HAS_NAN | Flag.HAS_INF | Flag.OVERFLOW | Flag.STATISTICS_BAD
+"""What was computed is not all finite: the gradients, or what forward left in buffers."""
 
 
 class Record(NamedTuple):

@@ -150,6 +150,9 @@ def _blame(record: Record) -> dict[str, object]:
     ]
     if kinds:
         evidence["kind"] = kinds
+    if record.flags & Flag.STATISTICS_BAD:
+        blames = "NaN or Inf that the batch left in running statistics, which were put back"
+        evidence["blames"] = blames
     if record.worst >= 0:
         evidence["tensor"] = record.worst_name or f"tensor {record.worst}"
         evidence["tensor_index"] = record.worst

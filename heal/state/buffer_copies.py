@@ -105,6 +105,17 @@ class BufferCopies:
             if slot.is_statistic == are_statistics and slot.was_bad is not None
         }
 
+    def faults(self) -> list[Tensor]:
+        """Return, per kind of moving buffers, 1 if one holds what it must not; on their devices.
+
+        A finite loss may leave Inf in running statistics, and every later evaluation is NaN.
+        """
+        try:
+            return [group.fault() for group in self._groups if group.was_bad is not None]
+        except Exception as error:
+            self._note(f"buffers are not checked for NaN in every step: {error!r}")
+            return []
+
     def count_as_moving(self, name: str) -> None:
         """Hear that a buffer was written though ``_version`` does not say so."""
         slot = self._still[name]
@@ -228,7 +239,9 @@ class BufferCopies:
         """Lay the copies out anew; those that there are stay what they are."""
         kinds: dict[tuple[Any, ...], list[_Slot]] = {}
         for slot in self._moving.values():
-            kinds.setdefault((slot.buffer.device, slot.buffer.dtype), []).append(slot)
+            is_checked = slot.was_bad is not None
+            kind = slot.buffer.device, slot.buffer.dtype, slot.is_statistic, is_checked
+            kinds.setdefault(kind, []).append(slot)
         self._groups = [_Group(slots) for slots in kinds.values()]
         slots = [*self._moving.values(), *self._still.values()]
         self._places = [(slot.owner, slot.key) for slot in slots]
@@ -282,10 +295,14 @@ class _Slot:
 
 
 class _Group:
-    """Moving buffers of one device and dtype; their copies lie in one tensor, end to end.
+    """Moving buffers of one device, dtype and kind; their copies lie in one tensor, end to end.
 
     So they are copied by one call, and chosen from by one more: a call for each would cost more
     than all else that healing does in a step.
+
+    Attributes:
+        was_bad: whether one of them held what it must not before training, on the device; None if
+            that is not checked.
     """
 
     def __init__(self, slots: list[_Slot]) -> None:
@@ -308,6 +325,19 @@ class _Group:
         self._pieces = [p.view(t.shape) for p, t in zip(pieces, self._targets, strict=True)]
         for slot, piece in zip(slots, self._pieces, strict=True):
             slot.copy = piece
+        self._is_good = torch.isfinite if slots[0].is_statistic else _is_number
+        known = [
+            s.was_bad.to(self.flat.device, non_blocking=True)
+            for s in slots
+            if s.was_bad is not None
+        ]
+        self.was_bad = torch.stack(known).any() if known else None
+
+    def fault(self) -> Tensor:
+        """Return 1 if a buffer holds what it must not and none did before training, else 0."""
+        assert self.was_bad is not None
+        is_bad = self._is_good(self.present()).all().logical_not()
+        return (is_bad & self.was_bad.logical_not()).float()
 
     def present(self) -> Tensor:
         """Return the buffers as they are, end to end."""

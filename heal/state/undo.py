@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from heal.state.free_memory import available_bytes
 from heal.state.scheduler_state import state_of
 from zclip import ClippedOptimizer
+
+FREE_SHARE = 0.5  # of the memory now free, that a copy may take
 
 
 class Undo:
@@ -28,6 +31,7 @@ class Undo:
         schedulers: loaded through their own ``state_dict``.
         owners: objects and the names of their attributes that may be replaced.
         loaders: pairs of a function and what to call it with, for state that others keep.
+        copied: returns a copy of plain values that nobody else changes.
     """
 
     def __init__(
@@ -40,12 +44,15 @@ class Undo:
         loaders: Sequence[tuple[Callable[[Any], None], Any]],
         copied: Callable[[Any], Any],
     ) -> None:
-        self.is_whole = True
+        free = available_bytes()
+        # Asked first: Linux grants memory that it does not have, and then kills the process.
+        self.is_whole = free is None or sum(t.nbytes for t in tensors) <= FREE_SHARE * free
         self._tensors: list[tuple[Tensor, Tensor]] = []
-        try:
-            self._tensors = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
-        except (RuntimeError, MemoryError):  # torch has no error of its own for the host
-            self.is_whole = False
+        if self.is_whole:
+            try:
+                self._tensors = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
+            except (RuntimeError, MemoryError):  # torch has no error of its own for the host
+                self.is_whole = False
         self._buffers = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
         self._states = [(o.state, {p: dict(s) for p, s in o.state.items()}) for o in optimizers]
         self._groups = [(group, dict(group)) for o in optimizers for group in o.param_groups]

@@ -17,9 +17,10 @@ from heal.step.loss_watch import LossWatch
 from heal.step.ranks import NUM_LANES, HostFacts, Ranks
 from heal.step.scaled_gradients import ScaledGradients
 from heal.step.watched_optimizer import watched
+from heal.verdict import Flag
 from zclip.clippers import Clipper, ClipResult
 from zclip.clippers.result import merge_verdicts
-from zclip.layout import BLOCKED, NUM_VERDICT
+from zclip.layout import BLOCKED, FLAGS, NUM_VERDICT
 
 TOGETHER = 25
 """Records that may wait in the mailbox to be heard at once, if nothing comes up before. After a
@@ -177,9 +178,15 @@ class GuardedStep:
             told = self.ranks.reduce(lanes) if first is None or first.extra is None else first.extra
         is_alone = len(results) == 1
         verdict = found[0].verdict if is_alone else self._merged(results)
+        blocked = verdict[BLOCKED]
         for overflow in overflows:
-            blocked = verdict[BLOCKED]
             blocked.clamp_(min=_moved(overflow, blocked.device).clamp(max=1.0))
+        if told is None and self.buffers.are_there:
+            # Ranks have statistics of their own and would not agree: checks find theirs.
+            for fault in self.buffers.faults():
+                fault = _moved(fault, blocked.device)
+                blocked.clamp_(min=fault)
+                verdict[FLAGS].add_(fault, alpha=int(Flag.STATISTICS_BAD))
         if told is not None:
             self.watch.judge_together(self.ranks, told, verdict)
         elif loss is not None:

@@ -17,7 +17,7 @@ class FakeRun:
         self.done.append(("restore", step))
         self.step = step
 
-    def corruption(self, is_shared):
+    def corruption(self, is_shared, with_frozen):
         return self.corrupt
 
     def whereabouts(self, step, with_samples):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from heal import HealingConfig
-from heal.actions import ScaleLr
+from heal.actions import CannotHeal, ScaleLr
 from heal.causes import Cause, Severity
 from heal.chaos import Fault
 from heal.diagnose import Diagnosis
@@ -95,3 +95,18 @@ def test_the_lower_rate_of_a_misdiagnosis_is_taken_back():
     treatment.carry_out(diagnosis(Cause.NONFINITE_LOSS, 110, Severity.WARN))
     assert ("restore", 90) in run.done
     assert run.lr_scale == 1.0
+
+
+def test_a_frozen_weight_that_became_nan_is_named_when_patience_ends():
+    setup = regression(check_interval=0)
+    frozen = setup.model[0].weight.requires_grad_(False)
+    healer, calls = setup.healer(), iter(range(10_000))
+
+    def train_step(batch):
+        if next(calls) == 45:
+            frozen.data[0, 0] = float("nan")
+        return nn.functional.mse_loss(setup.model(batch[0]), batch[1])
+
+    with pytest.raises(CannotHeal, match=r"0\.weight"):
+        healer.run(train_step, setup.loader, 80, progress=False)
+    assert healer.recoveries[-1]["failure"] == "weight_corruption"

@@ -117,3 +117,19 @@ def test_a_halt_after_failed_rollbacks_leaves_no_mixed_state(monkeypatch):
         strike(setup, [Fault("corrupt_weight", at=45)], 90)
     for before, now in zip(seen[0], fingerprint(setup)[:-2], strict=True):
         torch.testing.assert_close(now, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_without_room_for_a_copy_a_failed_restore_says_that_the_state_is_mixed(monkeypatch):
+    state, _ = build()
+    train(state, 3)
+    saved = {key: tensor.clone() for key, tensor in state.tensors().items()}
+    values = state.values()
+    train(state, 4)
+    monkeypatch.setattr("heal.state.undo.available_bytes", lambda: 0)
+    fails = iter([True])
+    fail_after_half(monkeypatch, lambda: next(fails, False))
+    with pytest.raises(RestoreFailed, match="no host memory") as caught:
+        state.restore(saved, values)
+    assert caught.value.is_mixed
+    state.restore(saved, values)  # as the run does next
+    assert all(torch.equal(state.tensors()[key], saved[key]) for key in saved)

@@ -1,11 +1,19 @@
-"""NaN and Inf in the buffers that forward writes: found by checks, in no good snapshot, healed."""
+"""NaN and Inf in the buffers that forward writes: skipped, found by checks, in no good snapshot."""
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import zclip
 from heal import Healer, HealingConfig
+from heal.causes import Cause
+from heal.detectors.health import StateHealth
+from heal.hearing.health import HealthCheck
+from heal.state.buffer_copies import BufferCopies
+from heal.state.snapshots import SnapshotRing
+from heal.state.training_state import TrainingState
+from heal.step.ranks import Ranks
 
 QUICK = {"snapshot_interval": 10, "check_interval": 10, "quarantine_steps": 4}
 
@@ -48,45 +56,66 @@ def train(model, spoil=None, epochs=1, **settings):
     return healer, losses
 
 
-def blamed(healer):
-    return [entry["evidence"].get("tensor") for entry in healer.recoveries]
+def done(healer):
+    return [(entry["failure"], entry["actions"]) for entry in healer.recoveries]
 
 
 @pytest.mark.parametrize("data", ["skip", "replay"])
-def test_statistics_that_overflow_under_a_finite_loss_are_healed(data):
+def test_a_batch_that_overflows_statistics_under_a_finite_loss_costs_one_step(data):
     torch.manual_seed(0)
     model = normed()
-    healer, losses = train(model, spoil=1e25, data=data)
+    healer, losses = train(model, spoil=1e25, epochs=2, data=data)
     assert torch.tensor(losses).isfinite().all()
     assert model[1].running_var.isfinite().all()
-    assert "buffer 1.running_var" in blamed(healer)
+    assert done(healer) == [("nonfinite_gradient", ["refuse"])] * 2
+    assert "running statistics" in healer.recoveries[0]["evidence"]["blames"]
+    assert 600 in healer.recoveries[0]["evidence"]["samples"]
+    assert healer.last_step == 199
     assert healer.snapshots()
 
 
-def test_nan_in_a_moving_average_of_ones_own_is_healed():
+def test_a_batch_that_leaves_nan_in_a_moving_average_of_ones_own_costs_one_step():
     torch.manual_seed(0)
     model = Averager(0.0)
     healer, _ = train(model, spoil=float("nan"))
     assert model.average.isfinite().all()
-    assert "buffer average" in blamed(healer)
+    assert done(healer) == [("nonfinite_gradient", ["refuse"])]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_check_finds_bad_statistics_and_blames_them(bad):
+    model = normed()
+    optimizer = zclip.wrap(torch.optim.SGD(model.parameters(), lr=0.1), "zclip")
+    buffers, ranks = BufferCopies(model), Ranks(torch.device("cpu"))
+    check = HealthCheck([optimizer], {}, buffers, lag=0, ranks=ranks)
+    detector = StateHealth(HealingConfig())
+    check.post(1)
+    assert detector.observe_health(*check.read(1)) is None
+    model[1].running_var[3] = bad
+    check.post(2)
+    finding = detector.observe_health(*check.read(2))
+    assert finding.cause is Cause.WEIGHT_CORRUPTION
+    assert finding.evidence["tensor"] == "buffer 1.running_var"
+    assert finding.bad_step == 1  # the batch is one of those since the last sound check
 
 
 def test_no_snapshot_with_nan_in_a_buffer_is_good():
-    torch.manual_seed(0)
     model = Averager(0.0)
-    healer, _ = train(model, check_interval=0)
-    model.average.fill_(float("nan"))
-    for _ in range(30):
-        loss = model(torch.ones(10, 8)).square().mean()
-        loss.backward()
-        healer.step(loss)
-    assert healer.snapshots()[0] == 100  # that of 110 and 120 hold NaN
+    optimizer = zclip.wrap(torch.optim.SGD(model.parameters(), lr=0.1), "zclip")
+    state = TrainingState(model, [optimizer])
+    ring = SnapshotRing(interval=1, count=4, memory_fraction=4.0, quarantine_steps=1)
+    for step in range(4):
+        model(torch.full((2, 8), float("nan") if step == 2 else 1.0))
+        state.notice_changes()
+        ring.capture(step, state.tensors(), state.values(), without_nan=state.without_nan())
+        ring.note_clean(step)
+    assert ring.good_steps() == [1, 0]
 
 
 def test_a_buffer_that_held_nan_before_training_may_go_on_to():
     torch.manual_seed(0)
     healer, _ = train(Averager(float("nan")))
-    assert blamed(healer) == []
+    assert done(healer) == []
     assert healer.snapshots()
 
 
@@ -98,5 +127,5 @@ def test_a_mask_of_inf_that_forward_writes_is_no_fault():
 
     torch.manual_seed(0)
     healer, _ = train(Masked(0.0))
-    assert blamed(healer) == []
+    assert done(healer) == []
     assert healer.snapshots()
