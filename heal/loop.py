@@ -377,7 +377,7 @@ class Healer(Resuming, Lifetime, Probing):
             accumulate: batches per step.
             weigh: how much a piece of a batch counts, if not by its samples; see MicroBatcher.
             progress: show a bar with loss, norm, clips and heals.
-            on_step: called after every step with its number.
+            on_step: called with its number after every step that was not taken back.
 
         Raises:
             CannotHeal: healing is at its end; ``exit_code`` says why.

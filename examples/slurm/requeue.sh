@@ -1,5 +1,6 @@
 #!/bin/bash
 # A job that survives preemption: told 120 s before its end, it saves, exits with 75 and is queued again.
+# So it is after 47 to 50 (a broken group, hardware, a save that took too long, a hang), up to a limit.
 #   sbatch examples/slurm/requeue.sh examples/slurm/train.py
 #SBATCH --job-name=train
 #SBATCH --nodes=2
@@ -10,7 +11,9 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120
 
-PREEMPTED=75  # heal.exit_codes.ExitCode.PREEMPTED: saved, run me again
+# Codes of heal.exit_codes.ExitCode after which a start from the last checkpoint helps.
+PREEMPTED=75 DISTRIBUTED=47 HUNG=50
+MOST_RESTARTS=20  # after 47 to 50: a job that fails again and again needs a person
 
 # Signals go to the tasks too; this script has to outlive them in order to queue the job again.
 trap : TERM USR1
@@ -19,7 +22,8 @@ trap : TERM USR1
 srun --kill-on-bad-exit=0 --wait=0 python -u "$@"
 code=$?
 
-if [ "$code" -eq "$PREEMPTED" ]; then
+failed=$((code >= DISTRIBUTED && code <= HUNG && ${SLURM_RESTART_COUNT:-0} < MOST_RESTARTS))
+if [ "$code" -eq "$PREEMPTED" ] || [ "$failed" -eq 1 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -185,6 +185,17 @@ class CheckpointStore:
         """Return the steps of finished checkpoints, newest first; their bytes are not read."""
         return [folder.step for folder in reversed(committed(self.directory))]
 
+    def saved_or_begun(self) -> list[int]:
+        """Return what :meth:`steps` will when nothing is being written any more, if all goes well.
+
+        Unlike those it does not depend on how fast the disk is.
+        """
+        begun = self._writer.step  # first: what is finished meanwhile is found on the disk
+        known = set(self.steps())
+        if begun is None or begun in known:
+            return sorted(known, reverse=True)
+        return sorted({*known, begun}, reverse=True)[: self.keep]
+
     def verify(self, step: int) -> None:
         """Read every byte of a checkpoint, of all ranks.
 

@@ -181,6 +181,7 @@ class Writer:
     def __init__(self) -> None:
         self.finished: queue.SimpleQueue[tuple[Job, Exception | None]] = queue.SimpleQueue()
         self._job: Job | None = None
+        self._step = -1
         self._idle = threading.Event()
         self._idle.set()
         self._in_a_hurry = threading.Event()
@@ -192,6 +193,11 @@ class Writer:
         """Whether a save is being written."""
         return not self._idle.is_set()
 
+    @property
+    def step(self) -> int | None:
+        """The step that is being saved; None if nothing is being written."""
+        return None if self._idle.is_set() else self._step
+
     def submit(self, job: Job) -> None:
         """Have a job written; there must be none.
 
@@ -202,7 +208,7 @@ class Writer:
             raise SaveFailed("the save before is still being written")
         self._in_a_hurry.clear()
         job.in_a_hurry = self._in_a_hurry
-        self._job = job
+        self._job, self._step = job, job.plan.step
         self._thread = threading.Thread(target=self._work, name="heal-writer", daemon=True)
         self._idle.clear()
         try:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,30 @@ def init_process_group(
         # Now, when all are there: whoever makes a group with a rank that has died waits for ever.
         # And nobody goes on, or leaves with the store, before all are connected.
         dist.barrier(side_group())
+    _joined.append(ref(dist.group.WORLD))
+    del _joined[:-1]
     return Attempt(where.rank, where.world_size, where.local_rank, where.restart, name, store)
+
+
+_joined: "list[ref[Any]]" = []  # the default group that was made here last
+
+
+def cannot_come_back(environment: Mapping[str, str]) -> str:
+    """Return why ranks that torchrun restarts may not find each other again; empty if they will.
+
+    Args:
+        environment: of this process.
+    """
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if not restarts.isdecimal() or int(restarts) == 0 or not dist.is_initialized():
+        return ""
+    if dist.get_world_size() == 1 or (_joined and _joined[0]() is dist.group.WORLD):
+        return ""
+    return (
+        f"torchrun may restart this job {restarts} times, but its process group was made by "
+        "torch.distributed: after a SIGKILL its ranks may dial the dead and never come back. Use "
+        "heal.cluster.init_process_group instead"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """What SLURM says about the job, and where to go on after a requeue. Needs no torch."""
 
-import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,6 @@ from heal.checkpoint.folders import committed
 from heal.checkpoint.manifest import COMMIT
 from heal.cluster.hostlist import expand_hostlist
 
-LOG = logging.getLogger("heal.cluster")
 FIRST_PORT, PORTS = 20_000, 20_000
 """Ports for jobs that name none: below those that the system hands out by itself on Linux."""
 
@@ -89,17 +88,21 @@ def log_job_info(
 
     Args:
         info: what to tell of; the environment's if None.
-        log: takes the line; the logger ``heal.cluster`` at INFO if None.
+        log: takes the line; standard error if None.
     """
     info = info if info is not None else get_slurm_info()
     if info is not None and info.rank <= 0:
         again = f", requeued {info.restart_count} times" if info.restart_count else ""
-        (log or LOG.info)(
+        (log or _print)(
             f"SLURM job {info.job_id} ({info.job_name or 'no name'}) on "
             f"{len(info.nodes)} nodes of {info.partition or 'no partition'}, "
             f"{info.world_size} tasks{again}"
         )
     return info
+
+
+def _print(line: str) -> None:
+    print(f"heal: {line}", file=sys.stderr, flush=True)
 
 
 def resolve_resume_path(

@@ -1,5 +1,6 @@
 """All checks of a cluster, each when it is due, for the healing loop."""
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from heal.causes import Cause, Finding, Severity
 from heal.cluster.fingerprints import Mismatch, ReplicaCheck
 from heal.cluster.gpu_health import check_gpu_health
 from heal.cluster.group_health import GroupPing
+from heal.cluster.launch import cannot_come_back
 from heal.cluster.watchdog import HangReport, HangWatchdog
 from heal.config import HealingConfig
 from heal.exit_codes import ExitCode
@@ -64,6 +66,9 @@ class ClusterWatch:
         self._compares = bool(replicated and config.fingerprint_interval)
         self._ecc_errors: int | None = None
         self._before_exit: Callable[[int], object] = lambda code: None
+        trouble = cannot_come_back(os.environ) if not journal.rank else ""
+        if trouble:
+            note(trouble)
         self.watchdog: HangWatchdog | None = None
 
     def is_due(self, step: int) -> bool:

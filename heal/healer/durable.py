@@ -131,7 +131,7 @@ class Durable:
             self.finish()
         if self._saved_step == self._run.step:
             return halt
-        known = self.steps()
+        known = self.store.steps()
         newest = f"the newest checkpoint is of step {known[0]}" if known else "no checkpoint exists"
         return CannotHeal(
             f"{halt}; the state of step {self._run.step} could not be saved, {newest}",
@@ -208,11 +208,15 @@ class Durable:
     # What the run asks when it has to go back.
 
     def steps(self) -> list[int]:
-        """Return the steps of finished checkpoints, newest first."""
-        return self.store.steps()
+        """Return the steps of checkpoints, newest first; that of a save under way counts."""
+        return self.store.saved_or_begun()
 
     def snapshot(self, step: int) -> Snapshot | None:
-        """Return the checkpoint of a step in the form of a snapshot; None if it is damaged."""
+        """Return the checkpoint of a step in the form of a snapshot; None if it is damaged.
+
+        Waits for a save under way: where the run goes must not depend on the speed of the disk.
+        """
+        self.store.wait()
         ranks, names = self.store.ranks, Names(self._state)
         for folder in reversed(committed(self.store.directory)):
             if folder.step != step:

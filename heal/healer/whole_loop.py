@@ -48,9 +48,10 @@ class WholeLoop:
         )
 
     def _step(self, batches: StepBatches) -> None:
+        before = self.run.step
         if self.attempts.take_step(self.train_step, batches):
             self.bar.update(self.run.step)
-            if self.on_step is not None:
+            if self.on_step is not None and self.run.step > before:  # else it was taken back
                 self.on_step(self.run.step - 1)
 
     def _all_epochs(self) -> Generator[Any, None, None]:

@@ -21,6 +21,7 @@ ENDINGS = {
     "nan": "was stopped because its numbers broke",
     "divergence": "was stopped because its loss diverged",
     "sigterm": "was told to stop",
+    "hung": "took no step in time and was ended",
     "sigint": "was interrupted by hand",
     "exited": "was left before its end",
     "unrecoverable": "was stopped because nothing was left to try",

@@ -1,5 +1,6 @@
 """What a rank with a healer does in ``test_healer.py``."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -106,3 +107,19 @@ def absent_at_the_ping(folder, absent):
     until = time.monotonic() + 120
     while not all(path.exists() for path in others) and time.monotonic() < until:
         time.sleep(0.05)  # they are to hear it from their ping, not from our leaving
+
+
+def joined(folder, how):
+    """Tell what a healer notes where torchrun may restart the ranks."""
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3"
+    rank = int(os.environ["RANK"])
+    if how == "torch":
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    else:
+        join()
+    healer = build(folder, rank)
+    healer.exits.dismiss()
+    tell(folder, rank, healer.notes)
+    dist.barrier()
+    dist.destroy_process_group()

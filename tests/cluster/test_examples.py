@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 
@@ -12,19 +13,24 @@ from tests.cluster.jobs import ROOT, Job, environment
 SCRIPT = ROOT / "examples" / "slurm" / "requeue.sh"
 
 
-def run_script(tmp_path, command):
+def run_script(tmp_path, command, **variables):
     """Run the batch script with an srun that starts one task, and a scontrol that takes notes."""
     tools = tmp_path / "bin"
     tools.mkdir()
     fakes = {
         "srun": 'while [[ "$1" == --* ]]; do shift; done; SLURM_PROCID=0 exec "$@"',
-        "scontrol": f'echo "$@" >> {tmp_path}/scontrol',
-        "python": f'exec {sys.executable} "$@"',
+        "scontrol": f'echo "$@" >> {shlex.quote(str(tmp_path / "scontrol"))}',
+        "python": f'exec {shlex.quote(sys.executable)} "$@"',
     }
     for name, body in fakes.items():
         (tools / name).write_text(f"#!/bin/bash\n{body}\n")
         (tools / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "localhost", "SLURM_NTASKS": "1"}
+    job = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NTASKS": "1",
+        **variables,
+    }
     told = environment(PATH=f"{tools}:{os.environ['PATH']}", **job)
     done = subprocess.run(
         ["bash", str(SCRIPT), *command],
@@ -38,10 +44,17 @@ def run_script(tmp_path, command):
     return done, asked.read_text() if asked.exists() else ""
 
 
-@pytest.mark.parametrize(("code", "asked"), [(75, "requeue 4711\n"), (0, ""), (41, "")])
-def test_the_job_is_queued_again_if_it_was_preempted_and_only_then(tmp_path, code, asked):
+@pytest.mark.parametrize("code", [0, 1, 40, 41, 45, 46, 47, 48, 49, 50, 51, 52, 75, 143])
+def test_the_job_is_queued_again_if_a_new_start_helps_and_only_then(tmp_path, code):
     done, said = run_script(tmp_path, ["-c", f"raise SystemExit({code})"])
+    asked = "requeue 4711\n" if code in (47, 48, 49, 50, 75) else ""
     assert (done.returncode, said) == (code, asked)
+
+
+@pytest.mark.parametrize(("code", "asked"), [(47, ""), (75, "requeue 4711\n")])
+def test_a_job_that_fails_again_and_again_is_left_to_a_person(tmp_path, code, asked):
+    command = ["-c", f"raise SystemExit({code})"]
+    assert run_script(tmp_path, command, SLURM_RESTART_COUNT="20")[1] == asked
 
 
 def test_the_script_outlives_the_signal_that_tells_the_job_to_stop(tmp_path):

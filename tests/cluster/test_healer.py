@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 
+import pytest
 import torch
 
 from heal import HealingConfig
@@ -96,3 +97,13 @@ def test_damage_is_dated_to_the_last_comparison_that_found_none():
     config = HealingConfig(check_interval=0, fingerprint_interval=50, lag=2)
     finding = HostNews(config).observe(Record(step=102, flags=Flag.WEIGHTS_BAD))
     assert finding.bad_step == 50
+
+
+@pytest.mark.parametrize("how", ["torch", "heal"])
+def test_a_group_that_cannot_come_back_after_a_restart_is_told_at_the_start(tmp_path, how):
+    with Job(tmp_path, 2, healed.joined, how) as job:
+        assert job.wait() == [0, 0], job.logs()
+    notes = [read_json(tmp_path / f"told{rank}") for rank in range(2)]
+    told = [note for note in notes[0] if "heal.cluster.init_process_group" in note]
+    assert len(told) == (1 if how == "torch" else 0)
+    assert notes[1] == []

@@ -71,6 +71,11 @@ def test_only_the_first_task_writes_the_line():
     assert said == ["SLURM job 4711 (gpt) on 3 nodes of gpu, 12 tasks, requeued 2 times"]
 
 
+def test_the_job_is_shown_by_default(capsys):
+    log_job_info(get_slurm_info({**JOB, "SLURM_PROCID": "0"}))
+    assert "SLURM job 4711 (gpt) on 3 nodes" in capsys.readouterr().err
+
+
 def test_jobs_get_different_ports_and_the_batch_script_is_no_rank():
     ports = {
         get_slurm_info({**JOB, "SLURM_JOB_ID": job}).as_torchrun()["MASTER_PORT"]

@@ -2,15 +2,18 @@
 
 import functools
 import json
+import math
 import os
 import resource
 import signal
+import threading
 
 import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from heal.actions import CannotHeal, Rollback
+from heal.checkpoint import writer
 from heal.exit_codes import ExitCode
 from heal.state.training_state import StateMismatch
 from tests.forked import run_forked
@@ -292,3 +295,46 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     train(regression(), tmp_path, 5)
     with pytest.raises(StateMismatch, match="parameter"):
         language().healer(checkpoint_dir=tmp_path).resume()
+
+
+def test_where_a_run_could_return_to_does_not_depend_on_the_speed_of_the_disk(
+    tmp_path, monkeypatch
+):
+    allowed, real, found = threading.Event(), writer.write_shard, []
+
+    def write_shard(*arguments):
+        allowed.wait(300)
+        real(*arguments)
+
+    monkeypatch.setattr(writer, "write_shard", write_shard)
+    setup = regression(checkpoint_interval=7, checkpoint_async=True)
+    healer = setup.healer(checkpoint_dir=tmp_path)
+
+    def look(step):
+        if step == 6:
+            found.append(list(healer.parts.run.snapshots()))
+            allowed.set()
+            healer.parts.books.durable.store.wait()
+            found.append(list(healer.parts.run.snapshots()))
+
+    healer.run(setup.train_step, setup.loader, 9, progress=False, on_step=look)
+    assert found[0] == found[1]
+    assert 7 in found[0]
+
+
+def test_a_rollback_to_the_beginning_reports_no_step_before_it():
+    setup = regression(snapshot_interval=50, check_interval=1)
+    numbers, is_spoilt = [], []
+
+    def spoil(step):
+        numbers.append(step)
+        if step == 3 and not is_spoilt:
+            is_spoilt.append(True)
+            with torch.no_grad():
+                next(setup.model.parameters()).fill_(math.nan)
+
+    healer = setup.healer()
+    healer.run(setup.train_step, setup.loader, 12, progress=False, on_step=spoil)
+    assert any(isinstance(a, Rollback) for _, _, plan in healer.history for a in plan)
+    assert min(numbers) == 0
+    assert numbers.count(0) == 2
