@@ -297,6 +297,7 @@ class Treatment:
             return
         margin = max(RECOVERED_NOISE * max(noise, incident.noise), RECOVERED_SHARE * abs(before))
         is_healed = loss <= before + margin
+        self._journal.note_outcome(is_healed, loss, before)
         self._journal.event(
             "outcome",
             self._run.step,

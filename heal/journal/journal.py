@@ -109,6 +109,16 @@ class Journal:
         """
         self._subscribers.append(subscriber)
 
+    def note_outcome(self, is_healed: bool, loss: float, loss_before: float) -> None:
+        """Say in the postmortem, of the newest rollback, whether the loss came back."""
+        undone = [entry for entry in self.recoveries if "rollback" in entry["actions"]]
+        if undone:
+            undone[-1]["outcome"] = (
+                f"healed: loss {loss:.4g}, was {loss_before:.4g} before"
+                if is_healed
+                else f"not recovered: loss {loss:.4g}, was {loss_before:.4g} before"
+            )
+
     def event(self, kind: str, step: int, **details: Any) -> None:
         """Write an event: one line, one write, so that a crash tears at most the last line."""
         head = {"v": SCHEMA_VERSION, "time": now(), "rank": self.rank, "step": step, "event": kind}

@@ -33,6 +33,7 @@ KIND_OF_ACTION = {
     "TightenClip": "soften",
     "AnchorWeights": "soften",
     "ScaleLr": "soften",
+    "HoldLr": "soften",
     "ShrinkBatch": "memory",
     "CheckpointActivations": "memory",
     "ClearCache": "memory",
@@ -122,6 +123,10 @@ class Incident:
     action_seconds: float = 0.0
     came_back: int = 0
     is_closed: bool = False
+    is_recovered: bool | None = None
+    """Whether the loss came back; None if the journal does not say."""
+    losses: tuple[float, float] = (0.0, 0.0)
+    """The loss afterwards, and before the trouble."""
 
     @classmethod
     def of_event(cls, event: Event) -> "Incident":
@@ -157,6 +162,11 @@ class Incident:
             self.decisive = event
             self.failures[event.failure] = event
         self._add_costs(event)
+
+    def note_outcome(self, line: Mapping[str, Any]) -> None:
+        """Take in what the journal says of the loss some time after the last rollback."""
+        self.is_recovered = bool(line.get("healed"))
+        self.losses = _finite(line.get("loss")), _finite(line.get("loss_before"))
 
     def has(self, event: Event) -> bool:
         """Tell whether another rank has told of this."""

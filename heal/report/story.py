@@ -49,6 +49,11 @@ class Story:
         elif event.name == "goal":
             self.goal = whole(line.get("steps"))
             return
+        elif event.name == "outcome":
+            undone = [i for i in self.incidents[-RECENT:] if i.undone and event.rank in i.ranks]
+            if undone:
+                undone[-1].note_outcome(line)
+            return
         self.marks.append((event, incident))
         if len(self.marks) > 2 * MAX_MARKS:
             self._thin_marks()
@@ -161,4 +166,11 @@ def _outcome(incident: Incident, last_step: int, is_over: bool) -> tuple[str, st
     again = (
         f" It came back {words.count(incident.came_back, 'time')}." if incident.came_back else ""
     )
+    if incident.is_recovered is not None:
+        now, before = incident.losses
+        if incident.is_recovered:
+            return "healed", f"The loss is back: {now:.3g}, was {before:.3g} before.{again}"
+        return "unhealed", f"Not recovered: loss {now:.3g}, was {before:.3g} before.{again}"
+    if incident.undone:
+        return "undone", f"Training passed step {incident.last_step} and went on.{again}"
     return "healed", f"Training passed step {incident.last_step} and went on.{again}"

@@ -111,6 +111,8 @@ def _troubles(
         f"{count(outcomes[name], one, many)} {what}"
         for name, one, many, what in (
             ("healed", "was", "were", "healed"),
+            ("unhealed", "was", "were", "not recovered"),
+            ("undone", "was", "were", "rolled back"),
             ("contained", "was", "were", "contained before any harm was done"),
             ("noted", "was", "were", "only noted"),
             ("resumed", "needed", "needed", "a new start"),

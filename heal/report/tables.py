@@ -7,6 +7,8 @@ from heal.report import words
 
 OUTCOMES = {
     "healed": "healed",
+    "unhealed": "not recovered",
+    "undone": "rolled back",
     "contained": "contained",
     "noted": "noted",
     "ended": "run stopped",

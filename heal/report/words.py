@@ -21,6 +21,7 @@ TITLES = {
     "optimizer_reset": "The optimizer lost its memory",
     "weight_drift": "A weight left its course",
     "plateau": "The loss stopped improving",
+    "not_learning": "Nothing was learned",
     "probe_alarm": "A probe raised its alarm",
     "overfitting": "Evaluation fell behind training",
     "throughput_collapse": "Steps became slow",
@@ -112,6 +113,7 @@ def action_words(action: Mapping[str, Any], resumed_at: int | None) -> str:
         "Refuse": "refused the step on the device; nothing was changed",
         "TightenClip": f"clipped harder (limit x {show(action.get('factor'))})",
         "RelearnClip": "let the clipping rule learn its statistics anew",
+        "HoldLr": f"held the learning rate at {show(action.get('limit'))}",
         "ScaleLr": f"lowered the learning rate (x {show(action.get('factor'))}, "
         f"back within {show(action.get('ramp_steps'))} steps)",
         "Rollback": "returned to the snapshot of step "

@@ -76,7 +76,7 @@ def test_the_text_fits_the_terminal(tmp_path, capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", width)
     assert main(["report", str(sick_run(tmp_path)), "--text"]) == 0
     text = capsys.readouterr().out
-    assert "[healed] steps 55 to 57: The loss was not a number" in " ".join(text.split())
+    assert "[rolled back] steps 55 to 57: The loss was not a number" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= min(100, max(40, int(width)))
     assert "\x1b" not in text
 

@@ -117,7 +117,7 @@ def test_the_summary_tells_the_story(tmp_path):
     assert summary["state"] == "finished"
     assert "The run took 100 steps in 11.9 s and finished." in text.replace("12 s", "11.9 s")
     assert "It met trouble 3 times: gradients were not numbers; the loss was not a number" in text
-    assert "1 was healed, 1 was contained before any harm was done and 1 was only noted" in text
+    assert "1 was rolled back, 1 was contained before any harm was done and 1 was only noted" in text
     assert "cost 21 steps (17.5% of the work)" in text
     assert "The loss fell from 3 to 1.5" in text
 
