@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from heal import Healer, HealingConfig
 from heal.actions import CannotHeal
+from heal.causes import Cause, Finding, Severity
 from heal.exit_codes import ExitCode
 from heal.verdict import Flag
 from tests.heal.forecast.models import model_of
@@ -109,7 +110,7 @@ def an_undisturbed_ddp_run_is_the_bare_one_and_costs_one_message():
             bare.optimizer.step()
     with CountCollectives() as counted:
         setup.run(12)
-    health_checks = 12 // QUICK["check_interval"]
+    health_checks = len({1, 2, 4, 5, 10})  # powers of two, then every interval
     assert len(counted.names) == len(usual.names) + 12 + health_checks
     theirs = bare.model.state_dict()
     for name, ours in setup.model.state_dict().items():
@@ -514,3 +515,74 @@ def a_forecast_hears_the_mean_loss_and_warns_alike():
     assert losses[0][-1] != losses[1][-1]
     mean = [sum(pair) / 2 for pair in zip(*losses, strict=True)]
     assert any(abs(forecast.features.last_loss - loss) < 1e-5 for loss in mean[-4:])
+
+
+def _damage_weights(setup):
+    def do(batch):
+        with torch.no_grad():
+            for param in setup.model.parameters():
+                getattr(param, "_local_tensor", param).mul_(100.0)
+
+    return do
+
+
+def _damage_on_one_rank_is_found_by_all(wrap):
+    setup = Setup(wrap)
+    setup.fault(1, 21, _damage_weights(setup))
+    setup.run(60)
+    setup.assert_alike()
+    assert "Rollback" in setup.actions()
+    assert setup.healer.parts.experiment.forwards
+    assert setup.healer.last_step == 59
+
+
+@check(2)
+def damage_on_one_rank_of_ddp_is_proven_by_all():
+    _damage_on_one_rank_is_found_by_all("ddp")
+
+
+@check(2)
+def damage_on_one_rank_of_fsdp_is_proven_by_all():
+    _damage_on_one_rank_is_found_by_all("fsdp")
+
+
+class _Suspicious:
+    def observe(self, record):
+        evidence = {"loss": record.loss, "usual_loss": record.loss, "noise": 1.0}
+        return Finding(
+            cause=Cause.LOSS_SPIKE,
+            step=record.step,
+            bad_step=max(record.step - 1, 0),
+            severity=Severity.WARN,
+            evidence=evidence,
+            wants_proof=True,
+        )
+
+    def state(self):
+        return {}
+
+    def load_state(self, state):
+        pass
+
+
+def _experiments_change_no_bit(wrap):
+    bare = Setup(wrap, norm=wrap == "ddp").run(24)
+    expected = [p.detach().clone() for p in bare.model.parameters()]
+    setup = Setup(wrap, norm=wrap == "ddp")
+    setup.healer.add_detector("suspicious", _Suspicious())
+    setup.run(24)
+    assert setup.healer.parts.experiment.forwards > 2
+    assert not setup.actions()
+    for param, other in zip(setup.model.parameters(), expected, strict=True):
+        local, theirs = (getattr(t, "_local_tensor", t) for t in (param, other))
+        assert torch.equal(local, theirs)
+
+
+@check(2)
+def experiments_of_ddp_change_no_bit():
+    _experiments_change_no_bit("ddp")
+
+
+@check(2)
+def experiments_of_fsdp_change_no_bit():
+    _experiments_change_no_bit("fsdp")

@@ -117,7 +117,9 @@ def test_the_summary_tells_the_story(tmp_path):
     assert summary["state"] == "finished"
     assert "The run took 100 steps in 11.9 s and finished." in text.replace("12 s", "11.9 s")
     assert "It met trouble 3 times: gradients were not numbers; the loss was not a number" in text
-    assert "1 was rolled back, 1 was contained before any harm was done and 1 was only noted" in text
+    assert (
+        "1 was rolled back, 1 was contained before any harm was done and 1 was only noted" in text
+    )
     assert "cost 21 steps (17.5% of the work)" in text
     assert "The loss fell from 3 to 1.5" in text
 
@@ -193,3 +195,14 @@ def test_an_anchor_and_the_alarm_of_a_probe_are_told_in_words():
 @pytest.mark.parametrize("action", get_args(actions.Action), ids=lambda action: action.__name__)
 def test_every_action_has_a_phrase_of_its_own(action):
     assert action_words({"action": action.__name__}, None) != action.__name__
+
+
+@pytest.mark.parametrize(("healed", "outcome"), [(True, "healed"), (False, "unhealed")])
+def test_healed_means_that_the_loss_came_back(tmp_path, healed, outcome):
+    back = trouble("loss_spike", 40, act("Rollback", before_step=30), resumed_at=30)
+    end = {"step": 90, "event": "outcome", "healed": healed, "loss": 13.4, "loss_before": 3.0}
+    later = trouble("plateau", 80)
+    incident = told(tmp_path, back, {**later, **end}, later)[0]
+    assert incident["outcome"] == outcome
+    assert "13.4" in incident["outcome_text"]
+    assert "was 3 before" in incident["outcome_text"]
