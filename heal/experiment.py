@@ -12,6 +12,7 @@ loop over ``batches``, a trainer) looks at :attr:`Experiment.is_due` before each
 """
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -486,6 +487,10 @@ class Trial:
         for key, tensor in tensors.items():
             # Through .data: a write that is taken back is none to whoever counts versions.
             self._live[key].data.copy_(tensor)
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # to import it takes a second
+        for module in () if fsdp is None else self._state.model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()  # what a forward without a backward leaves gathered is old now
 
     def forward(self, compute: Callable[[], Tensor | float]) -> float | None:
         """Return a loss computed without gradients; None if that failed. Generators are put back.
