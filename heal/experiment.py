@@ -487,7 +487,7 @@ class Trial:
         for key, tensor in tensors.items():
             # Through .data: a write that is taken back is none to whoever counts versions.
             self._live[key].data.copy_(tensor)
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # to import it takes a second
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # to import it takes a second
         for module in () if fsdp is None else self._state.model.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()  # what a forward without a backward leaves gathered is old now
