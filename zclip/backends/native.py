@@ -1,5 +1,6 @@
 """The compiled extension: finds it, loads it, and explains itself if it cannot."""
 
+import ctypes
 from pathlib import Path
 
 import torch
@@ -10,11 +11,12 @@ USES_AVX2, HAS_CUDA = 1, 2
 _BUILD_HINT = "build it with: pip install --no-build-isolation . (needs a C++ compiler and torch)"
 
 _loaded = False
+_path: Path | None = None
 
 
 def load() -> str | None:
     """Load the extension if it was built; return what is wrong, or None."""
-    global _loaded
+    global _loaded, _path
     found = sorted(Path(__file__).parents[1].glob("_C*.so"))
     if not found:
         return f"the extension was not built; {_BUILD_HINT}"
@@ -22,7 +24,7 @@ def load() -> str | None:
         torch.ops.load_library(found[0])
     except OSError as error:
         return f"{found[0].name} does not load with torch {torch.__version__}: {error}"
-    _loaded = True
+    _loaded, _path = True, found[0]
     return None
 
 
@@ -34,6 +36,20 @@ def is_loaded() -> bool:
 def has_cuda() -> bool:
     """Return whether the extension is loaded and has CUDA kernels."""
     return _loaded and bool(torch.ops.zclip.native_features() & HAS_CUDA)
+
+
+def devices_without_image() -> list[int]:
+    """Return the CUDA devices that the extension holds neither code nor PTX for.
+
+    Asks the driver, so CUDA must have been initialised, or there must be no device.
+    """
+    has_image = ctypes.CDLL(str(_path)).zclip_has_image
+    missing = []
+    for device in range(torch.cuda.device_count()):
+        with torch.cuda.device(device):
+            if not has_image():
+                missing.append(device)
+    return missing
 
 
 def describe() -> str:
