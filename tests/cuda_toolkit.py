@@ -106,3 +106,58 @@ def machine_code(architecture: str) -> dict[str, str]:
     text = cuobjdump("-sass", "-arch", architecture, str(compile_object()[0]))
     sections = re.split(r"Function : (\w+)\n", text)
     return {plain_name(m): code for m, code in zip(sections[1::2], sections[2::2], strict=True)}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop of machine code, from its first instruction to the branch back."""
+
+    opcodes: tuple[str, ...]
+
+    def count(self, start: str) -> int:
+        """Return how many instructions have an opcode that starts so."""
+        return sum(opcode.startswith(start) for opcode in self.opcodes)
+
+    def __len__(self) -> int:
+        return len([opcode for opcode in self.opcodes if opcode != "NOP"])
+
+
+def loops(code: str) -> list[Loop]:
+    """Return the loops without a branch inside, of SASS as :func:`machine_code` returns it."""
+    pattern = r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)([^;]*);"
+    lines = [(int(a, 16), opcode, rest) for a, opcode, rest in re.findall(pattern, code)]
+    place = {address: i for i, (address, _, _) in enumerate(lines)}
+    found = []
+    for i, (address, opcode, rest) in enumerate(lines):
+        target = re.search(r"0x([0-9a-f]+)", rest)
+        if not opcode.startswith("BRA") or not target or int(target[1], 16) > address:
+            continue
+        body = lines[place[int(target[1], 16)] : i + 1]
+        if not any(o.startswith("BRA") for _, o, _ in body[:-1]):
+            found.append(Loop(tuple(o for _, o, _ in body)))
+    return found
+
+
+# What the loop over whole rounds of a format must compute, by which it is known: FMUL, DMUL, and
+# unpacking by HADD2, per 64 bytes.
+ARITHMETIC = {
+    "bfloat16": (32, 0, 0),
+    "float16": (32, 0, 32),
+    "float32": (16, 0, 0),
+    "float64": (0, 8, 0),
+}
+WIDE_LOADS = 4  # of 16 bytes, in a round
+
+
+def shortest_loop(code: str, dtype: str, *, writes: bool) -> float:
+    """Return the instructions per 64 bytes of the loop over whole rounds of this format."""
+    lengths = []
+    for loop in loops(code):
+        rounds = loop.count("LDG.E.128") / WIDE_LOADS
+        arithmetic = [loop.count(opcode) for opcode in ("FMUL", "DMUL", "HADD2")]
+        sums = loop.count("FADD") + loop.count("DADD")
+        is_it = rounds >= 1 and arithmetic == [rounds * n for n in ARITHMETIC[dtype]]
+        stores = loop.count("STG.E.128") == (WIDE_LOADS * rounds if writes else 0)
+        if is_it and stores and (writes or sums >= sum(ARITHMETIC[dtype][:2])):
+            lengths.append(len(loop) / rounds)
+    return min(lengths)

@@ -38,6 +38,7 @@ std::vector<Configuration> configurations;
 std::vector<Launch> launches;
 int attribute_questions = 0;
 int driver_version = 13000;
+int function_error = 0;
 int driver_questions = 0;
 
 // Called with every launch, to look at its arguments while they are there; null if nobody is.
@@ -96,6 +97,7 @@ int cudaDeviceGetAttribute(int* value, int /*attribute*/, int /*device*/) {
   return 0;
 }
 
+int cudaFuncGetAttributes(void*, const void*) { return function_error; }
 int cudaDriverGetVersion(int* version) {
   ++driver_questions;
   *version = driver_version;
@@ -105,6 +107,7 @@ int cudaDriverGetVersion(int* version) {
 // What the test asks of it.
 void fake_on_launch(Hook called) { hook = called; }
 void fake_driver(int version) { driver_version = version; }
+void fake_function_error(int error) { function_error = error; }
 int fake_driver_questions() { return driver_questions; }
 void fake_clear() { launches.clear(); }
 int fake_launches() { return static_cast<int>(launches.size()); }

@@ -52,6 +52,48 @@ def test_loads_are_under_way_before_the_first_is_used(architecture):
     assert sum(len(run) >= LOADS_IN_FLIGHT for run in runs) >= 2, runs
 
 
+# Instructions per 64 bytes of a thread, at most. More than 150 or so would bind B200's pass 1 to
+# arithmetic.
+PASS_ONE = {"bfloat16": 110, "float16": 110, "float32": 46, "float64": 44}
+SCALE = {"bfloat16": 130, "float16": 130, "float32": 32, "float64": 24}
+SCALE_WITHOUT_BF16_HARDWARE = {**SCALE, "bfloat16": 330}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_loop_takes_more_instructions_than_its_budget(architecture):
+    code = cuda_toolkit.machine_code(architecture)
+    scale = SCALE_WITHOUT_BF16_HARDWARE if architecture == "sm_75" else SCALE
+    for capacity in (145, 1340):
+        for dtype, budget in PASS_ONE.items():
+            measured = code[f"grad_stats_partials<{capacity}>"]
+            assert cuda_toolkit.shortest_loop(measured, dtype, writes=False) <= budget, dtype
+        for dtype, budget in scale.items():
+            rewritten = code[f"rewrite<{capacity}, Scale>"]
+            assert cuda_toolkit.shortest_loop(rewritten, dtype, writes=True) <= budget, dtype
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gradients_are_read_as_global_memory_and_no_ticket_is_tried_twice(architecture):
+    code = cuda_toolkit.machine_code(architecture)["grad_stats_partials<145>"]
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z0-9_.]+)", code)
+    assert not [o for o in opcodes if re.match(r"LD\.", o)]  # generic: slower, and unsure
+    loops = cuda_toolkit.loops(code)
+    assert any(o.startswith("ATOM") and "CAS" in o for o in opcodes)
+    assert not [loop for loop in loops if any("CAS" in o for o in loop.opcodes)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_next_chunk_is_under_way_while_a_block_adds_up(architecture):
+    """Between the last whole round of a format and its block reduction stand loads."""
+    code = cuda_toolkit.machine_code(architecture)["grad_stats_partials<145>"]
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z0-9_.]+)", code)
+    first_sum = next(i for i, o in enumerate(opcodes) if o.startswith("SHFL.BFLY"))
+    first_round = next(i for i, o in enumerate(opcodes) if o.startswith("LDG.E.128"))
+    before = [o for o in opcodes[first_round:first_sum] if o.startswith("LDG.E.128")]
+    # The block's first round, that of the loop, and two kinds of rounds that lead to a next chunk.
+    assert len(before) >= 4 * LOADS_IN_FLIGHT
+
+
 def test_the_host_code_neither_waits_nor_copies_nor_allocates():
     symbols = subprocess.run(
         ["nm", "--undefined-only", cuda_toolkit.compile_object()[0]],
@@ -137,6 +179,13 @@ def test_a_driver_that_refuses_large_arguments_gets_small_ones(recording, tmp_pa
     assert old.fake_driver_questions() == 1
 
 
+def test_a_device_that_the_wheel_has_no_code_for_is_known_before_the_first_launch(runtime):
+    assert runtime.zclip_has_image() == 1
+    runtime.fake_function_error(209)  # cudaErrorNoKernelImageForDevice
+    assert runtime.zclip_has_image() == 0
+    runtime.fake_function_error(0)
+
+
 def test_3000_tensors_are_split_and_scaled_in_reverse_order(runtime):
     names, fields = launches_of(runtime, 3000, 100)
     assert [f["tensors"] for f in fields] == ["1340", "1340", "320", "320", "1340", "1340"]
@@ -179,6 +228,11 @@ from zclip.backends import OF_HOST_MEMORY, OPS, answering, native
 assert torch.ops.zclip.native_features() & native.HAS_CUDA
 assert [op for op in OPS if answering(op, "cuda") != "native"] == list(OF_HOST_MEMORY)
 assert zclip.grad_stats([torch.full((3,), 2.0)])[0, 0] == 12
+assert native.devices_without_image() == []
+from zclip import backends
+backends.fall_back_from_native([0])
+assert [op for op in OPS if answering(op, "cuda") != "triton"] == list(OF_HOST_MEMORY)
+assert "device 0" in backends.REASONS["triton"]
 print("built with CUDA", zclip.BACKEND_REASONS["native"])
 """
 

@@ -85,7 +85,7 @@ __device__ __forceinline__ double squares_share(const number_t* data, int len, R
   for (; left > kRound + kToLast; left -= kRound, at += kRound) {
     sum += whole_round<number_t, true>(round, at + kRound, 0);
   }
-  do {
+  do {  // at most two rounds
     const bool stays = left > kRound;
     const uint4* ahead = in_global_memory(stays ? at + kRound : next.vectors + thread);
     const int ahead_left = stays ? left - kRound : next.count - thread;
@@ -102,7 +102,6 @@ __device__ __forceinline__ double squares_share(const number_t* data, int len, R
       round = load_round({ahead - thread, ahead_left + thread}, thread);
     }
     left -= kRound;
-    at = ahead;
   } while (left > 0);
   add_ends<BlockCrew, Rescale::kNone>(pieces, sum);
   return sum;

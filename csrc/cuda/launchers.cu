@@ -160,3 +160,16 @@ const char* error_text(int error) {
 }
 
 }  // namespace zclip::cuda
+
+#if !defined(ZCLIP_SIMT)
+// For zclip/backends/native.py, by ctypes: 0 if this library holds no code, nor PTX to compile it
+// from, for the current device.
+extern "C" __attribute__((visibility("default"))) int zclip_has_image() {
+  cudaFuncAttributes unused;
+  const auto* kernel =
+      reinterpret_cast<const void*>(zclip::cuda::grad_stats_partials<zclip::cuda::SmallTable>);
+  const cudaError_t error = cudaFuncGetAttributes(&unused, kernel);
+  cudaGetLastError();  // it is reported here, not by the next launch
+  return error == cudaErrorNoKernelImageForDevice ? 0 : 1;
+}
+#endif

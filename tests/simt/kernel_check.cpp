@@ -64,6 +64,8 @@ Tensors make_tensors(simt::Random& random) {
   }
   tensors.emplace_back(Format::kBfloat16, (SIMT_TSAN ? 2 : 3) * chunk + 5, 1);
   fill(tensors.back(), random);
+  tensors.emplace_back(Format::kFloat32, 2 * chunk + 9, 2);
+  fill(tensors.back(), random);
   tensors.emplace_back(Format::kFloat32, 0, 0);
   return tensors;
 }
@@ -123,6 +125,15 @@ void check_stats(simt::Random& random) {
     if (tensor.format() == Format::kFloat32 && random.one_in(4)) fill(tensor, random, 3e38);
   }
   expect_rows(measure(list, scratch), true_rows(tensors));
+  // Zeros, and zeros with one number whose square is nothing in float32.
+  for (GuardedTensor& tensor : tensors) {
+    fill(tensor, random, 0.0);
+    if (tensor.format() == Format::kFloat16 || tensor.numel() == 0 || random.one_in(4)) continue;
+    const int64_t places[] = {0, tensor.numel() - 1,
+                              static_cast<int64_t>(random.next() % tensor.numel())};
+    tensor.set(places[random.below(3)], 1e-30);
+  }
+  expect_rows(measure(list, scratch), true_rows(tensors));
   expect_guards(tensors);
 }
 
@@ -132,7 +143,10 @@ using Serial = std::function<void(const GradStats*, int64_t, double* state, doub
 void check_rule(cuda::Rule rule, size_t columns, const Serial& serial, simt::Random& random) {
   Tensors tensors;
   for (int i = 0; i < 9; ++i) {
-    tensors.emplace_back(i % 2 ? Format::kFloat32 : Format::kBfloat16, 40 * i, i % 3);
+    // The last one may be finished by the whole block, whose first thread then writes its row.
+    const bool large = i == 8 && rule.kind == cuda::Rule::Kind::kGlobalNorm;
+    const int64_t numel = large ? 2 * cuda::kDeviceChunk + 5 : 40 * i;
+    tensors.emplace_back(i % 2 ? Format::kFloat32 : Format::kBfloat16, numel, i % 3);
   }
   const auto count = static_cast<int64_t>(tensors.size());
   const std::vector<DeviceTensor> list = device_list(tensors);
@@ -199,7 +213,7 @@ void check_totals(simt::Random& random) {
     std::vector<GradStats> rows(count);
     for (GradStats& row : rows) row.sumsq = (1 + random.below(1000)) * 0.37;
     if (kind == 1) rows[random.below(static_cast<unsigned>(count))].nan = 2.0;
-    if (kind == 2) rows[count - 1].inf = rows[count / 2].nan = 1.0;
+    if (kind == 2) rows[count - 1].inf = rows[count - 1 - cuda::kThreads].nan = 1.0;
     if (kind == 3) rows = std::vector<GradStats>(count);  // zeros: the first is to blame
     std::vector<double> coefs(count), want(count), state(kNumCounters), want_state(kNumCounters);
     std::vector<float> verdict(kNumVerdict), said(kNumVerdict);
@@ -344,17 +358,21 @@ void check_rewriting(simt::Random& random) {
   const std::vector<double> keep(count, kKeep);
   cuda::launch_scale(nowhere.data(), count, keep.data(), nullptr, kQueue);
 
-  // Nor is it if another gradient is scaled, be it the last.
-  const size_t last = list.size() - 2;  // the one behind it is empty
-  nowhere[last] = list[last];
-  std::vector<double> one = keep;
-  one[last] = 0.5;
-  want = changed(tensors, [&](auto& x, size_t t) { scale_as_told(x, t == last ? 0.5 : kKeep); });
-  // On two blocks, so that a block steps from one tensor's end exactly to the next one's beginning.
-  cuda::emulated_multiprocessors = 1;
-  cuda::launch_scale(nowhere.data(), static_cast<int64_t>(last) + 1, one.data(), nullptr, kQueue);
-  cuda::emulated_multiprocessors = 2;
-  expect_content(tensors, want, "scale_ of the last");
+  // Nor is it if another gradient is scaled, be it the first, the last or any.
+  for (const size_t scaled : {size_t{1}, list.size() - 2, size_t{10}, size_t{21}}) {
+    const DeviceTensor hidden = nowhere[scaled];
+    nowhere[scaled] = list[scaled];
+    std::vector<double> one = keep;
+    one[scaled] = 0.5;
+    want =
+        changed(tensors, [&](auto& x, size_t t) { scale_as_told(x, t == scaled ? 0.5 : kKeep); });
+    // On two blocks, so that a block steps from one tensor's end exactly to the next one's.
+    cuda::emulated_multiprocessors = 1;
+    cuda::launch_scale(nowhere.data(), count, one.data(), nullptr, kQueue);
+    cuda::emulated_multiprocessors = 2;
+    expect_content(tensors, want, "scale_ of one");
+    nowhere[scaled] = hidden;
+  }
 }
 
 void check_powers(simt::Random& random) {
@@ -423,9 +441,16 @@ void check_agc(simt::Random& random) {
     grads.emplace_back(Format::kFloat32, rows * row_len, 1, rows);
     weights.emplace_back(Format::kBfloat16, rows * row_len, 0, rows);
     fill(grads.back(), random);
-    fill(weights.back(), random, 8.0);
+    fill(weights.back(), random, grads.size() == 1 ? 1e6 : 8.0);  // too large for a clip, once
     num_rows += rows;
   }
+  // A row of zeros but for one number whose square is nothing in float32.
+  grads.emplace_back(Format::kFloat32, 200, 0);
+  weights.emplace_back(Format::kBfloat16, 200, 0);
+  fill(grads.back(), random, 0.0);
+  fill(weights.back(), random);
+  grads.back().set(41, 1e-30);
+  ++num_rows;
   const auto grad_list = device_list(grads), weight_list = device_list(weights);
   const auto count = static_cast<int64_t>(grads.size());
   for (const bool refuse : {false, true}) {
@@ -476,6 +501,7 @@ void check_agc(simt::Random& random) {
       }
     }
     expect(verdict[kBlocked] == (refuse ? 1.0f : 0.0f), "agc_ blocks");
+    expect(((static_cast<int>(verdict[kFlags]) & kClipped) != 0) == !refuse, "agc_ clips");
     if (!refuse) expect(is_close(verdict[kClippedNorm], sqrt(left_over)), "norm left by agc_");
     expect(std::isnan(norm) == refuse && state[kSteps] == 1.0, "norm and state of agc_");
     expect_guards(grads);
@@ -501,7 +527,8 @@ void check_splitting(simt::Random& random) {
   cuda::emulates_old_driver = random.one_in(2);
   Tensors tensors;
   for (int64_t i = 0; i < count; ++i) {
-    tensors.emplace_back(Format::kFloat32, i % 5, 0);
+    // The last has a chunk more than what stood there in the table before.
+    tensors.emplace_back(Format::kFloat32, i + 1 == count ? cuda::kDeviceChunk + 3 : i % 5, 0);
     fill(tensors.back(), random);
   }
   const std::vector<DeviceTensor> list = device_list(tensors);

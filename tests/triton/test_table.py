@@ -147,13 +147,30 @@ def test_rows_are_read_where_they_lie_if_each_is_one_run():
 
 
 def test_old_tables_are_forgotten(monkeypatch):
-    monkeypatch.setattr(tables, "MAX_TABLES", 3)
+    tables.forget_tables()
     kept = [make_grads([(5,)]) for _ in range(5)]
+    monkeypatch.setattr(tables, "MAX_BYTES", 3 * table_of(kept[0]).nbytes)
     for grads in kept:
         table_of(grads)
         table_of(kept[0])
     assert len(tables._tables) == 3
     assert tuple(g.data_ptr() for g in kept[0]) in tables._tables
+
+
+def test_a_list_that_takes_all_the_memory_is_kept_alone(monkeypatch):
+    """Addresses that wander must not fill the device: a table of 7B parameters has 10 MB."""
+    tables.forget_tables()
+    small = [make_grads([(5,)]) for _ in range(3)]
+    for grads in small:
+        table_of(grads)
+    large = [torch.empty(300 * tables.CHUNK)]
+    monkeypatch.setattr(tables, "MAX_BYTES", 6000)
+    assert table_of(large).nbytes > tables.MAX_BYTES
+    assert len(tables._tables) == 1
+    assert table_of(large) is table_of(large)
+    assert len(tables._tables) == 1
+    table_of(small[0])
+    assert len(tables._tables) == 1, "the large one is the oldest now, and too large"
 
 
 def test_bad_tensors_are_refused_by_name():

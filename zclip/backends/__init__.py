@@ -4,6 +4,8 @@
 is taken and :mod:`zclip.info` says which and why.
 """
 
+import warnings
+
 import torch
 
 from zclip import reference
@@ -30,6 +32,9 @@ OPS = (
 OF_HOST_MEMORY = ("copy_and_hash_", "read_probe")
 """Those without kernels for devices: snapshots in host memory, and the benchmark's yardstick."""
 
+REASONS: dict[str, str] = {}
+"""Why each backend is active or not; filled by :func:`load`."""
+
 _triton_keys: set[str] = set()
 _foreach_ops: set[str] = set()
 
@@ -43,7 +48,8 @@ def load() -> dict[str, str]:
     wanted = wanted_backend()
     for name in (*OPS, "reference_rule_"):
         library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
-    reasons = {"reference": "plain torch; answers wherever nothing faster does"}
+    reasons = REASONS
+    reasons["reference"] = "plain torch; answers wherever nothing faster does"
 
     if wanted in ("auto", "native"):
         problem = native.load()
@@ -78,6 +84,8 @@ def _choose_triton(wanted: str) -> str:
     if wanted not in ("auto", "triton"):
         return f"not loaded: ZCLIP_BACKEND={wanted}"
     if native.has_cuda():
+        # Which devices there are is known when the first is used, and not to be asked before.
+        torch.cuda._lazy_call(lambda: fall_back_from_native(native.devices_without_image()))
         return "not needed: the extension has CUDA code"
     problem = triton.problem()
     if problem and wanted == "triton":
@@ -89,6 +97,25 @@ def _choose_triton(wanted: str) -> str:
         triton.register(key)
         _triton_keys.add(key)
     return "answers for CUDA and HIP tensors; loaded when the first of them comes"
+
+
+def fall_back_from_native(devices: list[int]) -> None:
+    """Let Triton answer for CUDA if the extension has no code for some of the devices."""
+    if not devices:
+        return
+    names = ", ".join(f"device {device}" for device in devices)
+    problem = triton.problem()
+    if problem or wanted_backend() == "native":
+        reason = problem or "ZCLIP_BACKEND=native forbids Triton"
+        warnings.warn(
+            f"zclip: the extension has no CUDA code for {names}, and {reason}. Build it for this "
+            "GPU: ZCLIP_BUILD=cuda pip install --no-build-isolation .",
+            stacklevel=2,
+        )
+        return
+    triton.register("CUDA")
+    _triton_keys.add("CUDA")
+    REASONS["triton"] = f"answers for CUDA tensors: the extension has no code for {names}"
 
 
 def answering(op: str, device_type: str) -> str:

@@ -1,5 +1,6 @@
 """The compiled extension: finds it, loads it, and explains itself if it cannot."""
 
+import ctypes
 from pathlib import Path
 
 import torch
@@ -14,11 +15,12 @@ HINT = "install a C++ compiler (such as g++), then run: python -m zclip.build"
 """What helps in every case but one: a compiler that is there and failed."""
 
 _loaded = False
+_path: Path | None = None
 
 
 def load() -> str | None:
     """Load the extension, compiled here if the package brought none; return what is missing."""
-    global _loaded
+    global _loaded, _path
     shipped = next(iter(sorted(Path(__file__).parents[1].glob("_C*.so"))), None)
     try:
         found = local_build.library_with_cuda() or shipped or local_build.library()
@@ -27,7 +29,7 @@ def load() -> str | None:
         return f"no compiled kernels: {error}; {HINT}"
     except OSError as error:
         return f"{found} does not load with torch {torch.__version__}: {error}"
-    _loaded = True
+    _loaded, _path = True, Path(found)
     return None
 
 
@@ -39,6 +41,20 @@ def is_loaded() -> bool:
 def has_cuda() -> bool:
     """Return whether the extension is loaded and has CUDA kernels."""
     return _loaded and bool(torch.ops.zclip.native_features() & HAS_CUDA)
+
+
+def devices_without_image() -> list[int]:
+    """Return the CUDA devices that the extension holds neither code nor PTX for.
+
+    Asks the driver, so CUDA must have been initialised, or there must be no device.
+    """
+    has_image = ctypes.CDLL(str(_path)).zclip_has_image
+    missing = []
+    for device in range(torch.cuda.device_count()):
+        with torch.cuda.device(device):
+            if not has_image():
+                missing.append(device)
+    return missing
 
 
 def describe() -> str:

@@ -21,8 +21,9 @@ CHUNK = 16384
 ALIGNMENT = 16
 """Bytes. Full chunks begin at a multiple of this; what lies before is a chunk of its own."""
 
-MAX_TABLES = 64
-"""Tables kept. A step needs one per list of gradients: usually one, or one per parameter group."""
+MAX_BYTES = 64 << 20
+"""Of device memory that tables may take together; those used last are kept. A step needs one table
+per list of gradients, of 24 bytes for every 16,384 elements: 10 MB for 7 billion."""
 
 _dtype_of = operator.attrgetter("dtype")
 
@@ -45,6 +46,7 @@ class Upload:
         parts = [_padded(part) for part in parts]
         self._memory = _upload(torch.cat(parts), self.device)
         self.columns = self._memory.split([len(part) for part in parts])
+        self.nbytes = self._memory.nbytes
         self._stream = _current_stream(self.device)
         self._uploaded = self._stream.record_event() if self._stream else None
         self.is_captured = False
@@ -108,14 +110,21 @@ def kept(
         check_one_device(tensors)
         refuse_during_capture(tensors[0].device)
         table = _tables[key] = make(tensors)
-        if len(_tables) > MAX_TABLES:
-            _tables.popitem(last=False)
+        _tables.move_to_end(key)
+        _forget_oldest()
     _tables.move_to_end(key)
     was_captured = table.is_captured
     table.join_stream()
     if table.is_captured and not was_captured:
         _captured.append(table)
     return table
+
+
+def _forget_oldest() -> None:
+    """Drop the tables that were not used for longest, until the others fit; never the newest."""
+    total = sum(table.nbytes for table in _tables.values())
+    while total > MAX_BYTES and len(_tables) > 1:
+        total -= _tables.popitem(last=False)[1].nbytes
 
 
 def forget_tables() -> None:
