@@ -27,7 +27,7 @@ def test_the_defaults_are_those_that_were_promised():
         "lr_factor": 0.5,
         "eval_gap": 2.0,
         "backoff_seconds": 30.0,
-        "snapshot_memory_fraction": 2.0,
+        "snapshot_memory_fraction": 4.0,
         "lag": 2,
         "data": "skip",
         "perturb_std": 0.0,

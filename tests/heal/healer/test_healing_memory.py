@@ -7,16 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from heal.actions import ScaleLr, SkipBatches, TightenClip, changes_training
+from heal.actions import ScaleLr, SkipBatches, TightenClip
 from heal.causes import Cause, Finding, Severity
 from heal.exit_codes import ExitCode
 from heal.state.plain_values import plain as plain_value
 from tests.heal.linear_run import LAG, build, heard_of, nan_step, step_of
+from tests.heal.runs import roll_back_after_skipped
 
 
 def healed_run():
     """A run with something to remember: clipping, detectors, a lowered rate, an attempt."""
-    model, _, healer = build(nan_patience=2, snapshot_interval=5, quarantine_steps=2)
+    model, _, healer = build(snapshot_interval=5, quarantine_steps=2)
+    roll_back_after_skipped(healer, patience=2)
     step_of(model, healer, 12)
     nan_step(model, healer)
     nan_step(model, healer)
@@ -33,7 +35,7 @@ def plain(state):
 def test_a_new_healer_knows_all_that_the_old_one_did():
     old = healed_run()
     saved = old.parts.memory.state_dict()
-    _, _, new = build(nan_patience=2, snapshot_interval=5, quarantine_steps=2)
+    _, _, new = build(snapshot_interval=5, quarantine_steps=2)
     assert plain(new.parts.memory.state_dict()) != plain(saved)
     new.parts.memory.load_state_dict(saved)
     assert plain(new.parts.memory.state_dict()) == plain(saved)
@@ -81,15 +83,15 @@ def test_what_cannot_be_used_leaves_no_half_of_it(torn):
 
 @pytest.mark.parametrize("half", [np.float64(0.5), np.float32(0.5), torch.tensor(0.5)], ids=repr)
 def test_numbers_that_a_hook_computed_can_be_read_again_without_running_code(half, tmp_path):
-    model, _, healer = build(nan_patience=2)
+    model, _, healer = build()
     answer = TightenClip(half), ScaleLr(half), SkipBatches(np.int64(3), np.int64(4))
-    healer.on_instability(lambda diagnosis, plan: answer if changes_training(plan) else None)
+    healer.on_instability(lambda diagnosis, plan: answer if diagnosis.streak == 2 else None)
     step_of(model, healer, 5)
     nan_step(model, healer)
     nan_step(model, healer)
     step_of(model, healer, 5)
     torch.save(healer.parts.memory.state_dict(), tmp_path / "healing.pt")
-    _, _, new = build(nan_patience=2)
+    _, _, new = build()
     new.parts.memory.load_state_dict(torch.load(tmp_path / "healing.pt", weights_only=True))
     assert new.lr_scale == healer.lr_scale == pytest.approx(0.5, abs=0.1)
     ((tried,),) = [incident.plans for incident in new.parts.treatment.history.incidents]

@@ -41,35 +41,78 @@ def test_nan_in_weights_or_moments_names_the_tensor():
     assert found.bad_step == 700
 
 
-@pytest.mark.parametrize("factor", [100.0, 1000.0, 1e30])
-def test_weights_that_leapt_are_corrupt(factor):
+def is_suspected(watch, weights, step=600):
+    found = watch.observe_health(row(step, weights))
+    assert all(f.wants_proof and f.severity is Severity.WARN for f in found)
+    return bool(found)
+
+
+@pytest.mark.parametrize("factor", [0.0, 100.0, 1000.0, 1e30])
+def test_weights_that_leapt_are_suspected_since_the_check_before(factor):
     (found,) = calm_watch().observe_health(row(600, (10.5, 5.2 * factor, 0.5, 5.2)))
-    assert (found.cause, found.severity) == (Cause.WEIGHT_CORRUPTION, Severity.ERROR)
+    assert (found.cause, found.severity) == (Cause.WEIGHT_CORRUPTION, Severity.WARN)
+    assert found.wants_proof
+    assert found.evidence["tensor"] == "layer.weight"
+    assert found.bad_step == 500
+
+
+def test_the_tensor_that_leapt_most_against_its_habit_is_named():
+    (found,) = calm_watch().observe_health(row(600, (100.0, 5.2e3, 0.5, 50.0)))
     assert found.evidence["tensor"] == "layer.weight"
 
 
-def test_weights_that_vanished_are_corrupt():
-    (found,) = calm_watch().observe_health(row(600, (10.5, 5.3, 0.5, 0.0)))
-    assert (found.cause, found.evidence["tensor"]) == (Cause.WEIGHT_CORRUPTION, "head")
+@pytest.mark.parametrize(("factor", "is_found"), [(1.49, False), (1.51, True), (1 / 1.51, True)])
+def test_a_leap_is_a_change_by_the_drift_factor(factor, is_found):
+    weights = np.array([10.0, 5.0, 0.5, 5.0]) * 1.05
+    weights[1] *= factor
+    assert is_suspected(calm_watch(), weights) is is_found
 
 
-def test_corruption_is_not_learned_from():
+@pytest.mark.parametrize(("checks", "is_found"), [(2, False), (3, True)])
+def test_habits_are_known_after_two_intervals(checks, is_found):
+    assert is_suspected(calm_watch(checks), (10.0, 5e3, 0.5, 5.0)) is is_found
+
+
+def restless(change):
+    """A watch of weights of which one has changed by so much at most."""
+    watch = Watch(HealingConfig())
+    for check, size in enumerate((10.0, 10.0 + change, 10.0, 10.0 + change)):
+        assert watch.observe_health(row(100 * check, (10.0, size, 10.0, 10.0))) == []
+    return watch
+
+
+@pytest.mark.parametrize(("times", "is_found"), [(4.9, False), (5.1, True)])
+def test_a_leap_is_five_times_what_a_tensor_changed_by_before(times, is_found):
+    weights = (10.0, 12.0 + 2.0 * times, 10.0, 10.0)
+    assert is_suspected(restless(2.0), weights, 400) is is_found
+
+
+@pytest.mark.parametrize(("norm", "is_found"), [(1.04, False), (1.06, True)])
+def test_a_change_of_a_tenth_of_the_typical_norm_is_negligible(norm, is_found):
+    watch = Watch(HealingConfig())
+    for check in range(4):
+        assert watch.observe_health(row(100 * check, (10.0, 10.0, 0.05 + 1e-3 * check, 10.0))) == []
+    assert is_suspected(watch, (10.0, 10.0, norm, 10.0), 400) is is_found
+
+
+def test_a_suspicion_that_was_not_confirmed_is_the_new_habit():
     watch = calm_watch()
-    bad = (10.5, 5.2e3, 0.5, 5.2)
+    leapt = (10.5, 5.2e3, 0.5, 5.2)
+    assert is_suspected(watch, leapt)
+    assert not is_suspected(watch, leapt, 700)
+
+
+def test_nan_is_not_learned_from():
+    watch = calm_watch()
     for step in (600, 700, 800):
-        (found,) = watch.observe_health(row(step, bad))
-        assert found.bad_step == 500  # the last check that found nothing
-
-
-def test_drift_is_told_and_changes_nothing():
-    (found,) = calm_watch().observe_health(row(600, (10.5, 9.0, 0.5, 5.3)))
-    assert (found.cause, found.severity) == (Cause.WEIGHT_DRIFT, Severity.WARN)
-    assert found.evidence["tensor"] == "layer.weight"
+        assert watch.observe_health(row(step, (0.0,) * 4, weight_bad=(1, 0, 0, 0)))
+    assert watch.observe_health(row(900, np.array([10.0, 5.0, 0.5, 5.0]) * 1.05)) == []
 
 
 def test_an_optimizer_that_counts_from_the_start_again_was_reset():
     (found,) = calm_watch().observe_health(row(600, step_counters=(100.0,) * 4))
-    assert found.cause is Cause.OPTIMIZER_RESET
+    assert (found.cause, found.severity) == (Cause.OPTIMIZER_RESET, Severity.WARN)
+    assert not found.wants_proof  # reported, whatever it does
     assert found.bad_step == 500
 
 
@@ -79,27 +122,6 @@ def test_moments_that_are_gone_were_reset(gone):
     assert [f.cause for f in found] == [Cause.OPTIMIZER_RESET]
 
 
-def test_a_reset_that_comes_again_after_its_rollback_is_meant_and_only_told():
-    watch = calm_watch()
-    saved = json.loads(json.dumps(watch.state()))
-    (found,) = watch.observe_health(row(600, step_counters=(50.0,) * 4))
-    assert found.severity is Severity.ERROR
-    watch.load_state(saved)  # the rollback for it
-    for step in (700, 900, 1100):
-        (found,) = watch.observe_health(row(step, step_counters=(50.0,) * 4))
-        assert (found.cause, found.severity) == (Cause.OPTIMIZER_RESET, Severity.WARN)
-        assert watch.observe_health(row(step + 100, step_counters=(150.0,) * 4)) == []
-
-
-def test_what_is_known_of_resets_outlives_the_process():
-    watch = calm_watch()
-    watch.observe_health(row(600, step_counters=(50.0,) * 4))
-    resumed = Watch(HealingConfig())
-    resumed.load_state(json.loads(json.dumps(watch.state())))
-    (found,) = resumed.observe_health(row(700, step_counters=(60.0,) * 4))
-    assert found.severity is Severity.WARN
-
-
 def test_moments_that_faded_away_were_not():
     watch = calm_watch()
     for step in range(600, 2000, 100):
@@ -107,8 +129,17 @@ def test_moments_that_faded_away_were_not():
     assert watch.observe_health(row(2000, moments=(0.0,) * 4)) == []
 
 
-def test_one_tensor_without_moments_was_not():
-    assert calm_watch().observe_health(row(600, moments=(1.0, 0.0, 1.0, 1.0))) == []
+@pytest.mark.parametrize(("before", "is_found"), [(0.9e-3, False), (1.1e-3, True)])
+def test_moments_have_faded_at_a_thousandth_of_the_largest_that_they_were(before, is_found):
+    watch = calm_watch()
+    assert watch.observe_health(row(600, moments=(before,) * 4)) == []
+    assert bool(watch.observe_health(row(700, moments=(0.0,) * 4))) is is_found
+
+
+@pytest.mark.parametrize(("left", "is_found"), [(3, False), (2, False), (1, True)])
+def test_an_optimizer_lost_its_moments_if_more_than_half_are_gone(left, is_found):
+    moments = (1.0,) * left + (0.0,) * (4 - left)
+    assert bool(calm_watch().observe_health(row(600, moments=moments))) is is_found
 
 
 def test_tensors_that_come_and_go_start_a_new_record():
@@ -142,14 +173,20 @@ def healthy_weights(seed):
     yield "noisy", start + 1.0 + 0.3 * g.random((40, 4))
 
 
+SUSPECTED = {"zero for long": 1, "unfrozen late": 1}
+"""In forty checks, at most; none where a stream is not named."""
+
+
 @pytest.mark.parametrize("name", [name for name, _ in healthy_weights(0)])
 @pytest.mark.parametrize("seed", range(5))
-def test_healthy_weights_raise_no_alarm(name, seed):
-    watch = Watch(HealingConfig())
+def test_healthy_weights_are_suspected_as_rarely_as_stated(name, seed):
+    watch, suspected = Watch(HealingConfig()), 0
     for check, weights in enumerate(dict(healthy_weights(seed))[name]):
         moments = (0.0, 1.0, -1.0, 0.3) if check < 2 else (0.1, 0.5, 0.2, 0.3)
         found = watch.observe_health(row(100 * check, weights, moments))
-        assert [f for f in found if f.severity >= Severity.ERROR] == []
+        suspected += len(found)
+        assert all(f.wants_proof for f in found)
+    assert suspected <= SUSPECTED.get(name, 0)
 
 
 def test_an_optimizer_that_keeps_nothing_is_fine():
@@ -165,14 +202,3 @@ def test_state_is_json_and_goes_on_alike():
     other.load_state(json.loads(json.dumps(watch.state(), allow_nan=False)))
     bad = row(600, (10.5, 5.2e3, 0.5, 5.2))
     assert other.observe_health(bad) == watch.observe_health(bad) != []
-
-
-@pytest.mark.parametrize("factor", [0.25, 2.0, 4.0])
-def test_weights_that_all_drift_in_one_interval_are_corrupt(factor):
-    weights = np.array([10.0, 5.0, 0.5, 5.0]) * 1.05
-    (found,) = calm_watch().observe_health(row(600, weights * factor))
-    assert (found.cause, found.severity) == (Cause.WEIGHT_CORRUPTION, Severity.ERROR)
-    assert found.evidence["tensors"] == 4
-    half = np.where([True, True, False, False], weights * factor, weights)
-    (found,) = calm_watch().observe_health(row(600, half))
-    assert (found.cause, found.severity) == (Cause.WEIGHT_DRIFT, Severity.WARN)
