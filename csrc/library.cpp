@@ -42,6 +42,7 @@ STABLE_TORCH_LIBRARY_IMPL(zclip, CPU, m) {
   m.impl("clip_by_auto_clip_", TORCH_BOX(&zclip::cpu::clip_by_auto_clip_));
   m.impl("agc_", TORCH_BOX(&zclip::cpu::agc_));
   m.impl("watch_loss_", TORCH_BOX(&zclip::cpu::watch_loss_));
+  m.impl("optim_update_", TORCH_BOX(&zclip::cpu::optim_update_));
   m.impl("fingerprint", TORCH_BOX(&zclip::cpu::fingerprint));
   m.impl("copy_and_hash_", TORCH_BOX(&zclip::cpu::copy_and_hash_));
   m.impl("read_probe", TORCH_BOX(&zclip::cpu::read_probe));

@@ -205,7 +205,7 @@ MAY_WAIT = {
     "zclip/parallel/placement.py": {"ranks_of"},  # of a mesh, on the host, once
     "zclip/functional.py": {"_raise_if_nonfinite"},
     "zclip/mailbox.py": {"poll"},
-    "zclip/optim.py": {"step", "_waiting_step"},
+    "zclip/optim/clipped.py": {"step", "_waiting_step"},
     "zclip/clippers/clipper.py": {"worst"},
     "zclip/clippers/zscore.py": {
         "_read",

@@ -29,6 +29,7 @@ OPS = (
     "clip_by_auto_clip_",
     "agc_",
     "watch_loss_",
+    "optim_update_",
     "fingerprint",
     "copy_and_hash_",
     "read_probe",

@@ -17,6 +17,7 @@ from zclip.reference.clip_by import (
 from zclip.reference.fingerprint import copy_and_hash_, fingerprint
 from zclip.reference.global_norm import global_norm_
 from zclip.reference.grad_stats import grad_stats, power_stats, read_probe
+from zclip.reference.optim_update import optim_update_
 from zclip.reference.report import reported_norm
 from zclip.reference.scale import clamp_, scale_, zero_nonfinite_
 from zclip.reference.spike_skip import spike_skip_
@@ -44,6 +45,7 @@ __all__ = [
     "global_norm_",
     "grad_stats",
     "native_features",
+    "optim_update_",
     "power_stats",
     "read_probe",
     "reported_norm",

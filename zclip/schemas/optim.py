@@ -1,0 +1,45 @@
+"""The ops of the fused optimizers: one update of parameters and state, in one call."""
+
+import torch
+from torch import Tensor
+
+from zclip.layout import NUM_SUMMARY, NUM_TELEMETRY
+from zclip.schemas.library import library
+from zclip.schemas.shapes import wide_dtype
+
+# Lists have one entry per parameter or none; an empty tensor stands for what one does not have.
+# So do coefs (all 1), blocked (not blocked), grad_scale (1) and rates (those of the settings).
+library.define(
+    "optim_update_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] firsts, Tensor(c!)[] seconds,"
+    " Tensor(d!)[] maxima, Tensor(e!)[] steps, Tensor(f!) ledger, Tensor coefs, Tensor blocked,"
+    " Tensor grad_scale, Tensor rates, int algorithm, int[] sizes, float[] settings, int seed,"
+    " bool telemetry) -> (Tensor rows, Tensor summary)"
+)
+
+
+@torch.library.register_fake("zclip::optim_update_", lib=library)
+def _optim_update_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    firsts: list[Tensor],
+    seconds: list[Tensor],
+    maxima: list[Tensor],
+    steps: list[Tensor],
+    ledger: Tensor,
+    coefs: Tensor,
+    blocked: Tensor,
+    grad_scale: Tensor,
+    rates: Tensor,
+    algorithm: int,
+    sizes: list[int],
+    settings: list[float],
+    seed: int,
+    telemetry: bool,
+) -> tuple[Tensor, Tensor]:
+    return empty_updated(ledger, len(params) if telemetry else 0)
+
+
+def empty_updated(ledger: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return telemetry and summary of unknown content."""
+    rows = ledger.new_empty((count, NUM_TELEMETRY), dtype=wide_dtype(ledger.device))
+    return rows, ledger.new_empty(NUM_SUMMARY, dtype=torch.float32)
