@@ -27,19 +27,11 @@ int64_t native_features() {
 STABLE_TORCH_LIBRARY_IMPL(zclip, CPU, m) {
   m.impl("grad_stats", TORCH_BOX(&zclip::cpu::grad_stats));
   m.impl("power_stats", TORCH_BOX(&zclip::cpu::power_stats));
-  m.impl("global_norm_", TORCH_BOX(&zclip::cpu::global_norm_));
   m.impl("scale_", TORCH_BOX(&zclip::cpu::scale_));
   m.impl("zero_nonfinite_", TORCH_BOX(&zclip::cpu::zero_nonfinite_));
   m.impl("clamp_", TORCH_BOX(&zclip::cpu::clamp_));
-  m.impl("clip_by_global_norm_", TORCH_BOX(&zclip::cpu::clip_by_global_norm_));
-  m.impl("zclip_", TORCH_BOX(&zclip::cpu::zclip_));
-  m.impl("clip_by_zclip_", TORCH_BOX(&zclip::cpu::clip_by_zclip_));
-  m.impl("adagc_", TORCH_BOX(&zclip::cpu::adagc_));
-  m.impl("clip_by_adagc_", TORCH_BOX(&zclip::cpu::clip_by_adagc_));
-  m.impl("spike_skip_", TORCH_BOX(&zclip::cpu::spike_skip_));
-  m.impl("clip_by_spike_skip_", TORCH_BOX(&zclip::cpu::clip_by_spike_skip_));
-  m.impl("auto_clip_", TORCH_BOX(&zclip::cpu::auto_clip_));
-  m.impl("clip_by_auto_clip_", TORCH_BOX(&zclip::cpu::clip_by_auto_clip_));
+  m.impl("rule_", TORCH_BOX(&zclip::cpu::rule_));
+  m.impl("clip_by_", TORCH_BOX(&zclip::cpu::clip_by_));
   m.impl("agc_", TORCH_BOX(&zclip::cpu::agc_));
   m.impl("watch_loss_", TORCH_BOX(&zclip::cpu::watch_loss_));
   m.impl("optim_update_", TORCH_BOX(&zclip::cpu::optim_update_));

@@ -1,6 +1,8 @@
 """Every implementation of the operators that this machine can run, by name.
 
-Each value has the same functions as ``zclip.reference``. A new backend is one new entry.
+Each value has the same functions as ``zclip.reference``, and for every rule two more, called as its
+reference is: ``zclip_(state, stats, *settings)`` and ``clip_by_zclip_(grads, state, *settings)``. A
+new backend is one new entry.
 """
 
 import functools
@@ -13,6 +15,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tests.simt import build, device
 from zclip import reference
 from zclip.backends import OPS, answering, native, triton
+
+
+def _with_rules(functions: dict) -> SimpleNamespace:
+    """Add the two functions of every rule."""
+
+    def call(name, number, takes_loss, first, second, *rest):
+        loss, settings = (rest[0], rest[1:]) if takes_loss else (None, rest)
+        return functions[name](first, second, number, settings, loss)
+
+    rules = {
+        f"{prefix}{rule.name}_": functools.partial(call, op, number, rule.takes_loss)
+        for number, rule in enumerate(reference.RULES)
+        for prefix, op in (("", "rule_"), ("clip_by_", "clip_by_"))
+    }
+    return SimpleNamespace(**{**functions, **rules})
 
 
 def _native(path: str) -> SimpleNamespace:
@@ -28,7 +45,7 @@ def _native(path: str) -> SimpleNamespace:
             if before is not None:
                 os.environ["ZCLIP_CPU"] = before
 
-    return SimpleNamespace(**{name: functools.partial(call, name) for name in OPS})
+    return _with_rules({name: functools.partial(call, name) for name in OPS})
 
 
 def _triton() -> SimpleNamespace:
@@ -41,13 +58,13 @@ def _triton() -> SimpleNamespace:
         return triton.implementation_of(name, "CPU")(*args)
 
     ours = {name: functools.partial(call, name) for name in triton.MODULE_OF}
-    return SimpleNamespace(**{name: ours.get(name, getattr(reference, name)) for name in OPS})
+    return _with_rules({name: ours.get(name, getattr(reference, name)) for name in OPS})
 
 
 CPU_PATHS = {path: _native(path) for path in ("portable", "avx2", "auto")}
 """Where there is AVX-512, "auto" is a path of its own to the operators that hash."""
 
-BACKENDS = {"reference": reference}
+BACKENDS = {"reference": _with_rules(vars(reference))}
 if native.is_loaded():
     BACKENDS["native-portable"] = CPU_PATHS["portable"]
     BACKENDS["native-avx2"] = CPU_PATHS["avx2"]
@@ -63,9 +80,7 @@ def steps_for(backend, count: int, interpreted: int = 3) -> int:
 if build.CAN_RUN:
     # The CUDA kernels, executed on the CPU. What they leave out, the reference answers.
     for order in ("forward", "random"):  # reverse order: tests/simt/test_kernels.py
-        BACKENDS[f"simt-{order}"] = SimpleNamespace(
-            **{**vars(reference), **vars(device.backend(order))}
-        )
+        BACKENDS[f"simt-{order}"] = _with_rules({**vars(reference), **vars(device.backend(order))})
 
 
 def _cuda(name, *args):
@@ -84,4 +99,4 @@ def _cuda(name, *args):
 
 if torch.cuda.is_available() and answering("grad_stats", "cuda") == "native":
     served = {name: functools.partial(_cuda, name) for name in device.OPS}
-    BACKENDS["cuda"] = SimpleNamespace(**{**vars(reference), **served})
+    BACKENDS["cuda"] = _with_rules({**vars(reference), **served})

@@ -109,8 +109,8 @@ int fake_clip(int64_t count, int64_t numel, void* stream) {
   void* somewhere = reinterpret_cast<void*>(uintptr_t{1} << 40);
   const std::vector<cuda::DeviceTensor> grads(count, {somewhere, numel, 1, Format::kBfloat16});
   cuda::Rule rule = {};
-  rule.kind = cuda::Rule::Kind::kGlobalNorm;
-  rule.global_norm = {1.0, NonFinite::kSkip};
+  rule.id = RuleId::kGlobalNorm;
+  rule.settings[0] = 1.0;
   const cuda::Queue queue = {stream, 0};
   if (int error = cuda::launch_grad_stats(grads.data(), count, somewhere,
                                           static_cast<GradStats*>(somewhere), &rule, {}, queue)) {

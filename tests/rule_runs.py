@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+import zclip
 from zclip.layout import BUFFER_COLUMN, GAMMA_COLUMN, HISTORY_COLUMN, WINDOW_COLUMN
+from zclip.reference import IDS, RULES
 
 DEFAULTS = {
     "zclip_": {
@@ -35,6 +37,22 @@ DEFAULTS = {
 NO_LOSS = torch.empty(0)
 
 
+def clipper_of(name, **settings):
+    """The clipper of a rule, with the defaults it has; what a new rule is tested with."""
+    if name == "global_norm":
+        settings = {"max_norm": 1.0} | settings
+    return zclip.clippers.CLIPPERS[name](**settings)
+
+
+for _rule in RULES:
+    if _rule.name != "global_norm":
+        DEFAULTS.setdefault(f"{_rule.name}_", _rule.typed(clipper_of(_rule.name).settings({})))
+
+
+def takes_loss(rule):
+    return RULES[IDS[rule[:-1]]].takes_loss
+
+
 def settings_of(rule, **changed):
     """The settings of a rule, in order; unknown names are an error."""
     assert set(changed) <= set(DEFAULTS[rule])
@@ -43,12 +61,17 @@ def settings_of(rule, **changed):
 
 def fresh_state(rule, num_tensors=1, **changed):
     settings = DEFAULTS[rule] | changed
-    size = {
+    sizes = {
         "zclip_": lambda: BUFFER_COLUMN + max(1, settings["warmup_steps"]),
         "adagc_": lambda: GAMMA_COLUMN + num_tensors,
         "spike_skip_": lambda: WINDOW_COLUMN + 2 * settings["window"],
         "auto_clip_": lambda: HISTORY_COLUMN + settings["history"],
-    }[rule]()
+    }
+    if rule in sizes:
+        size = sizes[rule]()
+    else:
+        changed.pop("on_nonfinite", None)  # no size depends on it
+        size = clipper_of(rule[:-1], **changed).state_size(num_tensors)
     return torch.zeros(size, dtype=torch.float64)
 
 
@@ -79,7 +102,7 @@ def run(backend, rule, history, /, losses=None, state=None, **changed):
     steps = []
     for i, norms in enumerate(history):
         extra = []
-        if rule == "spike_skip_":
+        if takes_loss(rule):
             extra = [NO_LOSS if losses is None else torch.tensor(losses[i], dtype=torch.float64)]
         op = getattr(backend, rule)
         coefs, verdict = op(state, stats_of(*norms), *extra, *settings_of(rule, **changed))

@@ -106,11 +106,11 @@ def test_coefficients_must_match_the_tensors():
             "coefs must be a contiguous float64",
         ),
         (
-            lambda op: op.global_norm_(torch.ones(2).double(), torch.ones(1, 3).double(), 1.0, 0),
+            lambda op: op.rule_(torch.ones(2).double(), torch.ones(1, 3).double(), 0, (1.0, 0)),
             "state must be a contiguous float64 tensor of 3 elements on the CPU, got 2",
         ),
         (
-            lambda op: op.global_norm_(torch.ones(3).double(), torch.ones(1, 2).double(), 1.0, 0),
+            lambda op: op.rule_(torch.ones(3).double(), torch.ones(1, 2).double(), 0, (1.0, 0)),
             r"stats must be a contiguous float64 tensor of shape \[N, 3\]",
         ),
         (

@@ -50,7 +50,7 @@ address = ctypes.c_void_p(grad.data_ptr())
 assert ctypes.CDLL(None).mprotect(address, len(page), {protection}) == 0
 {action}
 """
-CLIP = "torch.ops.zclip.clip_by_global_norm_([grad], torch.zeros(3, dtype=torch.float64), {}, 0)"
+CLIP = "torch.ops.zclip.clip_by_([grad], torch.zeros(3, dtype=torch.float64), 0, ({}, 0))"
 SCALE = "torch.ops.zclip.scale_([grad], torch.tensor([{}], dtype=torch.float64))"
 
 

@@ -11,6 +11,7 @@ from torch import nn
 import zclip
 from tests.fake_cuda import fake_cuda, fake_parameters
 from tests.models import backward, make_model, norms_of, parameters_with_norms, set_norms
+from tests.own_rules import twice_the_average
 from tests.upstream import PlainAdaGC
 
 CLIPPERS = {
@@ -20,6 +21,7 @@ CLIPPERS = {
     "SpikeSkip": lambda **kw: zclip.SpikeSkip(window=4, **kw),
     "AutoClip": lambda **kw: zclip.AutoClip(history=4, **kw),
     "AGC": lambda **kw: zclip.AGC(**kw),
+    "PythonRule": lambda **kw: zclip.PythonRule(twice_the_average, state_size=1, **kw),
 }
 
 

@@ -6,6 +6,7 @@ from torch.library import opcheck
 from torch.utils._pytree import tree_leaves
 
 from tests.grads import make_grads
+from tests.rule_runs import clipper_of
 from zclip import layout, reference
 from zclip.backends import OPS
 
@@ -17,11 +18,9 @@ def arguments():
     return rule_arguments(grads, stats) | {
         "grad_stats": (grads,),
         "power_stats": (grads, 3.0),
-        "global_norm_": (state, stats, 1.0, layout.SKIP),
         "scale_": (grads, torch.full((3,), 0.5, dtype=torch.float64)),
         "zero_nonfinite_": (grads, stats),
         "clamp_": (grads, 0.1),
-        "clip_by_global_norm_": (grads, state, 1.0, layout.ZERO),
         "agc_": (grads, make_grads([(3, 4), (70,), (0,)], seed=1), state, 0.01, 1e-3, 0),
         "watch_loss_": (fresh(8), torch.tensor(2.0), torch.zeros(14), 3.0, 5, 0.99, 10),
         "copy_and_hash_": (fresh_like(grads), grads),
@@ -38,31 +37,36 @@ def fresh(size):
 
 
 def rule_arguments(grads, stats):
-    """Each adaptive rule's two operators, by their names."""
-    rules = {
-        "zclip_": (fresh(8), 0.97, 2.5, 1.0, 1e-6, 2, 0, 1.0, False, False, 0),
-        "adagc_": (fresh(6), 1.04, 0.99, 1.0, 1e-6, 2, 0, 0),
-        "spike_skip_": (fresh(5 + 2 * 4), torch.tensor(2.0), 4, 6.0, 2, 0),
-        "auto_clip_": (fresh(4 + 10), 10.0, 10, 0),
-    }
-    alone = {name: (state, stats, *rest) for name, (state, *rest) in rules.items()}
-    fused = {f"clip_by_{name}": (grads, state, *rest) for name, (state, *rest) in rules.items()}
-    return alone | fused
+    """The operators of rules, once for each rule: what its state, settings and loss are."""
+    calls = {}
+    for name, number in reference.IDS.items():
+        clipper = clipper_of(name)
+        state, settings = fresh(clipper.state_size(len(grads))), clipper.settings({})
+        loss = torch.tensor(2.0) if clipper.watches_loss else None
+        calls[f"rule_ {name}"] = (state, stats, number, settings, loss)
+        calls[f"reference_rule_ {name}"] = (state, stats, number, settings, loss)
+        calls[f"clip_by_ {name}"] = (grads, state, number, settings, loss)
+    return calls
+
+
+def operator_of(call):
+    return getattr(torch.ops.zclip, call.split()[0]).default
 
 
 def test_every_operator_has_arguments_here():
-    assert set(arguments()) == set(OPS) - {"read_probe"}
+    called = {call.split()[0] for call in arguments()}
+    assert called == set(OPS) - {"read_probe"} | {"reference_rule_"}
 
 
 @pytest.mark.parametrize("name", arguments())
 def test_opcheck_passes(name):
-    opcheck(getattr(torch.ops.zclip, name).default, arguments()[name])
+    opcheck(operator_of(name), arguments()[name])
 
 
 @pytest.mark.parametrize("mode", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("name", arguments())
 def test_it_compiles_as_one_graph_and_computes_the_same(name, mode):
-    op = getattr(torch.ops.zclip, name).default
+    op = operator_of(name)
     torch.compiler.reset()  # all the lambdas are one piece of code to it
     compiled = torch.compile(lambda *args: op(*args), fullgraph=True, backend=mode)
     ours, plain = arguments()[name], arguments()[name]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from zclip import layout
+from zclip.reference import IDS
 
 ROOT = Path(__file__).parent.parent
 
@@ -137,6 +138,14 @@ def test_both_languages_number_alike(header, enum, renamed):
 def test_both_languages_name_the_modes_alike(header, enum, codes):
     values = enum_values(header, enum)
     assert {shouted(name).lower(): number for name, number in values.items()} == codes
+
+
+def test_both_languages_number_the_rules_alike():
+    """A rule may lack compiled code, but what is compiled has the number that Python gives it."""
+    text = (ROOT / "csrc/math/rules.h").read_text()
+    compiled = {name: int(number) for number, name in re.findall(r"ROW\((\d+), (\w+),", text)}
+    assert compiled
+    assert compiled.items() <= IDS.items()
 
 
 def test_both_languages_agree_on_the_special_coefficients():

@@ -15,6 +15,8 @@ import torch
 
 import zclip
 from tests.fake_cuda import WAITS, fake_cuda, fake_parameters
+from tests.own_rules import twice_the_average
+from tests.rule_runs import clipper_of
 from zclip import mailbox, reference
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +34,10 @@ CLIPPERS = {
     "SpikeSkip": zclip.SpikeSkip,
     "AutoClip": zclip.AutoClip,
     "AGC": zclip.AGC,
+    "PythonRule": lambda: zclip.PythonRule(twice_the_average, state_size=1),
+    "PythonRule-per-group": lambda: zclip.PythonRule(
+        twice_the_average, state_size=1, per_group=True
+    ),
 }
 OPTIMIZERS = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, fused=True),
@@ -96,17 +102,33 @@ def test_every_clipper(clipper):
         clipper.reset()
 
 
-@pytest.mark.parametrize("rule", ["global_norm", "zclip", "adagc", "spike_skip", "auto_clip"])
+@pytest.mark.parametrize("rule", reference.IDS)
 def test_every_rule_as_the_reference_computes_it(rule):
     """Fakes of our own operators compute nothing, so here the real code sees fake tensors."""
-    clipper = {name.lower(): make for name, make in CLIPPERS.items()}[rule.replace("_", "")]()
-    operators = getattr(reference, f"{rule}_"), getattr(reference, f"clip_by_{rule}_")
-    clipper._ops = lambda: operators
+    clipper = clipper_of(rule)
+    clipper.operators = lambda: (reference.rule_, reference.clip_by_)
     with fake_cuda():
         params = fake_parameters(SHAPES)
         for _ in range(2):
             clipper.step(params, loss=torch.empty((), device="cuda"))
             clipper.decide(params)
+
+
+def test_a_python_rule_as_it_runs_on_a_device():
+    clipper = zclip.PythonRule(twice_the_average, state_size=1)
+    clipper.operators = lambda: (reference.rule_, reference.clip_by_)
+    with fake_cuda():
+        params = fake_parameters(SHAPES)
+        for _ in range(2):
+            clipper.step(params)
+            clipper.decide(params)
+
+
+def test_a_python_rule_that_reads_a_value_is_noticed():
+    clipper = zclip.PythonRule(lambda stats, state: stats[:, 0].sum() if stats[0, 0] > 1 else state)
+    clipper.operators = lambda: (reference.rule_, reference.clip_by_)
+    with fake_cuda(), pytest.raises(WAITS):
+        clipper.step(fake_parameters(SHAPES))
 
 
 def test_agc_as_the_reference_computes_it():

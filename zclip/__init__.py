@@ -3,17 +3,8 @@
 from typing import Any
 
 from zclip import backends as _backends
-from zclip.clippers import (
-    AGC,
-    AdaGC,
-    AutoClip,
-    Clipper,
-    ClipResult,
-    GlobalNorm,
-    SpikeSkip,
-    ZClip,
-    apply_in_place_clipping,
-)
+from zclip import clippers as _clippers
+from zclip.clippers import *  # noqa: F403  every clipper
 from zclip.functional import clip_grad_norm_, clip_grad_value_, get_total_norm
 from zclip.mailbox import Mailbox
 from zclip.ops import grad_stats
@@ -25,17 +16,8 @@ BACKEND_REASONS = _backends.load()
 
 __version__ = "0.1.0"
 __all__ = [
-    "AGC",
-    "AdaGC",
-    "AutoClip",
-    "ClipResult",
     "ClippedOptimizer",
-    "Clipper",
-    "GlobalNorm",
     "Mailbox",
-    "SpikeSkip",
-    "ZClip",
-    "apply_in_place_clipping",
     "clip_grad_norm_",
     "clip_grad_value_",
     "get_total_norm",
@@ -43,6 +25,7 @@ __all__ = [
     "is_fsdp_model",
     "wrap",
 ]
+__all__ += _clippers.__all__
 
 
 def __getattr__(name: str) -> Any:

@@ -186,7 +186,7 @@ def _clip(
     check_writable(grads, gradient)
     stats = _measure(grads, norm_type)
     total = _as_one_row(stats, norm_type)
-    coef, _ = torch.ops.zclip.global_norm_(stats.new_empty(0), total, max_norm, mode)
+    coef = ops.global_norm_(stats.new_empty(0), total, max_norm, mode)
     if mode == ZERO:
         ops.zero_nonfinite_(grads, stats)
     ops.scale_(grads, coef.repeat(len(grads)))
@@ -200,7 +200,7 @@ def _clip_across(
     ours = _measure(parts, norm_type)
     whole = reduction.reduce(ours, is_max=math.isinf(norm_type)).stats
     total = _as_one_row(whole, norm_type)
-    coef, _ = torch.ops.zclip.global_norm_(total.new_empty(0), total, max_norm, mode)
+    coef = ops.global_norm_(total.new_empty(0), total, max_norm, mode)
     if mode == ZERO:
         ops.zero_nonfinite_(parts, ours)
     ops.scale_(parts, coef.repeat(len(parts)))

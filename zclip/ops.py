@@ -11,7 +11,10 @@ from torch import Tensor
 
 from zclip.checks import PLACE, Name, check_tensors, check_writable
 from zclip.layout import NUM_STATS
+from zclip.reference import IDS
 from zclip.schemas import wide_dtype  # declares torch.ops.zclip
+
+_GLOBAL_NORM = IDS["global_norm"]
 
 
 def grad_stats(tensors: Sequence[Tensor]) -> Tensor:
@@ -87,9 +90,16 @@ def clip_by_global_norm_(
     """
     device = grads[0].device
     no_counters = torch.empty(0, dtype=wide_dtype(device), device=device)
-    op = torch.ops.zclip.clip_by_global_norm_.default
-    served = serve(op, grads, no_counters, max_norm, nonfinite, name=name)
+    op, settings = torch.ops.zclip.clip_by_.default, (max_norm, nonfinite)
+    served = serve(op, grads, no_counters, _GLOBAL_NORM, settings, name=name)
     return served[0] if served else None
+
+
+def global_norm_(state: Tensor, stats: Tensor, max_norm: float, nonfinite: int) -> Tensor:
+    """Return the coefficients of clipping by one global norm, from stats."""
+    coefs: Tensor
+    coefs, _ = torch.ops.zclip.rule_(state, stats, _GLOBAL_NORM, (max_norm, nonfinite))
+    return coefs
 
 
 def serve(
@@ -104,7 +114,8 @@ def serve(
         return (op(tensors, *arguments),)
     except (RuntimeError, TypeError, ValueError):
         check_tensors(tensors, name)
-        if op._schema.is_mutable:  # type: ignore[attr-defined]
+        schema = getattr(op, "_schema", None)  # none: a rule in Python, which writes
+        if schema is None or schema.is_mutable:
             check_writable(tensors, name)
         if len(by_device(tensors)) == 1:
             raise

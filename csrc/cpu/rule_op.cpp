@@ -1,5 +1,6 @@
 #include "rule_op.h"
 
+#include <algorithm>
 #include <initializer_list>
 
 namespace zclip::cpu {

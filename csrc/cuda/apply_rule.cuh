@@ -31,27 +31,33 @@ __device__ __forceinline__ void write_norm(const Judgement& out, double norm) {
   }
 }
 
+// The coefficient of a rule that has one and no form for whole blocks.
+template <typename AnyRule>
+__device__ __forceinline__ double coef_by(const Rule& rule, const Totals& total, const double* loss,
+                                          float* verdict) {
+  if constexpr (AnyRule::kPerTensor || AnyRule::kHasBlockForm) {
+    return kKeep;  // never asked
+  } else {
+    return AnyRule::coef(total, loss, rule.settings, rule.state, verdict);
+  }
+}
+
 // One coefficient for all gradients; called by one thread. Returns the norm to report as well.
 __device__ __forceinline__ double single_coef(const Rule& rule, const Totals& total, float* verdict,
                                               double* norm) {
+  const bool given = rule.loss.address != nullptr;
+  const double value = given ? read_number(rule.loss) : 0.0;
+  const double* loss = given ? &value : nullptr;
   NonFinite nonfinite = NonFinite::kPropagate;
   double coef = kKeep;
-  switch (rule.kind) {
-    case Rule::Kind::kGlobalNorm:
-      nonfinite = rule.global_norm.nonfinite;
-      coef = global_norm_rule(total, rule.global_norm.max_norm, nonfinite, rule.state, verdict);
-      break;
-    case Rule::Kind::kZClip:
-      coef = zclip_rule(total, rule.zclip, rule.state, verdict);
-      break;
-    case Rule::Kind::kSpikeSkip: {
-      const bool given = rule.loss.address != nullptr;
-      const double loss = given ? read_number(rule.loss) : 0.0;
-      coef = spike_skip_rule(total, given ? &loss : nullptr, rule.spike_skip, rule.state, verdict);
-      break;
-    }
-    default:  // AdaGC and AutoClip are for the whole block
-      break;
+  switch (rule.id) {
+#define ZCLIP_CASE(number, name, Type)                \
+  case RuleId::k##Type:                               \
+    nonfinite = Type::nonfinite(rule.settings);       \
+    coef = coef_by<Type>(rule, total, loss, verdict); \
+    break;
+    ZCLIP_RULES(ZCLIP_CASE)
+#undef ZCLIP_CASE
   }
   *norm = reported_norm(total, nonfinite);
   return coef;
@@ -61,12 +67,13 @@ __device__ __forceinline__ double single_coef(const Rule& rule, const Totals& to
 __device__ __forceinline__ void apply_adagc(const Rule& rule, const GradStats* rows, int64_t count,
                                             const Judgement& out) {
   ZCLIP_SHARED(AdaGcStep, shared_step, 1);
+  const AdaGcSettings settings = AdaGc::settings_of(rule.settings);
   double* gammas = rule.state + kGammaColumn;
   Health health = {};
   double worst_gamma = 0.0;
   if (threadIdx.x == 0) {
     health = health_of(total_of(rows, count));
-    shared_step[0] = adagc_begin(health, rule.adagc, rule.state);
+    shared_step[0] = adagc_begin(health, settings, rule.state);
     if (health.worst >= 0) {
       worst_gamma = adagc_gamma(gammas[health.worst], norm_of(rows[health.worst]));
     }
@@ -75,7 +82,7 @@ __device__ __forceinline__ void apply_adagc(const Rule& rule, const GradStats* r
   __syncthreads();  // thread 0 has read the worst gamma, which its owner is about to change
   const AdaGcStep step = shared_step[0];
   for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-    out.coefs[i] = adagc_tensor(step, rule.adagc, norm_of(rows[i]), gammas + i);
+    out.coefs[i] = adagc_tensor(step, settings, norm_of(rows[i]), gammas + i);
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -86,7 +93,7 @@ __device__ __forceinline__ void apply_adagc(const Rule& rule, const GradStats* r
     any_clipped |= !(out.coefs[i] >= 1.0);
     clipped_sumsq += clipped * clipped;
   }
-  adagc_finish(health, step, rule.adagc, any_clipped, clipped_sumsq, worst_gamma, rule.state,
+  adagc_finish(health, step, settings, any_clipped, clipped_sumsq, worst_gamma, rule.state,
                out.verdict);
 }
 
@@ -94,7 +101,7 @@ __device__ __forceinline__ void apply_adagc(const Rule& rule, const GradStats* r
 __device__ __forceinline__ void apply_auto_clip(const Rule& rule, const GradStats* rows,
                                                 int64_t count, const Judgement& out) {
   ZCLIP_SHARED(double, coef, 1);
-  const AutoClipSettings& settings = rule.auto_clip;
+  const AutoClipSettings settings = AutoClip::settings_of(rule.settings);
   AutoClipStep step = {};
   if (threadIdx.x == 0) {
     step =
@@ -112,11 +119,11 @@ __device__ __forceinline__ void apply_auto_clip(const Rule& rule, const GradStat
 // All threads of the block must call it, and rows must be visible to all of them.
 __device__ __forceinline__ void apply_rule(const Rule& rule, const GradStats* rows, int64_t count,
                                            const Judgement& out) {
-  if (rule.kind == Rule::Kind::kAdaGc) {
+  if (rule.id == RuleId::kAdaGc) {
     apply_adagc(rule, rows, count, out);
     return;
   }
-  if (rule.kind == Rule::Kind::kAutoClip) {
+  if (rule.id == RuleId::kAutoClip) {
     apply_auto_clip(rule, rows, count, out);
     return;
   }

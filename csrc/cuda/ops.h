@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -25,29 +26,11 @@ void zero_nonfinite_(std::vector<Tensor> grads, Tensor stats);
 void clamp_(std::vector<Tensor> grads, double limit);
 Tensor fingerprint(std::vector<Tensor> tensors);
 
-Judged global_norm_(Tensor state, Tensor stats, double max_norm, int64_t nonfinite);
-Clipped clip_by_global_norm_(std::vector<Tensor> grads, Tensor state, double max_norm,
-                             int64_t nonfinite);
-Judged zclip_(Tensor state, Tensor stats, double alpha, double z_thresh, double max_grad_norm,
-              double eps, int64_t warmup_steps, int64_t mode, double clip_factor,
-              bool skip_update_on_spike, bool skip_step_on_spike, int64_t on_nonfinite);
-Clipped clip_by_zclip_(std::vector<Tensor> grads, Tensor state, double alpha, double z_thresh,
-                       double max_grad_norm, double eps, int64_t warmup_steps, int64_t mode,
-                       double clip_factor, bool skip_update_on_spike, bool skip_step_on_spike,
-                       int64_t on_nonfinite);
-Judged adagc_(Tensor state, Tensor stats, double lambda_rel, double beta, double lambda_abs,
-              double eps, int64_t warmup_steps, int64_t seed, int64_t on_nonfinite);
-Clipped clip_by_adagc_(std::vector<Tensor> grads, Tensor state, double lambda_rel, double beta,
-                       double lambda_abs, double eps, int64_t warmup_steps, int64_t seed,
-                       int64_t on_nonfinite);
-Judged spike_skip_(Tensor state, Tensor stats, Tensor loss, int64_t window, double sigma,
-                   int64_t min_count, int64_t on_nonfinite);
-Clipped clip_by_spike_skip_(std::vector<Tensor> grads, Tensor state, Tensor loss, int64_t window,
-                            double sigma, int64_t min_count, int64_t on_nonfinite);
-Judged auto_clip_(Tensor state, Tensor stats, double percentile, int64_t history,
-                  int64_t on_nonfinite);
-Clipped clip_by_auto_clip_(std::vector<Tensor> grads, Tensor state, double percentile,
-                           int64_t history, int64_t on_nonfinite);
+// Any clip rule: see math/rules.h.
+Judged rule_(Tensor state, Tensor stats, int64_t rule, std::vector<double> settings,
+             std::optional<Tensor> loss);
+Clipped clip_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+                 std::vector<double> settings, std::optional<Tensor> loss);
 Clipped agc_(std::vector<Tensor> grads, std::vector<Tensor> params, Tensor state, double clip,
              double eps, int64_t on_nonfinite);
 void watch_loss_(Tensor state, Tensor loss, Tensor verdict, double factor, int64_t rising_steps,

@@ -5,25 +5,10 @@
 
 #include <cstdint>
 
-#include "../math/adagc.h"
-#include "../math/auto_clip.h"
-#include "../math/global_norm.h"
 #include "../math/number.h"
-#include "../math/spike_skip.h"
-#include "../math/zclip.h"
+#include "../math/rules.h"
 
 namespace zclip::cuda {
-
-struct GlobalNormSettings {
-  double max_norm;
-  NonFinite nonfinite;
-};
-
-struct AutoClipSettings {
-  double percentile;
-  int64_t history;
-  OnNonFinite on_nonfinite;
-};
 
 // A number on the device, of any format; address null if there is none.
 struct DeviceNumber {
@@ -32,17 +17,10 @@ struct DeviceNumber {
 };
 
 struct Rule {
-  enum class Kind : int32_t { kGlobalNorm, kZClip, kAdaGc, kSpikeSkip, kAutoClip };
-  Kind kind;
-  double* state;  // on the device
-  union {
-    GlobalNormSettings global_norm;
-    ZClipSettings zclip;
-    AdaGcSettings adagc;
-    SpikeSkipSettings spike_skip;
-    AutoClipSettings auto_clip;
-  };
-  DeviceNumber loss;  // of spike_skip
+  RuleId id;
+  double* state;  // on the device; null counts nothing
+  double settings[kMaxSettings];
+  DeviceNumber loss;
 };
 
 // Where a rule writes, on the device.

@@ -43,34 +43,4 @@ Results make_results(const DeviceList& grads, const Tensor& like) {
           torch::stable::new_empty(like, {kNumVerdict}, ScalarType::Float)};
 }
 
-Judged judge(const Tensor& stats, const Place& place, const char* op, const Rule& rule) {
-  STD_TORCH_CHECK(stats.scalar_type() == ScalarType::Double && stats.is_contiguous() &&
-                      stats.dim() == 2 && stats.size(1) == kNumStats,
-                  "zclip::", op, ": stats must be a contiguous float64 tensor of shape [N, ",
-                  kNumStats, "]");
-  const int64_t count = stats.size(0);
-  const Tensor coefs = torch::stable::new_empty(stats, {count}, ScalarType::Double);
-  const Tensor verdict = torch::stable::new_empty(stats, {kNumVerdict}, ScalarType::Float);
-  const Judgement out = {static_cast<double*>(coefs.mutable_data_ptr()),
-                         static_cast<float*>(verdict.mutable_data_ptr()), nullptr, false};
-  check_launch(launch_rule(rule, static_cast<const GradStats*>(stats.const_data_ptr()), count, out,
-                           place.queue()),
-               op);
-  return {coefs, verdict};
-}
-
-Clipped clip_by(DeviceList& grads, const Tensor& state, const Place& place, const char* op,
-                const Rule& rule, NonFinite nonfinite) {
-  const Results results = make_results(grads, state);
-  const Tensor scratch = grads.scratch(state);
-  const Judgement out = results.judgement();
-  check_launch(launch_grad_stats(grads.data(), grads.count(), scratch.mutable_data_ptr(),
-                                 results.rows(), &rule, out, place.queue()),
-               op);
-  const GradStats* zeroed = nonfinite == NonFinite::kZero ? results.rows() : nullptr;
-  check_launch(launch_scale(grads.data(), grads.count(), out.coefs, zeroed, place.queue()), op);
-  grads.write_back();
-  return results.clipped();
-}
-
 }  // namespace zclip::cuda

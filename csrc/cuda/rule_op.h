@@ -1,5 +1,4 @@
-// The two faces of every clip rule on a device: judge() makes an operator from stats to
-// coefficients of it, one launch; clip_by() one that also measures and scales, two launches.
+// What the operators of clip rules have in common: checks of their arguments and room for results.
 
 #pragma once
 
@@ -27,9 +26,5 @@ struct Results {
   Clipped clipped() const { return {norm, stats, coefs, verdict}; }
 };
 Results make_results(const DeviceList& grads, const Tensor& like);
-
-Judged judge(const Tensor& stats, const Place& place, const char* op, const Rule& rule);
-Clipped clip_by(DeviceList& grads, const Tensor& state, const Place& place, const char* op,
-                const Rule& rule, NonFinite nonfinite = NonFinite::kPropagate);
 
 }  // namespace zclip::cuda

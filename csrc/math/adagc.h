@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "report.h"
+#include "rule.h"
 
 namespace zclip {
 
@@ -26,14 +26,6 @@ struct AdaGcSettings {
   AdaGcSeed seed;
   OnNonFinite on_nonfinite;
 };
-
-// The settings as an operator gets them; modes are numbers there.
-ZCLIP_HD AdaGcSettings adagc_settings(double lambda_rel, double beta, double lambda_abs, double eps,
-                                      int64_t warmup_steps, int64_t seed, int64_t on_nonfinite) {
-  const auto adagc_seed = static_cast<AdaGcSeed>(seed);
-  const auto nonfinite = static_cast<OnNonFinite>(on_nonfinite);
-  return {lambda_rel, beta, lambda_abs, eps, warmup_steps, adagc_seed, nonfinite};
-}
 
 struct AdaGcStep {
   bool refused;
@@ -115,5 +107,29 @@ ZCLIP_HD void adagc_rule(const GradStats* rows, int64_t count, const AdaGcSettin
   }
   adagc_finish(health, step, settings, any_clipped, clipped_sumsq, worst_gamma, state, verdict);
 }
+
+// Settings: those of AdaGcSettings, in order.
+struct AdaGc : RuleDefaults {
+  static constexpr int kNumSettings = 7;
+  static constexpr bool kPerTensor = true;
+  static constexpr bool kHasBlockForm = true;
+
+  ZCLIP_HD static AdaGcSettings settings_of(const double* values) {
+    return {values[0],
+            values[1],
+            values[2],
+            values[3],
+            static_cast<int64_t>(values[4]),
+            static_cast<AdaGcSeed>(static_cast<int>(values[5])),
+            on_nonfinite_of(values[6])};
+  }
+  static int64_t state_size(const double*, int64_t num_tensors) {
+    return kGammaColumn + num_tensors;
+  }
+  ZCLIP_HD static void coefs(const GradStats* rows, int64_t count, const double*,
+                             const double* settings, double* state, double* coefs, float* verdict) {
+    adagc_rule(rows, count, settings_of(settings), state, coefs, verdict);
+  }
+};
 
 }  // namespace zclip

@@ -2,13 +2,19 @@
 
 #pragma once
 
-#include "report.h"
 #include "ring.h"
+#include "rule.h"
 
 namespace zclip {
 
 // Columns of the float64 [kHistoryColumn + history] state: norms ever seen, then the last of them.
 enum AutoClipColumn : int { kHistorySeenColumn = 3, kHistoryColumn };
+
+struct AutoClipSettings {
+  double percentile;
+  int64_t history;
+  OnNonFinite on_nonfinite;
+};
 
 constexpr int kHighestBit = 62;  // of a double that is not negative
 
@@ -87,5 +93,27 @@ ZCLIP_HD double auto_clip_rule(const Totals& total, double percentile, int64_t h
   const double threshold = percentile_of(ring.values, filled(ring), percentile);
   return auto_clip_finish(step, threshold, state, verdict);
 }
+
+// Settings: those of AutoClipSettings, in order.
+struct AutoClip : RuleDefaults {
+  static constexpr int kNumSettings = 3;
+  static constexpr bool kHasBlockForm = true;
+
+  ZCLIP_HD static AutoClipSettings settings_of(const double* values) {
+    return {values[0], static_cast<int64_t>(values[1]), on_nonfinite_of(values[2])};
+  }
+  static const char* problem(const double* settings) {
+    const bool fits = settings[0] >= 0.0 && settings[0] <= 100.0 && settings[1] >= 1.0;
+    return fits ? nullptr : "percentile must be 0 to 100 and history at least 1";
+  }
+  static int64_t state_size(const double* settings, int64_t) {
+    return kHistoryColumn + settings_of(settings).history;
+  }
+  ZCLIP_HD static double coef(const Totals& total, const double*, const double* settings,
+                              double* state, float* verdict) {
+    const AutoClipSettings told = settings_of(settings);
+    return auto_clip_rule(total, told.percentile, told.history, told.on_nonfinite, state, verdict);
+  }
+};
 
 }  // namespace zclip

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "report.h"
+#include "rule.h"
 
 namespace zclip {
 
@@ -24,5 +24,20 @@ ZCLIP_HD double global_norm_rule(const Totals& total, double max_norm, NonFinite
   write_report(health, report, counters, verdict);
   return coef;
 }
+
+// Settings: max_norm, nonfinite.
+struct GlobalNorm : RuleDefaults {
+  static constexpr int kNumSettings = 2;
+  static constexpr bool kStateMayBeEmpty = true;
+
+  static int64_t state_size(const double*, int64_t) { return kNumCounters; }
+  ZCLIP_HD static NonFinite nonfinite(const double* settings) {
+    return static_cast<NonFinite>(static_cast<int>(settings[1]));
+  }
+  ZCLIP_HD static double coef(const Totals& total, const double*, const double* settings,
+                              double* state, float* verdict) {
+    return global_norm_rule(total, settings[0], nonfinite(settings), state, verdict);
+  }
+};
 
 }  // namespace zclip

@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "report.h"
 #include "ring.h"
+#include "rule.h"
 
 namespace zclip {
 
@@ -78,5 +78,25 @@ ZCLIP_HD double spike_skip_rule(const Totals& total, const double* loss,
   write_report(health, report, state, verdict);
   return refuse ? kRefuse : kKeep;
 }
+
+// Settings: those of SpikeSkipSettings, in order.
+struct SpikeSkip : RuleDefaults {
+  static constexpr int kNumSettings = 4;
+
+  ZCLIP_HD static SpikeSkipSettings settings_of(const double* values) {
+    return {static_cast<int64_t>(values[0]), values[1], static_cast<int64_t>(values[2]),
+            on_nonfinite_of(values[3])};
+  }
+  static const char* problem(const double* settings) {
+    return settings[0] >= 1.0 ? nullptr : "window must be at least 1";
+  }
+  static int64_t state_size(const double* settings, int64_t) {
+    return kWindowColumn + 2 * settings_of(settings).window;
+  }
+  ZCLIP_HD static double coef(const Totals& total, const double* loss, const double* settings,
+                              double* state, float* verdict) {
+    return spike_skip_rule(total, loss, settings_of(settings), state, verdict);
+  }
+};
 
 }  // namespace zclip

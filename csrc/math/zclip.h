@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "report.h"
+#include "rule.h"
 
 namespace zclip {
 
@@ -24,25 +24,6 @@ struct ZClipSettings {
   bool skip_step_on_spike;
   OnNonFinite on_nonfinite;
 };
-
-// The settings as an operator gets them; modes are numbers there.
-ZCLIP_HD ZClipSettings zclip_settings(double alpha, double z_thresh, double max_grad_norm,
-                                      double eps, int64_t warmup_steps, int64_t mode,
-                                      double clip_factor, bool skip_update_on_spike,
-                                      bool skip_step_on_spike, int64_t on_nonfinite) {
-  const auto zclip_mode = static_cast<ZClipMode>(mode);
-  const auto nonfinite = static_cast<OnNonFinite>(on_nonfinite);
-  return {alpha,
-          z_thresh,
-          max_grad_norm,
-          eps,
-          warmup_steps,
-          zclip_mode,
-          clip_factor,
-          skip_update_on_spike,
-          skip_step_on_spike,
-          nonfinite};
-}
 
 // Upstream stores a norm before it asks whether warm-up is over, so 0 steps are 1.
 ZCLIP_HD int64_t warmup_length(int64_t warmup_steps) { return warmup_steps < 1 ? 1 : warmup_steps; }
@@ -115,5 +96,30 @@ ZCLIP_HD double zclip_rule(const Totals& total, const ZClipSettings& settings, d
   write_report(health, report, state, verdict);
   return coef;
 }
+
+// Settings: those of ZClipSettings, in order.
+struct ZClip : RuleDefaults {
+  static constexpr int kNumSettings = 10;
+
+  ZCLIP_HD static ZClipSettings settings_of(const double* values) {
+    return {values[0],
+            values[1],
+            values[2],
+            values[3],
+            static_cast<int64_t>(values[4]),
+            static_cast<ZClipMode>(static_cast<int>(values[5])),
+            values[6],
+            values[7] != 0.0,
+            values[8] != 0.0,
+            on_nonfinite_of(values[9])};
+  }
+  static int64_t state_size(const double* settings, int64_t) {
+    return kBufferColumn + warmup_length(settings_of(settings).warmup_steps);
+  }
+  ZCLIP_HD static double coef(const Totals& total, const double*, const double* settings,
+                              double* state, float* verdict) {
+    return zclip_rule(total, settings_of(settings), state, verdict);
+  }
+};
 
 }  // namespace zclip

@@ -159,54 +159,36 @@ void check_rule(cuda::Rule rule, size_t columns, const Serial& serial, simt::Ran
   }
 }
 
-template <typename One>
-Serial same_for_all(One one) {
-  return [one](const GradStats* rows, int64_t count, double* state, double* coefs, float* verdict) {
-    std::fill_n(coefs, count, one(total_of(rows, count), state, verdict));
-  };
+// The rule of math/rules.h with these settings, one tensor after the other.
+Serial one_by_one(const cuda::Rule& rule) {
+  return
+      [rule](const GradStats* rows, int64_t count, double* state, double* coefs, float* verdict) {
+        const auto* loss = static_cast<const double*>(rule.loss.address);
+        find_rule(static_cast<int64_t>(rule.id))
+            ->apply(rows, count, loss, rule.settings, state, coefs, verdict);
+      };
 }
 
 void check_rules(simt::Random& random) {
-  using Kind = cuda::Rule::Kind;
-  cuda::Rule rule = {};
-  rule.kind = Kind::kGlobalNorm;
-  rule.global_norm = {1.0, NonFinite::kSkip};
-  check_rule(rule, kNumCounters, same_for_all([](const Totals& total, double* s, float* v) {
-               return global_norm_rule(total, 1.0, NonFinite::kSkip, s, v);
-             }),
-             random);
-  rule.kind = Kind::kZClip;
-  const ZClipSettings zclip = rule.zclip =
-      zclip_settings(0.97, 2.5, 1.0, 1e-6, 3, 0, 1.0, false, false, 0);
-  check_rule(rule, kBufferColumn + 3, same_for_all([=](const Totals& total, double* s, float* v) {
-               return zclip_rule(total, zclip, s, v);
-             }),
-             random);
-  rule.kind = Kind::kAdaGc;
-  const AdaGcSettings adagc = rule.adagc = adagc_settings(1.04, 0.99, 1.0, 1e-6, 2, 0, 0);
-  check_rule(
-      rule, kGammaColumn + 9,
-      [=](const GradStats* rows, int64_t count, double* s, double* coefs, float* v) {
-        adagc_rule(rows, count, adagc, s, coefs, v);
-      },
-      random);
-  rule.kind = Kind::kSpikeSkip;
+  constexpr int kTensors = 9;
   const double loss = 2.5;
-  const SpikeSkipSettings spikes = rule.spike_skip = {4, 3.0, 2, OnNonFinite::kSkip};
-  rule.loss = {&loss, Format::kFloat64};
-  check_rule(rule, kWindowColumn + 8, same_for_all([&](const Totals& total, double* s, float* v) {
-               return spike_skip_rule(total, &loss, spikes, s, v);
-             }),
-             random);
-  rule.kind = Kind::kAutoClip;
-  // More norms than threads in the smallest build, so that counting takes two rounds.
-  constexpr int64_t kHistory = 7;
-  rule.auto_clip = {30.0, kHistory, OnNonFinite::kSkip};
-  check_rule(rule, kHistoryColumn + kHistory,
-             same_for_all([](const Totals& total, double* s, float* v) {
-               return auto_clip_rule(total, 30.0, kHistory, OnNonFinite::kSkip, s, v);
-             }),
-             random);
+  // More norms in AutoClip's history than threads in the smallest build, so that counting takes
+  // two rounds.
+  const std::vector<std::pair<RuleId, std::vector<double>>> rules = {
+      {RuleId::kGlobalNorm, {1.0, static_cast<double>(NonFinite::kSkip)}},
+      {RuleId::kZClip, {0.97, 2.5, 1.0, 1e-6, 3, 0, 1.0, 0, 0, 0}},
+      {RuleId::kAdaGc, {1.04, 0.99, 1.0, 1e-6, 2, 0, 0}},
+      {RuleId::kSpikeSkip, {4, 3.0, 2, 0}},
+      {RuleId::kAutoClip, {30.0, 7, 0}},
+  };
+  for (const auto& [id, settings] : rules) {
+    cuda::Rule rule = {};
+    rule.id = id;
+    std::copy(settings.begin(), settings.end(), rule.settings);
+    if (id == RuleId::kSpikeSkip) rule.loss = {&loss, Format::kFloat64};
+    const RuleRow& row = *find_rule(static_cast<int64_t>(id));
+    check_rule(rule, row.state_size(rule.settings, kTensors), one_by_one(rule), random);
+  }
 }
 
 // A history longer than a block has threads, with and without a NaN in it.
@@ -222,9 +204,11 @@ void check_percentile(simt::Random& random) {
     const GradStats row = {25.0, 0.0, 0.0};
     std::vector<float> verdict(kNumVerdict), want(kNumVerdict);
     cuda::Rule rule = {};
-    rule.kind = cuda::Rule::Kind::kAutoClip;
+    rule.id = RuleId::kAutoClip;
     rule.state = state.data();
-    rule.auto_clip = {61.0, history, OnNonFinite::kOfficial};
+    rule.settings[0] = 61.0;
+    rule.settings[1] = static_cast<double>(history);
+    rule.settings[2] = static_cast<double>(OnNonFinite::kOfficial);
     cuda::launch_rule(rule, &row, 1, {coefs.data(), verdict.data(), nullptr, false}, kQueue);
     want_coefs[0] = auto_clip_rule(total_of(&row, 1), 61.0, history, OnNonFinite::kOfficial,
                                    want_state.data(), want.data());
@@ -483,9 +467,9 @@ void check_splitting(simt::Random& random) {
   std::vector<double> coefs(count), state(kNumCounters);
   std::vector<float> verdict(kNumVerdict);
   cuda::Rule rule = {};
-  rule.kind = cuda::Rule::Kind::kGlobalNorm;
+  rule.id = RuleId::kGlobalNorm;
   rule.state = state.data();
-  rule.global_norm = {1.0, NonFinite::kPropagate};
+  rule.settings[0] = 1.0;
   const uint64_t before = simt::counters.launches;
   cuda::launch_grad_stats(list.data(), count, scratch.data(), rows.data(), &rule,
                           {coefs.data(), verdict.data(), nullptr, false}, kQueue);

@@ -75,7 +75,7 @@ def test_hundreds_of_tensors_take_as_few_launches_as_arguments_allow(count, laun
 
 @pytest.mark.parametrize("rule", ["global_norm_", "zclip_", "adagc_", "spike_skip_", "auto_clip_"])
 def test_a_clipped_step_is_two_launches(rule):
-    module, simt = device.load(), device.backend("random")
+    module, simt = device.load(), BACKENDS["simt-random"]
     settings = {
         "global_norm_": (3, (1.0, layout.ZERO)),
         "zclip_": (8, (0.97, 2.5, 1.0, 1e-6, 2, 0, 1.0, False, False, 0)),
@@ -130,7 +130,7 @@ def test_scaling_has_the_bits_of_the_cpu(dtype):
 
 
 def test_rules_have_the_bits_of_the_cpu_for_the_same_stats():
-    simt = device.backend("random")
+    simt = BACKENDS["simt-random"]
     generator = torch.Generator().manual_seed(0)
     rules = {
         "global_norm_": (3, (1.0, layout.SKIP)),
@@ -168,16 +168,25 @@ def test_every_operator_of_the_cpu_exists_here_but_those_of_host_memory():
             "coefs must be a contiguous float64",
         ),
         (
-            lambda op: op.global_norm_(torch.ones(2).double(), torch.ones(1, 3).double(), 1.0, 0),
+            lambda op: op.rule_(torch.ones(2).double(), torch.ones(1, 3).double(), 0, (1.0, 0)),
             "state must be a contiguous float64 tensor of 3 elements on the CPU, got 2",
         ),
         (
-            lambda op: op.global_norm_(torch.ones(3).double(), torch.ones(1, 2).double(), 1.0, 0),
+            lambda op: op.rule_(torch.ones(3).double(), torch.ones(1, 2).double(), 0, (1.0, 0)),
             r"stats must be a contiguous float64 tensor of shape \[N, 3\]",
         ),
         (
             lambda op: op.zero_nonfinite_([torch.ones(2)], torch.ones(2, 3).double()),
             "stats must be a contiguous float64 tensor of shape",
+        ),
+        (
+            # An empty state counts nothing, but its dtype and device are checked like any other.
+            lambda op: op.clip_by_([torch.ones(2)], torch.empty(0), 0, (1.0, 0)),
+            "state must be a contiguous float64 tensor of 0 elements on the CPU",
+        ),
+        (
+            lambda op: op.clip_by_([torch.ones(2)], torch.ones(3).double(), 0, (1.0,)),
+            "global_norm has 2 settings, got 1",
         ),
         (lambda op: op.grad_stats([torch.ones(2, dtype=torch.int64)]), r"grads\[0\] has an unsup"),
         (

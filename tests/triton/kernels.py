@@ -65,22 +65,21 @@ def _kernel_and_constants(name, dtype):
     import torch
 
     from zclip.backends.triton import (
-        adagc_,
+        adagc,
         agc_,
         agc_rows,
-        auto_clip_,
+        auto_clip,
         chunk,
         clamp_,
-        clip_by_global_norm_,
         fingerprint,
-        global_norm_,
+        global_norm,
         grad_stats,
         power_stats,
         report,
         scale_,
-        spike_skip_,
+        spike_skip,
         watch_loss_,
-        zclip_,
+        zclip,
     )
 
     shape = chunk.shape_for(getattr(torch, dtype)) if dtype != "-" else {}
@@ -96,15 +95,15 @@ def _kernel_and_constants(name, dtype):
         "scale_chunks, dropping": (scale_.scale_chunks, {"DROP_NONFINITE": True, **constants}),
         "clamp_chunks": (clamp_.clamp_chunks, constants),
         "grad_stats_finish": (grad_stats.grad_stats_finish, {"FIRST_IS_MAX": False, **block}),
-        "global_norm": (global_norm_.global_norm, {"HAS_STATE": True, **block}),
+        "global_norm": (global_norm.global_norm, {"HAS_STATE": True, **block}),
         "clip_by_global_norm_finish": (
-            clip_by_global_norm_.clip_by_global_norm_finish,
+            global_norm.clip_by_global_norm_finish,
             {"HAS_STATE": True, **block},
         ),
-        "zclip": (zclip_.zclip, rule),
-        "adagc": (adagc_.adagc, rule),
-        "spike_skip": (spike_skip_.spike_skip, {"HAS_LOSS": True, **loss, **rule}),
-        "auto_clip": (auto_clip_.auto_clip, rule),
+        "zclip": (zclip.zclip, rule),
+        "adagc": (adagc.adagc, rule),
+        "spike_skip": (spike_skip.spike_skip, {"HAS_LOSS": True, **loss, **rule}),
+        "auto_clip": (auto_clip.auto_clip, rule),
         "watch_loss": (watch_loss_.watch_loss, loss),
         "agc_rows": (agc_rows.agc_rows, {"WEIGHT_DTYPE": row["DTYPE"], **row}),
         "agc_scale": (agc_rows.agc_scale, row),
@@ -227,10 +226,10 @@ def launched():
         state = torch.zeros(3, dtype=torch.float64)
         stats = ops.grad_stats(grads)
         ops.power_stats(grads, setting + 2.0)
-        coefs, _ = ops.global_norm_(state, stats, setting, count % 4)
+        coefs, _ = ops.rule_(state, stats, 0, (setting, count % 4))
         ops.scale_(grads, coefs)
         ops.clamp_(grads, setting)
-        ops.clip_by_global_norm_(grads, state, setting, count % 4)
+        ops.clip_by_(grads, state, 0, (setting, count % 4))
         _launch_rules(ops, grads, setting)
     jit.JITFunction.run = run
     return variants
@@ -239,6 +238,8 @@ def launched():
 def _launch_rules(ops, grads, setting):
     """Call every rule, alone and fused, with settings that differ from call to call."""
     import torch
+
+    from zclip.reference import IDS
 
     count = len(grads)
     stats = ops.grad_stats(grads)
@@ -249,14 +250,15 @@ def _launch_rules(ops, grads, setting):
 
     zclip_settings = [setting] * 4 + [count, count % 3, setting, count % 2 == 0, count == 1, 0]
     calls = [
-        ("zclip_", state(6 + count), zclip_settings),
-        ("adagc_", state(3 + count), [setting] * 4 + [count, count % 3, 1]),
-        ("spike_skip_", state(5 + 2 * count), [losses[count], count, setting, count, 0]),
-        ("auto_clip_", state(4 + count), [setting, count, 1]),
+        ("zclip", state(6 + count), zclip_settings),
+        ("adagc", state(3 + count), [setting] * 4 + [count, count % 3, 1]),
+        ("spike_skip", state(5 + 2 * count), [count, setting, count, 0]),
+        ("auto_clip", state(4 + count), [setting, count, 1]),
     ]
     for rule, memory, settings in calls:
-        getattr(ops, rule)(memory, stats, *settings)
-        getattr(ops, f"clip_by_{rule}")(grads, memory, *settings)
+        which = IDS[rule], settings, losses[count] if rule == "spike_skip" else None
+        ops.rule_(memory, stats, *which)
+        ops.clip_by_(grads, memory, *which)
     ops.watch_loss_(state(8), losses[count], torch.zeros(14), setting, count, setting, count)
     ops.agc_(grads, [g.clone() for g in grads], state(3), setting, setting, count % 2)
     ops.fingerprint(grads)

@@ -14,19 +14,11 @@ from zclip.schemas import library
 OPS = (
     "grad_stats",
     "power_stats",
-    "global_norm_",
     "scale_",
     "zero_nonfinite_",
     "clamp_",
-    "clip_by_global_norm_",
-    "zclip_",
-    "clip_by_zclip_",
-    "adagc_",
-    "clip_by_adagc_",
-    "spike_skip_",
-    "clip_by_spike_skip_",
-    "auto_clip_",
-    "clip_by_auto_clip_",
+    "rule_",
+    "clip_by_",
     "agc_",
     "watch_loss_",
     "optim_update_",
@@ -49,7 +41,7 @@ def load() -> dict[str, str]:
         RuntimeError: ``ZCLIP_BACKEND`` asks for a backend that cannot load.
     """
     wanted = wanted_backend()
-    for name in OPS:
+    for name in (*OPS, "reference_rule_"):
         library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
     reasons = {"reference": "plain torch; answers wherever nothing faster does"}
 

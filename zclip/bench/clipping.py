@@ -13,6 +13,7 @@ from zclip.bench.gradients import Gradients
 from zclip.bench.rivals import NormAndClip, by_torch, clip_with
 from zclip.bench.work import OURS, Limit, Run, Work
 from zclip.layout import PROPAGATE
+from zclip.reference import IDS
 from zclip.schemas import wide_dtype
 
 LARGEST_VALUE = 3.0  # in deviations: one element in 370 is cut
@@ -33,7 +34,7 @@ def clip_grad_norm_(
     }
     contenders = {name: _limited(way, gradients, limit) for name, way in ways.items()}
     for backend in backends:
-        fused = operators(backend, gradients.device).clip_by_global_norm_
+        fused = operators(backend, gradients.device).clip_by_
         contenders[f"{OURS}[{backend}]"] = _operator(fused, gradients, limit)
 
     def error(norm: Tensor | float | None) -> float:
@@ -57,7 +58,8 @@ def _limited(way: NormAndClip, gradients: Gradients, limit: Limit) -> Run:
 def _operator(fused: Callable[..., tuple[Tensor, ...]], gradients: Gradients, limit: Limit) -> Run:
     wide = wide_dtype(gradients.device)
     counters = torch.empty(0, dtype=wide, device=gradients.device)
-    return lambda: fused(gradients.grads, counters, limit.next(), PROPAGATE)[0]
+    rule = IDS["global_norm"]
+    return lambda: fused(gradients.grads, counters, rule, (limit.next(), PROPAGATE))[0]
 
 
 def clip_grad_value_(gradients: Gradients, backends: list[str], rivals: list[str]) -> Work:

@@ -122,14 +122,13 @@ def _stepping(clipper: Any, rule: str, gradients: Gradients, limit: Limit) -> Ru
 def _answer_by(clipper: Any, rule: str, ops: Any, gradients: Gradients) -> None:
     """Make a clipper use the operators of one backend."""
     if rule != "agc":
-        pair = getattr(ops, f"{rule}_"), getattr(ops, f"clip_by_{rule}_")
-        clipper._ops = lambda: pair
+        clipper.operators = lambda: (ops.rule_, ops.clip_by_)
         return
     state = torch.zeros(3, dtype=torch.float64, device=gradients.device)
 
     @torch.no_grad()
     def step(params: Any) -> Tensor:
-        norm: Tensor = ops.agc_(gradients.grads, params, state, *clipper._settings({}))[0]
+        norm: Tensor = ops.agc_(gradients.grads, params, state, *clipper.settings({}))[0]
         return norm
 
     clipper.step = step

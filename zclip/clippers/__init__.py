@@ -5,6 +5,7 @@ from zclip.clippers.agc import AGC
 from zclip.clippers.auto_clip import AutoClip
 from zclip.clippers.clipper import Clipper
 from zclip.clippers.global_norm import GlobalNorm
+from zclip.clippers.python_rule import PythonRule
 from zclip.clippers.result import ClipResult
 from zclip.clippers.spike_skip import SpikeSkip
 from zclip.clippers.zscore import ZClip, apply_in_place_clipping
@@ -27,6 +28,7 @@ __all__ = [
     "ClipResult",
     "Clipper",
     "GlobalNorm",
+    "PythonRule",
     "SpikeSkip",
     "ZClip",
     "apply_in_place_clipping",

@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
 from zclip.checks import check_fraction, check_limit
-from zclip.clippers.clipper import Clipper, FusedRule, Rule
+from zclip.clippers.clipper import Clipper
 from zclip.layout import ADAGC_SEEDS, GAMMA_COLUMN, ON_NONFINITE
 
 
@@ -30,6 +28,7 @@ class AdaGC(Clipper):
         on_nonfinite: "skip" refuses the step and learns nothing; "official" as published.
     """
 
+    rule: ClassVar[str] = "adagc"
     is_global: ClassVar[bool] = False
     is_per_tensor: ClassVar[bool] = True
     fields: ClassVar[Mapping[str, int | slice]] = {"gamma": slice(GAMMA_COLUMN, None)}
@@ -56,10 +55,7 @@ class AdaGC(Clipper):
         self.warmup_steps = int(check_limit("warmup_steps", warmup_steps))
         self.seed = seed
 
-    def _ops(self) -> tuple[Rule, FusedRule]:
-        return torch.ops.zclip.adagc_.default, torch.ops.zclip.clip_by_adagc_.default
-
-    def _settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    def settings(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         return (
             self.lambda_rel,
             self.beta,
@@ -70,5 +66,5 @@ class AdaGC(Clipper):
             ON_NONFINITE[self.on_nonfinite],
         )
 
-    def _state_size(self, num_tensors: int) -> int:
+    def state_size(self, num_tensors: int) -> int:
         return GAMMA_COLUMN + num_tensors

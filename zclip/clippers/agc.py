@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zclip import ops
 from zclip.checks import check_limit
-from zclip.clippers.clipper import Clipper, FusedRule, Rule
+from zclip.clippers.clipper import Clipper
 from zclip.clippers.result import ClipResult
 from zclip.layout import ON_NONFINITE
 from zclip.parallel import Record, Reduction
@@ -55,10 +55,7 @@ class AGC(Clipper):
         self._row_coefs: list[Tensor] = []
         self._split: tuple[Reduction, Split] | None = None
 
-    def _ops(self) -> tuple[Rule, FusedRule]:
-        raise NotImplementedError("AGC reads the weights, so it has no rule on statistics alone")
-
-    def _settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    def settings(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         return self.clip, self.eps, ON_NONFINITE[self.on_nonfinite]
 
     def _decide(
@@ -117,7 +114,7 @@ class AGC(Clipper):
         if self._present is not None:
             params = [params[i] for i in self._present]
         state = self._state.states[0]
-        arguments = (params, state, *self._settings({}))
+        arguments = (params, state, *self.settings({}))
         served = ops.serve(torch.ops.zclip.agc_.default, grads, *arguments, name=self._name)
         if served is None:
             devices = ", ".join(str(device) for device in ops.by_device(grads))

@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
 from zclip.checks import check_count
-from zclip.clippers.clipper import Clipper, FusedRule, Rule
+from zclip.clippers.clipper import Clipper
 from zclip.layout import HISTORY_COLUMN, HISTORY_SEEN_COLUMN, ON_NONFINITE
 
 
@@ -20,6 +18,7 @@ class AutoClip(Clipper):
         on_nonfinite: "skip" refuses a step with NaN or Inf and forgets it; "official" does not.
     """
 
+    rule: ClassVar[str] = "auto_clip"
     fields: ClassVar[Mapping[str, int | slice]] = {
         "norms_seen": HISTORY_SEEN_COLUMN,
         "history": slice(HISTORY_COLUMN, None),
@@ -39,14 +38,11 @@ class AutoClip(Clipper):
         self.percentile = float(percentile)
         self.history = check_count("history", history)
 
-    def _ops(self) -> tuple[Rule, FusedRule]:
-        return torch.ops.zclip.auto_clip_.default, torch.ops.zclip.clip_by_auto_clip_.default
-
-    def _settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    def settings(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         return self.percentile, self.history, ON_NONFINITE[self.on_nonfinite]
 
-    def _state_size(self, num_tensors: int) -> int:
+    def state_size(self, num_tensors: int) -> int:
         return HISTORY_COLUMN + self.history
 
-    def _size_hint(self) -> str:
+    def size_hint(self) -> str:
         return f"history is {self.history}"

@@ -1,7 +1,7 @@
 """The part that all clippers share: finding gradients, keeping state, one crossing per step.
 
-A subclass says which operators it is made of, which settings they take and what its state looks
-like. All arithmetic is in the operators, so that it runs on the device and nothing waits.
+A subclass names its rule, and says which settings that takes and what its state looks like. All
+arithmetic is in two operators, so that it runs on the device and nothing waits.
 """
 
 from abc import ABC, abstractmethod
@@ -24,15 +24,15 @@ from zclip.layout import (
     WORST,
 )
 from zclip.parallel import Record
-from zclip.reference import reported_norm
+from zclip.reference import IDS, reported_norm
 from zclip.schemas import norm_dtype, wide_dtype
 from zclip.targets import Target, TargetCache, Targets
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Rule = Callable[..., tuple[Tensor, Tensor]]
-FusedRule = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+RuleOp = Callable[..., tuple[Tensor, Tensor]]
+ClipOp = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 Self = TypeVar("Self", bound="Clipper")
 
 
@@ -45,6 +45,12 @@ class Clipper(ABC):
         on_nonfinite: "skip" refuses a step with NaN or Inf and keeps it out of the statistics;
             "official" does what the published algorithm does.
     """
+
+    rule: ClassVar[str] = ""
+    """The name of the rule in :data:`zclip.reference.RULES`."""
+
+    watches_loss: ClassVar[bool] = False
+    """Whether the rule looks at the loss."""
 
     is_global: ClassVar[bool] = True
     """Whether one coefficient serves all gradients of a group."""
@@ -61,13 +67,14 @@ class Clipper(ABC):
     replaceable: ClassVar[str] = ""
     """A method of which callers may put their own version into an instance."""
 
-    _simple: tuple[Targets, FusedRule] | None = None
-    """The parameters of a step that took one call of one operator, and which."""
+    _simple: tuple[Targets, ClipOp, int] | None = None
+    """The parameters of a step that took one call of one operator, which one, and its rule."""
 
     def __init__(self, *, per_group: bool = False, on_nonfinite: str = "skip") -> None:
-        if on_nonfinite not in self._nonfinite_codes():
-            wanted = ", ".join(self._nonfinite_codes())
-            raise ValueError(f"on_nonfinite is {on_nonfinite!r}; wanted one of {wanted}")
+        if on_nonfinite not in ON_NONFINITE:
+            raise ValueError(
+                f"on_nonfinite is {on_nonfinite!r}; wanted one of {', '.join(ON_NONFINITE)}"
+            )
         self.per_group = per_group
         self.on_nonfinite = on_nonfinite
         self.result: ClipResult | None = None
@@ -99,31 +106,45 @@ class Clipper(ABC):
         return self
 
     @abstractmethod
-    def _ops(self) -> tuple[Rule, FusedRule]:
-        """Return the operator that decides from stats, and the one that does everything."""
+    def settings(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """Return the settings of the rule for one parameter group, in the rule's order.
 
-    @abstractmethod
-    def _settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the scalar arguments of both operators for one parameter group."""
+        Args:
+            group: what ``param_groups`` says of the group besides its parameters.
+        """
 
-    def _state_size(self, num_tensors: int) -> int:
-        """Return the length of the state of one group."""
+    def state_size(self, num_tensors: int) -> int:
+        """Return the length of the state of one group; the first three columns are counters."""
         return NUM_COUNTERS
 
-    def _size_hint(self) -> str:
-        """Say which setting the length of the state hangs on."""
+    def size_hint(self) -> str:
+        """Return which setting the length of the state depends on, for an error message."""
         return "call reset() after changing it"
 
-    def _adapted(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    def adapt_state(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a saved state of one group, made to fit where settings have changed."""
         return saved
 
-    def _measured(self, loss: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensor arguments between stats and settings."""
-        return ()
+    def rule_id(self) -> int:
+        """Return the number of the rule that the operators get."""
+        return IDS[self.rule]
 
-    def _nonfinite_codes(self) -> Mapping[str, int]:
-        return ON_NONFINITE
+    def operators(self) -> tuple[RuleOp, ClipOp]:
+        """Return the operator that decides from stats, and the one that does everything."""
+        return torch.ops.zclip.rule_.default, torch.ops.zclip.clip_by_.default
+
+    def judge(
+        self, state: Tensor, stats: Tensor, group: Mapping[str, Any], loss: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the rule to measured gradients; return coefs and verdict, and move the state."""
+        seen = self._seen_loss(loss, state)
+        return self.operators()[0](state, stats, self.rule_id(), self.settings(group), seen)
+
+    def _seen_loss(self, loss: Tensor | None, like: Tensor) -> Tensor | None:
+        """Return the loss where the rule can read it; None if it does not look."""
+        if loss is None or not self.watches_loss:
+            return None
+        return loss.detach().to(like.device, non_blocking=True)
 
     def step(
         self,
@@ -291,14 +312,14 @@ class Clipper(ABC):
         self, found: Targets, grads: list[Tensor], loss: Tensor | None
     ) -> ClipResult | None:
         """One group, one device, one call; None if there are several devices."""
-        state = self._state.states[0]
-        measured = self._measured(loss, state)
-        settings = self._settings(found.settings[0])
-        served = ops.serve(self._ops()[1], grads, state, *measured, *settings, name=self._name)
+        state, clip = self._state.states[0], self.operators()[1]
+        arguments = self.rule_id(), self.settings(found.settings[0]), self._seen_loss(loss, state)
+        served = ops.serve(clip, grads, state, *arguments, name=self._name)
         if not served:
             return None
-        if not measured and self._present is None and not self._peers.shares_records:
-            self._simple = found, self._ops()[1]
+        is_simple = self._present is None and not self._peers.shares_records
+        if is_simple and not self.watches_loss:
+            self._simple = found, clip, self.rule_id()
         return ClipResult(*served[0])
 
     def _clip_simply(self, found: Targets) -> ClipResult | None:
@@ -307,8 +328,8 @@ class Clipper(ABC):
         Most steps are such. After a backward pass our code has left the caches of the processor,
         and to bring back a function that is called takes most of a microsecond: this calls a few.
         """
-        last, op = self._simple or (None, None)
-        if found is not last or op is None or self.replaceable in self.__dict__:
+        last, clip, rule = self._simple or (None, None, 0)
+        if found is not last or clip is None or self.replaceable in self.__dict__:
             return None
         grads, present = found.gradients(aligned=False)
         if present is not None:
@@ -316,10 +337,10 @@ class Clipper(ABC):
             return None
         state, device = self._state, grads[0].device
         self._present = None
-        if not (state.fitted is found and state.place == (device, self._state_size(len(grads)))):
+        if not (state.fitted is found and state.place == (device, self.state_size(len(grads)))):
             state.fit(found, device)
-        settings = self._settings(found.settings[0])
-        served = ops.serve(op, grads, state.states[0], *settings, name=self._name)
+        settings = self.settings(found.settings[0])
+        served = ops.serve(clip, grads, state.states[0], rule, settings, name=self._name)
         return ClipResult(*served[0]) if served else None
 
     def _decide(
@@ -347,9 +368,7 @@ class Clipper(ABC):
         for group, rows in enumerate(parts):
             if not len(rows):
                 continue
-            settings = self._settings(found.settings[group])
-            measured = self._measured(loss, states[group])
-            coef, verdict = self._ops()[0](states[group], rows, *measured, *settings)
+            coef, verdict = self.judge(states[group], rows, found.settings[group], loss)
             coefs.append(coef)
             verdicts.append(verdict)
         if self._state.counters is not None:

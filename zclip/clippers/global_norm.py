@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
 from zclip.checks import check_limit
-from zclip.clippers.clipper import Clipper, FusedRule, Rule
+from zclip.clippers.clipper import Clipper
 from zclip.layout import PROPAGATE, SKIP
 
 _CODES = {"skip": SKIP, "official": PROPAGATE}
@@ -22,6 +20,7 @@ class GlobalNorm(Clipper):
         on_nonfinite: "skip" refuses the step; "official" scales by the non-finite norm, as torch.
     """
 
+    rule: ClassVar[str] = "global_norm"
     limit_key: ClassVar[str | None] = "max_norm"
 
     def __init__(
@@ -30,10 +29,6 @@ class GlobalNorm(Clipper):
         super().__init__(per_group=per_group, on_nonfinite=on_nonfinite)
         self.max_norm = check_limit("max_norm", max_norm)
 
-    def _ops(self) -> tuple[Rule, FusedRule]:
-        zclip = torch.ops.zclip
-        return zclip.global_norm_.default, zclip.clip_by_global_norm_.default
-
-    def _settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    def settings(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         limit = group.get("max_norm", self.max_norm) if self.per_group else self.max_norm
         return float(limit), _CODES[self.on_nonfinite]

@@ -3,11 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from zclip.checks import check_count, check_limit
-from zclip.clippers.clipper import Clipper, FusedRule, Rule
+from zclip.clippers.clipper import Clipper
 from zclip.layout import LOSSES_SEEN_COLUMN, NORMS_SEEN_COLUMN, ON_NONFINITE, WINDOW_COLUMN
 
 
@@ -25,6 +22,8 @@ class SpikeSkip(Clipper):
         on_nonfinite: "skip" refuses a step with NaN or Inf; "official" does not look.
     """
 
+    rule: ClassVar[str] = "spike_skip"
+    watches_loss: ClassVar[bool] = True
     fields: ClassVar[Mapping[str, int | slice]] = {
         "norms_seen": NORMS_SEEN_COLUMN,
         "losses_seen": LOSSES_SEEN_COLUMN,
@@ -47,19 +46,11 @@ class SpikeSkip(Clipper):
         if not 0 <= self.min_count <= self.window:
             raise ValueError(f"min_count must be 0 to window={window}, got {min_count}")
 
-    def _ops(self) -> tuple[Rule, FusedRule]:
-        return torch.ops.zclip.spike_skip_.default, torch.ops.zclip.clip_by_spike_skip_.default
-
-    def _measured(self, loss: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
-        if loss is None:
-            return (like.new_empty(0),)
-        return (loss.detach().to(like.device, non_blocking=True),)
-
-    def _settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    def settings(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         return self.window, self.sigma, self.min_count, ON_NONFINITE[self.on_nonfinite]
 
-    def _state_size(self, num_tensors: int) -> int:
+    def state_size(self, num_tensors: int) -> int:
         return WINDOW_COLUMN + 2 * self.window
 
-    def _size_hint(self) -> str:
+    def size_hint(self) -> str:
         return f"window is {self.window}"

@@ -69,7 +69,7 @@ class ClipState:
     def ensure(self) -> list[Tensor]:
         """Return the states, made on the CPU if there was no step yet."""
         if not self.states:
-            self.states = [torch.zeros(self._owner._state_size(0), dtype=torch.float64)]
+            self.states = [torch.zeros(self._owner.state_size(0), dtype=torch.float64)]
         return self.states
 
     def tensors(self) -> list[Tensor]:
@@ -128,7 +128,7 @@ class ClipState:
 
     def _size(self, targets: Targets, group: int) -> int:
         several = self._owner.per_group and len(targets.sizes) > 1
-        return self._owner._state_size(targets.sizes[group] if several else len(targets.names))
+        return self._owner.state_size(targets.sizes[group] if several else len(targets.names))
 
     def _columns(self) -> dict[str, int | slice]:
         return {**COUNTERS, **self._owner.fields}
@@ -137,7 +137,7 @@ class ClipState:
         columns = self._columns()
         if missing := columns.keys() - saved.keys():
             raise ValueError(f"the state of group {group} lacks {', '.join(sorted(missing))}")
-        saved = self._owner._adapted(saved)
+        saved = self._owner.adapt_state(saved)
         return torch.cat([saved[name].double().reshape(-1) for name in columns])
 
     def _fitting(
@@ -151,7 +151,7 @@ class ClipState:
         if state.numel() != size:
             raise ValueError(
                 f"the state has {state.numel()} entries, but the settings of this "
-                f"{type(self._owner).__name__} need {size}: {self._owner._size_hint()}"
+                f"{type(self._owner).__name__} need {size}: {self._owner.size_hint()}"
             )
         return self._moved(state, device)
 

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from zclip import ops
 from zclip.checks import PLACE
-from zclip.clippers.clipper import Clipper, FusedRule, Rule
+from zclip.clippers.clipper import Clipper
 from zclip.clippers.result import ClipResult
 from zclip.layout import (
     BUFFER_COLUMN,
@@ -60,6 +60,7 @@ class ZClip(Clipper):
         per_group: separate statistics for every parameter group.
     """
 
+    rule: ClassVar[str] = "zclip"
     fields: ClassVar[Mapping[str, int | slice]] = {
         "mean": MEAN_COLUMN,
         "var": VAR_COLUMN,
@@ -105,10 +106,7 @@ class ZClip(Clipper):
                 )
             self.clip_option = clip_option
 
-    def _ops(self) -> tuple[Rule, FusedRule]:
-        return torch.ops.zclip.zclip_.default, torch.ops.zclip.clip_by_zclip_.default
-
-    def _settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    def settings(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         limit = self.max_grad_norm
         if self.per_group:
             limit = group.get("max_grad_norm", limit)
@@ -125,13 +123,13 @@ class ZClip(Clipper):
             ON_NONFINITE[self.on_nonfinite],
         )
 
-    def _state_size(self, num_tensors: int) -> int:
+    def state_size(self, num_tensors: int) -> int:
         return BUFFER_COLUMN + max(1, self.warmup_steps)
 
-    def _size_hint(self) -> str:
+    def size_hint(self) -> str:
         return f"warmup_steps is {self.warmup_steps}"
 
-    def _adapted(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    def adapt_state(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """Once warm-up is over its buffer means nothing, so its length may differ."""
         length = max(1, self.warmup_steps)
         if len(saved["buffer"]) == length or saved["seen"] < len(saved["buffer"]):
@@ -207,7 +205,7 @@ class ZClip(Clipper):
         state = self._state.states[0]
         stats = state.new_zeros(1, 3)
         stats[0, SUMSQ] = norm**2
-        coef, verdict = self._ops()[0](state, stats, *self._settings(found.settings[0]))
+        coef, verdict = self.judge(state, stats, found.settings[0])
         coefs = coef.repeat(len(grads))
         ops.scale_(grads, coefs)
         return ClipResult(state.new_tensor(norm), stats.expand(len(grads), 3), coefs, verdict)

@@ -7,18 +7,12 @@ of ours, so they must not wait for it: no value is read here, only tensors are m
 from zclip.reference.adagc import adagc_
 from zclip.reference.agc import agc_
 from zclip.reference.auto_clip import auto_clip_
-from zclip.reference.clip_by import (
-    clip_by_adagc_,
-    clip_by_auto_clip_,
-    clip_by_global_norm_,
-    clip_by_spike_skip_,
-    clip_by_zclip_,
-)
 from zclip.reference.fingerprint import copy_and_hash_, fingerprint
 from zclip.reference.global_norm import global_norm_
 from zclip.reference.grad_stats import grad_stats, power_stats, read_probe
 from zclip.reference.optim_update import optim_update_
 from zclip.reference.report import reported_norm
+from zclip.reference.rules import IDS, RULES, Rule, clip_by_, reference_rule_, rule_
 from zclip.reference.scale import clamp_, scale_, zero_nonfinite_
 from zclip.reference.spike_skip import spike_skip_
 from zclip.reference.watch_loss import watch_loss_
@@ -31,15 +25,14 @@ def native_features() -> int:
 
 
 __all__ = [
+    "IDS",
+    "RULES",
+    "Rule",
     "adagc_",
     "agc_",
     "auto_clip_",
     "clamp_",
-    "clip_by_adagc_",
-    "clip_by_auto_clip_",
-    "clip_by_global_norm_",
-    "clip_by_spike_skip_",
-    "clip_by_zclip_",
+    "clip_by_",
     "copy_and_hash_",
     "fingerprint",
     "global_norm_",
@@ -48,7 +41,9 @@ __all__ = [
     "optim_update_",
     "power_stats",
     "read_probe",
+    "reference_rule_",
     "reported_norm",
+    "rule_",
     "scale_",
     "spike_skip_",
     "watch_loss_",

@@ -20,22 +20,14 @@ OLDEST = (3, 6)
 MODULE_OF = {
     "grad_stats": "grad_stats",
     "power_stats": "power_stats",
-    "global_norm_": "global_norm_",
     "scale_": "scale_",
     "zero_nonfinite_": "scale_",
     "clamp_": "clamp_",
-    "clip_by_global_norm_": "clip_by_global_norm_",
-    "zclip_": "zclip_",
-    "adagc_": "adagc_",
-    "spike_skip_": "spike_skip_",
-    "auto_clip_": "auto_clip_",
+    "rule_": "rule",
+    "clip_by_": "rule",
     "watch_loss_": "watch_loss_",
     "agc_": "agc_",
     "fingerprint": "fingerprint",
-    "clip_by_zclip_": "clip_by",
-    "clip_by_adagc_": "clip_by",
-    "clip_by_spike_skip_": "clip_by",
-    "clip_by_auto_clip_": "clip_by",
 }
 """Where each operator lives; those of host memory stay with the reference."""
 

@@ -5,16 +5,12 @@ every value of the state is loaded before a barrier and stored after it. "Not" i
 the interpreter of Triton 3.9, ~ makes an integer of a truth value, which no mask may be.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from zclip import layout
-from zclip.backends.triton.launch import on_device
 from zclip.layout import NUM_STATS, NUM_VERDICT
 
 KEEP, REFUSE = tl.constexpr(layout.KEEP), tl.constexpr(layout.REFUSE)
@@ -171,17 +167,3 @@ def empty_results(stats: Tensor, norm_dtype: torch.dtype) -> tuple[Tensor, Tenso
     norm = stats.new_empty((), dtype=norm_dtype)
     coefs = stats.new_empty(stats.shape[0])
     return norm, coefs, stats.new_empty(NUM_VERDICT, dtype=torch.float32)
-
-
-def judge(
-    launch: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    op: str,
-    state: Tensor,
-    stats: Tensor,
-    *settings: Any,
-) -> tuple[Tensor, Tensor]:
-    """Apply a rule by itself; return coefs and verdict."""
-    stats = check_stats(stats, state, op)
-    with on_device(stats.device):
-        _, coefs, verdict = launch(state, stats, torch.float32, *settings)
-    return coefs, verdict

@@ -1,10 +1,8 @@
-"""Triton backend of zclip::auto_clip_: csrc/math/auto_clip.h once more, in one program.
+"""The rule auto_clip in Triton: csrc/math/auto_clip.h once more, in one program.
 
 The percentile is found without sorting and without memory, whatever the length of the history:
 doubles that are not negative are ordered like their bits, so a value is found three bits at a time.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -23,7 +21,6 @@ from zclip.backends.triton.report import (
     check_state,
     empty_results,
     health_of,
-    judge,
     write_coef,
     write_report,
 )
@@ -127,7 +124,7 @@ def auto_clip(
     write_coef(coefs, num_tensors, coef, BLOCK)
 
 
-def launch_auto_clip(
+def launch(
     state: Tensor,
     stats: Tensor,
     norm_dtype: torch.dtype,
@@ -136,7 +133,7 @@ def launch_auto_clip(
     on_nonfinite: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return norm, coefs and verdict."""
-    check_state(state, layout.HISTORY_COLUMN + history, "auto_clip_")
+    check_state(state, layout.HISTORY_COLUMN + history, "auto_clip")
     norm, coefs, verdict = empty_results(stats, norm_dtype)
     auto_clip[(1,)](
         stats,
@@ -152,8 +149,3 @@ def launch_auto_clip(
         **OPTIONS,
     )
     return norm, coefs, verdict
-
-
-def auto_clip_(state: Tensor, stats: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    """See :func:`zclip.reference.auto_clip_`."""
-    return judge(launch_auto_clip, "auto_clip_", state, stats, *settings)

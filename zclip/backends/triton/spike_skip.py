@@ -1,6 +1,4 @@
-"""Triton backend of zclip::spike_skip_: csrc/math/spike_skip.h once more, in one program."""
-
-from typing import Any
+"""The rule spike_skip in Triton: csrc/math/spike_skip.h once more, in one program."""
 
 import torch
 import triton
@@ -19,7 +17,6 @@ from zclip.backends.triton.report import (
     check_state,
     empty_results,
     health_of,
-    judge,
     write_coef,
     write_report,
 )
@@ -142,7 +139,7 @@ def spike_skip(
     write_coef(coefs, num_tensors, tl.where(refused, REFUSE, KEEP), BLOCK)
 
 
-def launch_spike_skip(
+def launch(
     state: Tensor,
     stats: Tensor,
     norm_dtype: torch.dtype,
@@ -153,8 +150,8 @@ def launch_spike_skip(
     on_nonfinite: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return norm, coefs and verdict."""
-    check_state(state, layout.WINDOW_COLUMN + 2 * window, "spike_skip_")
-    address, dtype = loss_arguments(loss, state, "spike_skip_")
+    check_state(state, layout.WINDOW_COLUMN + 2 * window, "spike_skip")
+    address, dtype = loss_arguments(loss, state, "spike_skip")
     norm, coefs, verdict = empty_results(stats, norm_dtype)
     spike_skip[(1,)](
         stats,
@@ -174,8 +171,3 @@ def launch_spike_skip(
         **OPTIONS,
     )
     return norm, coefs, verdict
-
-
-def spike_skip_(state: Tensor, stats: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    """See :func:`zclip.reference.spike_skip_`."""
-    return judge(launch_spike_skip, "spike_skip_", state, stats, *settings)

@@ -1,6 +1,4 @@
-"""Triton backend of zclip::adagc_: csrc/math/adagc.h once more, in one program."""
-
-from typing import Any
+"""The rule adagc in Triton: csrc/math/adagc.h once more, in one program."""
 
 import torch
 import triton
@@ -20,7 +18,6 @@ from zclip.backends.triton.report import (
     check_state,
     empty_results,
     health_of,
-    judge,
     norm_of,
     write_report,
 )
@@ -126,7 +123,7 @@ def adagc(
     tl.store(norm, total)
 
 
-def launch_adagc(
+def launch(
     state: Tensor,
     stats: Tensor,
     norm_dtype: torch.dtype,
@@ -140,7 +137,7 @@ def launch_adagc(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return norm, coefs and verdict."""
     count = stats.shape[0]
-    check_state(state, layout.GAMMA_COLUMN + count, "adagc_")
+    check_state(state, layout.GAMMA_COLUMN + count, "adagc")
     norm, coefs, verdict = empty_results(stats, norm_dtype)
     adagc[(1,)](
         stats,
@@ -160,8 +157,3 @@ def launch_adagc(
         **OPTIONS,
     )
     return norm, coefs, verdict
-
-
-def adagc_(state: Tensor, stats: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    """See :func:`zclip.reference.adagc_`."""
-    return judge(launch_adagc, "adagc_", state, stats, *settings)

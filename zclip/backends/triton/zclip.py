@@ -1,6 +1,4 @@
-"""Triton backend of zclip::zclip_: csrc/math/zclip.h once more, in one program."""
-
-from typing import Any
+"""The rule zclip in Triton: csrc/math/zclip.h once more, in one program."""
 
 import torch
 import triton
@@ -19,7 +17,6 @@ from zclip.backends.triton.report import (
     check_state,
     empty_results,
     health_of,
-    judge,
     write_coef,
     write_report,
 )
@@ -140,7 +137,7 @@ def zclip(
     write_coef(coefs, num_tensors, coef, BLOCK)
 
 
-def launch_zclip(
+def launch(
     state: Tensor,
     stats: Tensor,
     norm_dtype: torch.dtype,
@@ -157,7 +154,7 @@ def launch_zclip(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return norm, coefs and verdict."""
     warmup_steps = max(1, warmup_steps)  # upstream stores a norm before it asks
-    check_state(state, layout.BUFFER_COLUMN + warmup_steps, "zclip_")
+    check_state(state, layout.BUFFER_COLUMN + warmup_steps, "zclip")
     norm, coefs, verdict = empty_results(stats, norm_dtype)
     zclip[(1,)](
         stats,
@@ -180,8 +177,3 @@ def launch_zclip(
         **OPTIONS,
     )
     return norm, coefs, verdict
-
-
-def zclip_(state: Tensor, stats: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    """See :func:`zclip.reference.zclip_`."""
-    return judge(launch_zclip, "zclip_", state, stats, *settings)
