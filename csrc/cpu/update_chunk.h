@@ -87,15 +87,17 @@ ZCLIP_ALWAYS_INLINE void visit_block(Format format, const char* data, int64_t be
   }
 }
 
+// Whether float32 would hold a coefficient badly.
+inline bool is_tiny(double coef) { return std::fabs(coef) < kSmallestNormalFloat && coef != 0.0; }
+
 // Loads a gradient as the update sees it: scaled, and with the decay that goes through it.
 template <typename value_t>
 ZCLIP_ALWAYS_INLINE void load_gradient(const ChunkUpdate& chunk, int64_t start, int64_t len,
                                        const value_t* p, value_t l2, value_t* __restrict g) {
   const double coef = chunk.coef;
-  const bool is_tiny = std::fabs(coef) < kSmallestNormalFloat && coef != 0.0;
   const auto factor = static_cast<value_t>(coef);
   visit_block(chunk.grad_format, chunk.g, start, [&](const auto* from) {
-    if (is_tiny) {
+    if (is_tiny(coef)) {
       for (int64_t i = 0; i < len; ++i) {
         g[i] = static_cast<value_t>(static_cast<double>(widen(from[i])) * coef);
       }
@@ -160,18 +162,16 @@ template <bool kTelemetry, typename value_t>
 ZCLIP_ALWAYS_INLINE UpdateSlot update_chunk(const ChunkUpdate& chunk,
                                             const UpdateScalars<value_t>& s) {
   using word_t = Word<value_t>;
-  constexpr word_t kFirstNonFinite =
-      static_cast<word_t>(sizeof(word_t) == 8 ? 0x7ff0000000000000ull : 0x7f800000ull);
   constexpr Format kOwn = sizeof(value_t) == 8 ? Format::kFloat64 : Format::kFloat32;
   const bool is_narrow = chunk.param_format != kOwn;
   alignas(64) value_t gradient[kUpdateBlock], update[kUpdateBlock], wide[kUpdateBlock];
   auto* const m = static_cast<value_t*>(chunk.m);
   auto* const v = static_cast<value_t*>(chunk.v);
   auto* const largest = static_cast<value_t*>(chunk.largest);
-  Patterns<word_t> seen[3];
-  RunningSquares weights, updates;
+  Seen<value_t> seen;
   uint32_t narrow_loaded = 0, narrow_stored = 0;
-  word_t narrow_largest = 0;
+  const bool scales_on_load = chunk.grad_format == kOwn && !chunk.drops_nonfinite &&
+                              s.l2 == value_t{} && !is_tiny(chunk.coef);
   for (int64_t start = 0; start < chunk.len; start += kUpdateBlock) {
     const int64_t len = std::min(kUpdateBlock, chunk.len - start);
     value_t* weight = reinterpret_cast<value_t*>(chunk.p) + start;
@@ -184,14 +184,21 @@ ZCLIP_ALWAYS_INLINE UpdateSlot update_chunk(const ChunkUpdate& chunk,
                              : load_narrow(reinterpret_cast<Float16*>(at), len, wide);
       }
     }
-    load_gradient(chunk, start, len, weight, s.l2, gradient);
+    const value_t* source = gradient;
+    if (scales_on_load) {
+      source = reinterpret_cast<const value_t*>(chunk.g) + start;
+    } else {
+      load_gradient(chunk, start, len, weight, s.l2, gradient);
+    }
     const Block<value_t> block = {weight,
-                                  gradient,
+                                  source,
                                   m == nullptr ? nullptr : m + start,
                                   v == nullptr ? nullptr : v + start,
                                   largest == nullptr ? nullptr : largest + start,
                                   update,
-                                  len};
+                                  scales_on_load ? static_cast<value_t>(chunk.coef) : value_t{1},
+                                  len,
+                                  is_narrow};
     update_block<kTelemetry>(chunk.loop, block, s, seen);
     if constexpr (sizeof(value_t) == 4) {
       if (is_narrow) {
@@ -200,30 +207,28 @@ ZCLIP_ALWAYS_INLINE UpdateSlot update_chunk(const ChunkUpdate& chunk,
             chunk.param_format == Format::kBfloat16
                 ? store_narrow(chunk, start, len, wide, reinterpret_cast<Bfloat16*>(at))
                 : store_narrow(chunk, start, len, wide, reinterpret_cast<Float16*>(at));
-        if (kTelemetry) {
-          for (int64_t i = 0; i < len; ++i) {
-            narrow_largest = std::max(narrow_largest, magnitude(bits_of(wide[i])));
-          }
-        }
+        if (kTelemetry) add_rounded(wide, len, seen);
       }
-    }
-    if (kTelemetry) {
-      weights.add(weight, len);
-      updates.add(update, len);
     }
   }
   UpdateSlot slot = {};
   if (!kTelemetry) return slot;
   if (is_narrow) {
-    seen[0] = {narrow_loaded, narrow_stored, narrow_largest};
+    seen.loaded[0] = narrow_loaded;
+    seen.stored[0] = narrow_stored;
   }
-  slot.weight_sumsq = weights.total();
-  slot.update_sumsq = updates.total();
+  slot.weight_sumsq = fold(seen.weights);
+  slot.update_sumsq = fold(seen.updates);
+  // A moment that is not finite makes an update that is not, but for an infinite second moment,
+  // which makes it zero, and for Lion, which takes the sign.
+  const bool is_high = seen.alarm >> (8 * sizeof(word_t) - 1) != 0;
   const void* stored[3] = {chunk.p, chunk.m, chunk.v};
+  const bool suspect[3] = {seen.suspects_weights || seen.suspects_updates,
+                           seen.suspects_updates || is_high, seen.suspects_updates || is_high};
   for (int k = 0; k < 3; ++k) {
-    slot.loaded[k] = seen[k].loaded;
-    slot.stored[k] = seen[k].stored;
-    if (seen[k].largest >= kFirstNonFinite) {
+    slot.loaded[k] = seen.loaded[k];
+    slot.stored[k] = seen.stored[k];
+    if (suspect[k] && stored[k] != nullptr) {
       slot.bad[k] = count_bad(k == 0 ? chunk.param_format : kOwn, stored[k], chunk.len);
     }
   }

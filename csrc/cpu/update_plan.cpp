@@ -208,6 +208,7 @@ void UpdatePlan::check_gradients(const TensorList& grads, const char* op) const 
                   " params");
   for (size_t i = 0; i < params_.size(); ++i) {
     const Span &grad = grads.spans()[i], &param = list_.spans()[i];
+    if (grad.numel == 0) continue;  // there is none in this step
     const bool both_wide = (grad.format == Format::kFloat64) == (param.format == Format::kFloat64);
     STD_TORCH_CHECK(both_wide && grad.numel == param.numel, "zclip::", op, ": grads[", i, "] has ",
                     grad.numel, " elements or another dtype; expected those of params[", i,
@@ -271,6 +272,7 @@ void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, dou
   for_each_chunk_backwards(list_, [&](int64_t c, const Chunk& chunk) {
     const auto t = static_cast<size_t>(chunk.tensor);
     const Span &param = list_.spans()[t], &grad = grads.spans()[t];
+    if (grad.numel == 0) return;
     const Row& row = rows[t];
     const int64_t size = param.format == Format::kFloat64 ? 8 : 4;
     const auto at = [&](const std::vector<Tensor>& list) -> void* {
@@ -295,11 +297,12 @@ void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, dou
                                                 : update_on(work, row.narrow, telemetry_, avx2);
   });
   const FloatMode mode;
-  close(slots, telemetry, summary);
+  close(grads, slots, telemetry, summary);
 }
 
 // Slots are added in index order, whichever thread filled them.
-void UpdatePlan::close(std::vector<UpdateSlot>& slots, double* telemetry, float* summary) {
+void UpdatePlan::close(const TensorList& grads, const std::vector<UpdateSlot>& slots,
+                       double* telemetry, float* summary) {
   auto* ledger = static_cast<int64_t*>(ledger_.mutable_data_ptr());
   size_t c = 0;
   double weights = 0.0, updates = 0.0, first_bad = -1.0, first_foreign = -1.0;
@@ -315,6 +318,10 @@ void UpdatePlan::close(std::vector<UpdateSlot>& slots, double* telemetry, float*
         sum.loaded[k] += slot.loaded[k];
         sum.stored[k] += slot.stored[k];
       }
+    }
+    if (grads.spans()[i].numel == 0 && params_[i].numel() > 0) {
+      if (telemetry_) std::fill_n(telemetry + i * kNumTelemetry, int64_t{kNumTelemetry}, 0.0);
+      continue;
     }
     if (has(state_.steps, i)) add_one(state_.steps[i]);
     int64_t* entry = ledger + i * kNumLedger;

@@ -42,9 +42,11 @@ class UpdatePlan {
   bool is_current() const;
 
   int64_t count() const { return static_cast<int64_t>(params_.size()); }
+  bool telemetry() const { return telemetry_; }
   int64_t num_groups() const { return static_cast<int64_t>(sizes_.size()); }
 
-  // Raises if a gradient does not lie in memory as its parameter does.
+  // Raises if a gradient does not lie in memory as its parameter does. An empty one is none: its
+  // parameter is left alone.
   void check_gradients(const TensorList& grads, const char* op) const;
 
   // Writes parameters, state and ledger. Fills telemetry [count, kNumTelemetry] and summary.
@@ -55,7 +57,8 @@ class UpdatePlan {
   struct Row;  // of one tensor
 
   std::vector<Row> rows_of(const StepNumbers& numbers) const;
-  void close(std::vector<UpdateSlot>& slots, double* telemetry, float* summary);
+  void close(const TensorList& grads, const std::vector<UpdateSlot>& slots, double* telemetry,
+             float* summary);
 
   Algorithm algorithm_;
   std::vector<Tensor> params_;

@@ -92,6 +92,8 @@ struct UpdateScalars {
   value_t momentum;  // SGD
   value_t keep;      // SGD: momentum, or 0 in the first update
   value_t give;      // SGD: 1 - dampening, or 1 in the first update
+  value_t one;
+  value_t least;  // finite number
 };
 
 // `updates`: how many were taken before this one; `lr` may differ from the setting.
@@ -109,6 +111,9 @@ ZCLIP_HD UpdateScalars<value_t> scalars_of(Algorithm algorithm, const double* se
   s.weight1 = static_cast<value_t>(1.0 - beta1);
   s.weight2 = static_cast<value_t>(1.0 - beta2);
   s.root = static_cast<value_t>(1.0);
+  s.one = static_cast<value_t>(1.0);
+  s.least =
+      static_cast<value_t>(sizeof(value_t) == 8 ? -1.7976931348623157e308 : -3.4028234663852886e38);
   if (algorithm == Algorithm::kAdam) {
     s.rate = static_cast<value_t>(lr / (1.0 - pow(beta1, updates + 1.0)));
     s.root = static_cast<value_t>(1.0 / sqrt(1.0 - pow(beta2, updates + 1.0)));
@@ -120,36 +125,49 @@ ZCLIP_HD UpdateScalars<value_t> scalars_of(Algorithm algorithm, const double* se
   return s;
 }
 
-ZCLIP_HD float square_root(float x) { return sqrtf(x); }
-ZCLIP_HD double square_root(double x) { return sqrt(x); }
-ZCLIP_HD float most_negative(float) { return -3.4028234663852886e38f; }
-ZCLIP_HD double most_negative(double) { return -1.7976931348623157e308; }
+// Specialised for every type of elements. A square root is exact to the last bit, whatever computes
+// it.
+template <typename value_t>
+struct SquareRoot;
+template <>
+struct SquareRoot<float> {
+  ZCLIP_HD static void take(float* x) { *x = sqrtf(*x); }
+};
+template <>
+struct SquareRoot<double> {
+  ZCLIP_HD static void take(double* x) { *x = sqrt(*x); }
+};
 
 // Moments move by a fraction of the way instead of being multiplied by beta: beta itself, rounded
 // to float32, would be off by 1e-8 in every step and by 1e-5 after a thousand.
 //
+// The type of the elements is that of the scalars, or a vector of them that has their operators and
+// a SquareRoot of its own.
+//
 // Adam, arXiv 1412.6980, and AdamW, 1711.05101. Returns what to subtract from the parameter.
-template <bool kAms, typename value_t>
+template <bool kAms, typename value_t, typename scalar_t>
 ZCLIP_HD value_t adam_update(value_t g, value_t p, value_t& m, value_t& v, value_t& largest,
-                             const UpdateScalars<value_t>& s) {
+                             const UpdateScalars<scalar_t>& s) {
   m = m + (g - m) * s.weight1;
   const value_t gap = g * g - v;
   // An infinite v stays what it is and stops its element, as in torch; Inf - Inf would be NaN.
-  const value_t bounded = gap < most_negative(gap) ? most_negative(gap) : gap;
+  const value_t least = value_t{} + s.least;
+  const value_t bounded = gap < least ? least : gap;
   v = v + bounded * s.weight2;
   value_t second = v;
   if (kAms) {
-    largest = largest < v || is_nan(v) ? v : largest;
+    largest = largest >= v ? largest : v;  // a NaN in either becomes, or stays, one
     second = largest;
   }
-  const value_t denominator = square_root(second) * s.root + s.eps;
+  SquareRoot<value_t>::take(&second);
+  const value_t denominator = second * s.root + s.eps;
   return s.decay * p + s.rate * m / denominator;
 }
 
 enum class Momentum { kNone, kPlain, kNesterov };
 
-template <Momentum kMomentum, typename value_t>
-ZCLIP_HD value_t sgd_update(value_t g, value_t p, value_t& m, const UpdateScalars<value_t>& s) {
+template <Momentum kMomentum, typename value_t, typename scalar_t>
+ZCLIP_HD value_t sgd_update(value_t g, value_t p, value_t& m, const UpdateScalars<scalar_t>& s) {
   value_t direction = g;
   if (kMomentum != Momentum::kNone) {
     m = s.keep * m + s.give * g;
@@ -159,11 +177,12 @@ ZCLIP_HD value_t sgd_update(value_t g, value_t p, value_t& m, const UpdateScalar
 }
 
 // Lion, arXiv 2302.06675.
-template <typename value_t>
-ZCLIP_HD value_t lion_update(value_t g, value_t p, value_t& m, const UpdateScalars<value_t>& s) {
+template <typename value_t, typename scalar_t>
+ZCLIP_HD value_t lion_update(value_t g, value_t p, value_t& m, const UpdateScalars<scalar_t>& s) {
   const value_t c = m + (g - m) * s.weight1;
-  const value_t above = c > value_t{0} ? value_t{1} : value_t{0};
-  const value_t below = c < value_t{0} ? value_t{1} : value_t{0};
+  const value_t zero = value_t{}, one = value_t{} + s.one;
+  const value_t above = c > zero ? one : zero;
+  const value_t below = c < zero ? one : zero;
   m = m + (g - m) * s.weight2;
   return s.decay * p + s.rate * (above - below);
 }

@@ -33,8 +33,8 @@ class StepResult:
 
             - ``WEIGHT_SUM_SQ``, ``UPDATE_SUM_SQ``: sums of squares of the finite weights, and of
               what was subtracted from them (before rounding to bfloat16 or float16);
-            - ``WEIGHT_BAD``, ``FIRST_BAD``, ``SECOND_BAD``: how many elements of the weights, of the
-              first moment (or momentum) and of the second moment are NaN or Inf;
+            - ``WEIGHT_BAD``, ``FIRST_BAD``, ``SECOND_BAD``: how many elements of the weights, of
+              the first moment (or momentum) and of the second moment are NaN or Inf;
             - ``FOREIGN``: bits FOREIGN_WEIGHT, FOREIGN_FIRST, FOREIGN_SECOND where memory did not
               hold, bit for bit, what the last update had stored there. Something other than the
               optimizer wrote: a flipped bit, wrong code, a deliberate swap of weights. Unknown, and

@@ -27,6 +27,7 @@ from zclip.layout import (
     MAXIMIZE,
     NESTEROV,
     NUM_OPTIM_SETTINGS,
+    NUM_TELEMETRY,
     OPTIM_FLAGS,
     REFUSE,
     SECOND_BAD,
@@ -77,7 +78,8 @@ def optim_update_(
 
     Args:
         params: float32, bfloat16, float16 or float64, dense.
-        grads: with the shapes of the parameters; scaled by ``coefs`` as they are read.
+        grads: with the shapes of the parameters, or empty for those that have none and are left
+            alone; scaled by ``coefs`` as they are read.
         firsts: first moments or momentum, float32 (float64 for float64 parameters).
         seconds: second moments.
         maxima: largest second moments, for AMSGrad.
@@ -104,11 +106,17 @@ def optim_update_(
     i = 0
     for group, size in enumerate(sizes):
         own = settings[group * NUM_OPTIM_SETTINGS : (group + 1) * NUM_OPTIM_SETTINGS]
-        lr = rates[group] if rates.numel() else torch.tensor(own[LR], dtype=wide, device=device)
+        lr = rates[group] if rates.numel() else torch.full((), own[LR], dtype=wide, device=device)
         for _ in range(size):
-            state = [_entry(entries, i, params[i]) for entries in (firsts, seconds, maxima)]
+            if grads[i].numel() == 0 and params[i].numel():  # there is none in this step
+                rows.append(torch.zeros(NUM_TELEMETRY, dtype=wide, device=device))
+                i += 1
+                continue
+            first, second, maximum = (
+                _entry(entries, i, params[i]) for entries in (firsts, seconds, maxima)
+            )
             step = steps[i] if steps and steps[i].numel() else None
-            tensors = _Tensors(params[i], grads[i], *state, step)
+            tensors = _Tensors(params[i], grads[i], first, second, maximum, step)
             coef = coefs[i] if coefs.numel() else torch.ones((), dtype=wide, device=device)
             if inverse is not None:
                 coef = torch.where(coef == REFUSE, coef, coef * inverse)
@@ -151,7 +159,8 @@ def _update(
     decay = (lr * settings[WEIGHT_DECAY] if flags & DECOUPLED else lr * 0).to(value)
     m, v, largest = first, second, maximum
     if algorithm == ADAM:
-        assert m is not None and v is not None
+        assert m is not None
+        assert v is not None
         rate = (lr / (1 - settings[BETA1] ** (updates + 1))).to(value)
         root = (1 / (1 - settings[BETA2] ** (updates + 1)).sqrt()).to(value)
         m = m + (g - m) * (1 - settings[BETA1])
@@ -166,9 +175,11 @@ def _update(
     elif algorithm == SGD:
         direction = g
         if m is not None:
-            begun = updates > 0
-            keep = torch.where(begun, settings[BETA1], 0.0).to(value)
-            give = torch.where(begun, 1 - settings[BETA2], 1.0).to(value)
+            begun = (updates > 0).to(lr.dtype)
+            keep, give = (
+                (begun * settings[BETA1]).to(value),
+                (1 - begun * settings[BETA2]).to(value),
+            )
             m = keep * m + give * g
             direction = g + settings[BETA1] * m if flags & NESTEROV else m
         update = decay * p + lr.to(value) * direction
@@ -183,15 +194,18 @@ def _update(
         result = _rounded_stochastically(p, _key(seed, updates, index), param)
     else:
         result = p.to(param.dtype)
-    loaded = [_pattern(t) for t in (param, first, second)]
+    loaded = [_pattern(t, ledger) for t in (param, first, second)]
     for old, new in ((param, result), (first, m), (second, v), (maximum, largest)):
         if old is not None and new is not None:
             old.copy_(torch.where(skipped, old, new))
     if step is not None:
         step += (~skipped).to(step.dtype)
     row = _row(tensors, update, ledger, loaded, skipped)
-    stored = [*(_pattern(t) for t in (param, first, second)), torch.ones_like(ledger[IS_KNOWN])]
-    stored = [s.to(ledger.device) * (1 if telemetry else 0) for s in stored]
+    stored = [
+        *(_pattern(t, ledger) for t in (param, first, second)),
+        torch.ones_like(ledger[IS_KNOWN]),
+    ]
+    stored = [s * (1 if telemetry else 0) for s in stored]
     after = torch.stack([*stored, ledger[UPDATES] + 1])
     ledger.copy_(torch.where(skipped, ledger, after))
     return row
@@ -206,10 +220,10 @@ def _scaled(grad: Tensor, coef: Tensor, flags: int, value: torch.dtype) -> Tenso
     return torch.where(grad.isfinite(), g, 0) if flags & DROP_NON_FINITE else g
 
 
-def _pattern(tensor: Tensor | None) -> Tensor:
+def _pattern(tensor: Tensor | None, like: Tensor) -> Tensor:
     """Return the sum of the bit patterns, modulo 2^32; modulo 2^64 for float64."""
     if tensor is None:
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device=like.device)
     if tensor.dtype == torch.float64:
         return tensor.view(torch.int64).sum()
     if tensor.element_size() == 2:
@@ -230,9 +244,7 @@ def _row(
             return torch.zeros((), dtype=wide, device=ledger.device)
         return (~tensor.isfinite()).sum().to(wide)
 
-    foreign = sum(
-        (was.to(ledger.device) != ledger[k]).to(wide) * (1 << k) for k, was in enumerate(loaded)
-    )
+    foreign = sum((was != ledger[k]).to(wide) * (1 << k) for k, was in enumerate(loaded))
     row = torch.stack(
         [
             sumsq(tensors.param),
@@ -279,8 +291,11 @@ def _mix(key: Tensor, element: Tensor) -> Tensor:
 
 
 def _key(seed: int, updates: Tensor, index: int) -> Tensor:
-    low, high, place = (torch.tensor(n) for n in (seed & _WORD, (seed >> 32) & _WORD, index))
-    return _mix(_mix(_mix(low, high).to(updates.device), updates.to(torch.int64)), place)
+    low, high, place = (
+        torch.full((), number, dtype=torch.int64, device=updates.device)
+        for number in (seed & _WORD, (seed >> 32) & _WORD, index)
+    )
+    return _mix(_mix(_mix(low, high), updates.to(torch.int64)), place)
 
 
 def _rounded_stochastically(p: Tensor, key: Tensor, like: Tensor) -> Tensor:

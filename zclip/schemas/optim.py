@@ -15,6 +15,20 @@ library.define(
     " Tensor grad_scale, Tensor rates, int algorithm, int[] sizes, float[] settings, int seed,"
     " bool telemetry) -> (Tensor rows, Tensor summary)"
 )
+# A step on the CPU in one call. The plan holds parameters and state, so that a step hands over no
+# more than the gradients; what it writes is therefore not in the schema, and no graph may hold it.
+# rule -1 is none; an empty summary says that the plan is stale and that nothing was done.
+library.define(
+    "make_plan(Tensor[] params, Tensor[] firsts, Tensor[] seconds, Tensor[] maxima, Tensor[] steps,"
+    " Tensor ledger, int algorithm, int[] sizes, bool telemetry) -> int"
+)
+library.define("drop_plan(int plan) -> ()")
+library.define(
+    "fused_step_(Tensor[] grads, int plan, Tensor(a!) state, int rule, float[] rule_settings,"
+    " Tensor? loss, float[] settings, float grad_scale, bool found_inf, bool skip_nonfinite,"
+    " int seed) -> (Tensor norm, Tensor stats, Tensor coefs, Tensor verdict, Tensor rows,"
+    " Tensor summary)"
+)
 
 
 @torch.library.register_fake("zclip::optim_update_", lib=library)
