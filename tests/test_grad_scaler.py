@@ -9,6 +9,7 @@ from torch.amp import GradScaler
 
 import zclip
 from tests.models import make_model
+from tests.op_graph import OpGraph
 
 MAKE = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
@@ -102,3 +103,60 @@ def test_flags_from_several_devices_still_make_exactly_one():
     for old, param in zip(before, model.parameters(), strict=True):
         assert torch.equal(old, param)
         assert float(optimizer.state[param]["step"]) == 0
+
+
+def scaled_parameters(dtype, scale):
+    params = [torch.nn.Parameter(torch.zeros(1000, dtype=dtype)) for _ in range(2)]
+    for i, param in enumerate(params):
+        generator = torch.Generator().manual_seed(i)
+        param.grad = (scale * torch.randn(1000, generator=generator)).to(dtype)
+    return params
+
+
+@pytest.mark.parametrize("limit", [1.0, math.inf], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("make", [zclip.GlobalNorm, lambda n: zclip.AdaGC(lambda_abs=n)])
+def test_dividing_by_the_scale_and_clipping_are_one_pass_and_one_rounding(make, limit):
+    scale = torch.tensor(3.0)
+    params, same = (scaled_parameters(torch.bfloat16, 3.0) for _ in range(2))
+    clipper = make(limit)
+    with OpGraph() as graph:
+        norm = clipper.step(params, grad_scale=scale)
+    writes = [func for func, *_ in graph.calls if func in PASSES_THAT_WRITE]
+    assert len(writes) == 1
+    exact = torch.cat([p.grad.double() / 3.0 for p in same]).norm()
+    torch.testing.assert_close(norm.double(), exact, rtol=1e-6, atol=0)
+    coefs = clipper.result.coefs
+    assert bool((coefs < 1).all()) == math.isfinite(limit)
+    for param, twin, coef in zip(params, same, coefs, strict=True):
+        wanted = (twin.grad.float() * (coef / 3.0).float()).to(torch.bfloat16)
+        assert torch.equal(param.grad, wanted)
+
+
+PASSES_THAT_WRITE = (torch.ops.zclip.scale_.default, torch.ops.zclip.clip_by_.default)
+
+
+def test_a_skipped_step_is_zeros_under_a_scale_too():
+    params = scaled_parameters(torch.float32, 8.0)
+    params[0].grad[7] = math.inf
+    clipper = zclip.ZClip()
+    clipper.step(params, grad_scale=torch.tensor(8.0))
+    assert clipper.result.coefs.tolist() == [-1.0, -1.0]
+    assert not any(p.grad.any() for p in params)
+
+
+def test_a_scale_of_one_touches_nothing():
+    params, same = (scaled_parameters(torch.float32, 1.0) for _ in range(2))
+    zclip.GlobalNorm(math.inf).step(params, grad_scale=torch.tensor(1.0))
+    for param, twin in zip(params, same, strict=True):
+        assert torch.equal(param.grad, twin.grad)
+
+
+def test_a_rule_that_looks_at_weights_sees_gradients_of_their_true_size():
+    params, same = (scaled_parameters(torch.float32, s) for s in (4.0, 1.0))
+    for param, twin in zip(params, same, strict=True):
+        param.data.fill_(0.5)
+        twin.data.fill_(0.5)
+    zclip.AGC().step(params, grad_scale=torch.tensor(4.0))
+    zclip.AGC().step(same)
+    for param, twin in zip(params, same, strict=True):
+        torch.testing.assert_close(param.grad, twin.grad)

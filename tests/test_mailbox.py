@@ -93,7 +93,7 @@ def test_only_the_event_of_a_record_old_enough_is_waited_for(monkeypatch):
 
     steps = iter(range(9))
     mailbox = Mailbox(lag=2)
-    monkeypatch.setattr(mailbox_module, "_record_event", lambda device: Event(next(steps)))
+    monkeypatch.setattr(mailbox_module, "record_event", lambda device: Event(next(steps)))
     monkeypatch.setattr(mailbox, "_new_slot", lambda pinned: _Slot(pinned))
     for step in range(5):
         mailbox.post(step, OnDevice())

@@ -53,7 +53,7 @@ def test_every_backend_equals_the_reference(name, rule, settings, official):
     losses = noisy_norms(80, seed=9)
     losses[20], losses[60] = math.nan, -math.inf
     ours = run(BACKENDS[name], rule, history, losses, **settings)
-    theirs = run(reference, rule, history, losses, **settings)
+    theirs = run(BACKENDS["reference"], rule, history, losses, **settings)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         close = {"equal_nan": True, "atol": 1e-20, "msg": lambda text, i=i: f"step {i}: {text}"}
         coefs = torch.tensor([a.coefs, b.coefs], dtype=torch.float64)

@@ -60,7 +60,7 @@ class Mailbox:
         self._make_room()
         slot = self._free.pop() if self._free else self._new_slot(pinned=not on_host)
         slot.copy_(verdict, non_blocking=True)
-        self._sent.append(_Letter(step, slot, None if on_host else _record_event(device)))
+        self._sent.append(_Letter(step, slot, None if on_host else record_event(device)))
 
     def post_row(self, step: int, row: list[float]) -> None:
         """Send numbers that the host has already; they are read as late as all others."""
@@ -97,8 +97,7 @@ class Mailbox:
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log, ``lag`` posts late; nothing before the first has arrived."""
         self.poll()
-        latest = self._latest
-        return {} if latest is None else {name: latest[i] for name, i in METRICS.items()}
+        return {} if self._latest is None else metrics_of(self._latest)
 
     def clear(self) -> None:
         """Forget what is under way and what arrived: after a rollback it speaks of no step.
@@ -123,7 +122,22 @@ class Mailbox:
         return {**self.__dict__, "_sent": deque(), "_free": [], "_latest": None}
 
 
-def _record_event(device: torch.device) -> torch.Event:
+def metrics_of(verdict: list[float]) -> dict[str, float]:
+    """Return what of a verdict is worth logging."""
+    return {name: verdict[i] for name, i in METRICS.items()}
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Return host memory that a copy from the device of ``tensor`` need not wait for."""
+    pinned = tensor.device.type != "cpu"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+
+
+def record_event(device: torch.device) -> torch.Event:
+    """Record an event behind a copy: on the stream of the device that it runs on.
+
+    Without a stream an event goes to the current device, which need not be that one.
+    """
     event = torch.Event(device)
-    event.record()
+    event.record(torch.accelerator.current_stream(device))
     return event

@@ -62,8 +62,10 @@ class OptimizerProxy(Optimizer):
         return getattr(self.inner, name)
 
     @contextmanager
-    def _scaled_lr(self) -> Iterator[None]:
-        """Schedulers own ``lr``; healing owns ``lr_scale``. They meet only here.
+    def scaled_lr(self) -> Iterator[None]:
+        """Multiply the learning rates by ``lr_scale`` for as long as this is open.
+
+        Schedulers own ``lr``; healing owns ``lr_scale``. They meet only here.
 
         A group whose ``lr`` is None finds its own rate, as Adafactor does, which cannot be scaled.
         """
@@ -80,7 +82,9 @@ class OptimizerProxy(Optimizer):
             for group, lr in scheduled:
                 group["lr"] = lr
 
-    def _needs_closure(self) -> bool:
+    @property
+    def needs_closure(self) -> bool:
+        """Whether the wrapped optimizer calls a closure by itself, as LBFGS does."""
         closure = inspect.signature(self.inner.step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty
 

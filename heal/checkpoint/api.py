@@ -118,7 +118,9 @@ class _Bare:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.clipper = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-        self._momentum = SimpleNamespace(forget=lambda: None)
+
+    def forget_momentum(self) -> None:
+        """It has none that it would have to look for."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ def dry_run(
     modes = [(module, module.training) for module in state.model.modules()]
     values = state.values()
     grads = [(p, p.grad) for p in state.parameters()]
-    counts = [(o, o._steps) for o in guarded.optimizers]
+    counts = [(o, o.steps) for o in guarded.optimizers]
     mailbox, posted = guarded.mailbox, guarded.posted
     guarded.mailbox = Mailbox(mailbox.lag, mailbox.width, mailbox.room)  # letters of the run stay
     report = DryRunReport(snapshot_bytes=sum(t.nbytes for t in saved.values()))
@@ -79,7 +79,7 @@ def dry_run(
             module.training = mode
         state.restore(saved, values)
         for optimizer, count in counts:
-            optimizer._steps = count
+            optimizer.steps = count
         guarded.mailbox, guarded.posted = mailbox, posted
         rewind()
         rng.put_back()

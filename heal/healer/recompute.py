@@ -159,7 +159,7 @@ class Replay:
         saved = {key: tensor.detach().clone() for key, tensor in self.state.tensors().items()}
         values = self.state.values()
         grads = [(p, p.grad) for p in self.state.parameters()]
-        counts = [(o, o._steps) for o in self.guarded.optimizers]
+        counts = [(o, o.steps) for o in self.guarded.optimizers]
         mailbox, attempts = self.guarded.mailbox, self.micro.attempts
         self.guarded.mailbox = zclip.Mailbox(mailbox.lag, width=mailbox.width)
         try:
@@ -170,7 +170,7 @@ class Replay:
                 param.grad = grad
             self.state.restore(saved, values)
             for optimizer, count in counts:
-                optimizer._steps = count
+                optimizer.steps = count
             generators.put_back()
 
 

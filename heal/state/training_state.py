@@ -191,7 +191,7 @@ class TrainingState:
             for group, settings in zip(optimizer.param_groups, values["groups"][o], strict=True):
                 group.update(copied(settings))
             optimizer.clipper.load_state_dict(values["clip"][o])
-            optimizer._momentum.forget()
+            optimizer.forget_momentum()
         for scheduler, state in zip(self.schedulers, values["schedulers"], strict=True):
             if state is not None:
                 scheduler.load_state_dict(copied(state))

@@ -72,7 +72,7 @@ class GuardedStep:
         self.optimizers = [watched(o, config, named) for o in optimizers]
         for optimizer in self.optimizers:
             optimizer.note = note
-            if optimizer._needs_closure():
+            if optimizer.needs_closure:
                 raise TypeError(
                     f"{type(optimizer.inner).__name__} calls a closure several times within one "
                     "step, which cannot be refused or repeated as a whole; wanted another optimizer"
@@ -118,7 +118,8 @@ class GuardedStep:
             for o, result in enumerate(results):
                 if result is not None:
                     own = row if len(results) == 1 else None
-                    self.optimizers[o].step_if_allowed(result, scales[o] if scales else None, own)
+                    scale = scales[o] if scales else None
+                    self.optimizers[o].step_if_allowed(result, scale, row=own)
             if scaled is not None:
                 scaled.update()
         finally:  # also if the optimizer fails: ranks that count their mail differently are lost
@@ -199,7 +200,7 @@ class GuardedStep:
             [_moved(result.verdict, device) for _, result in measured],
             torch.cat([_moved(result.stats, device) for _, result in measured]),
         )
-        refused = [_moved(o._refused(result, None), device) for o, result in judged]
+        refused = [_moved(o.skips(result.verdict), device) for o, result in judged]
         merged[BLOCKED] = torch.stack(refused).amax()
         return merged
 
@@ -213,34 +214,32 @@ class GuardedStep:
             self.posted = row if told is None else row + told.tolist()
             self.mailbox.post_row(step, self.posted)
             if self.buffers.are_there:
-                self.buffers.settle(self.optimizers[0]._is_refused(row), scale is not None)
+                self.buffers.settle(self.optimizers[0].was_skipped(row), scale is not None)
             return
         self.posted = None
         tail = self._no_scale if scale is None else scale.reshape(1).to(verdict)
         parts = [verdict, tail] if told is None else [verdict, tail, told]
         self.mailbox.post(step, torch.cat(parts))
-        self.buffers.settle(self.optimizers[0]._is_refused_there(verdict), scale is not None)
+        self.buffers.settle(self.optimizers[0].skips(verdict), scale is not None)
 
     @property
     def has_stages(self) -> bool:
         """Whether ranks hold different tensors, so that weights cannot be measured together."""
-        return any(o.clipper._peers._groups[1] is not None for o in self.optimizers)
+        return any(o.clipper.groups.pipeline is not None for o in self.optimizers)
 
     def learn_names(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Hear the names again, because parameters have joined."""
         named = list(named_parameters)
         self.names.update((id(p), name) for name, p in named)
         for optimizer in self.optimizers:
-            optimizer._learn_names(named)
+            optimizer.learn_names(named)
 
     def name_of(self, worst: int) -> str:
         """Return the name of the tensor that a verdict blames, "" if it is not known."""
         if worst < 0:
             return ""
-        try:
-            return [name for clipper in self._blamed for name in clipper._names()][worst]
-        except (IndexError, AssertionError):
-            return ""
+        names = [name for clipper in self._blamed for name in clipper.names]
+        return names[worst] if worst < len(names) else ""
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -250,7 +249,6 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _add_record_group(clipper: Clipper, ranks: Ranks) -> None:
     """Have the record reach all ranks, also where gradients need no message; keep other groups."""
-    peers = clipper._peers
-    if peers._record_group is None:
-        process_group, pipeline_group = peers._groups
-        clipper.distribute(process_group, pipeline_group, ranks.record_group)
+    groups = clipper.groups
+    if groups.record is None:
+        clipper.distribute(groups.process, groups.pipeline, ranks.record_group)

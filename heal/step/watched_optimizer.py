@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -12,7 +11,6 @@ from heal.config import HealingConfig
 from heal.step.unmeasured import Unmeasured
 from heal.step.weight_anchor import Pull
 from zclip.clippers import Clipper, ClipResult
-from zclip.layout import BLOCKED, FLAGS, HAS_INF, HAS_NAN
 
 
 class WatchedOptimizer(zclip.ClippedOptimizer):
@@ -28,7 +26,10 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
     _unmeasured: Unmeasured | None = None  # a copy finds out by itself
 
     def clip(
-        self, loss: Tensor | None, extra: Tensor | None, grad_scale: Tensor | None = None
+        self,
+        loss: Tensor | None = None,
+        extra: Tensor | None = None,
+        grad_scale: Tensor | None = None,
     ) -> ClipResult | None:
         """Clip without the step and without mail; None if there are no gradients."""
         if self.pull is not None:
@@ -37,14 +38,14 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         if self._unmeasured is not None:
             groups = self._unmeasured.left_out_of(groups)
         try:
-            result = self._measure(groups, loss, grad_scale, extra)
+            result = self.measure(groups, loss, grad_scale, extra)
         except (TypeError, RuntimeError):
             left_out = self._leave_out()
             if left_out is None:
                 raise
             groups = left_out.left_out_of(self.inner.param_groups)
-            result = self._measure(groups, loss, grad_scale, extra)
-        self._steps += 1
+            result = self.measure(groups, loss, grad_scale, extra)
+        self.steps += 1
         if result is None and self._unmeasured is not None:
             return self._unmeasured.stand_in()
         return result
@@ -56,7 +57,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         if not found:
             return None
         self._unmeasured = unmeasured
-        names = {id(param): name for name, param in self._named}
+        names = {id(param): name for name, param in self.named_parameters}
         for param, kind in found:
             name = names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
             self.note(
@@ -69,6 +70,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         self,
         result: ClipResult,
         grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
         row: list[float] | None = None,
     ) -> None:
         """Step unless the result says that it is refused.
@@ -79,36 +81,21 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         Args:
             result: what :meth:`clip` returned.
             grad_scale: what it was given.
+            found_inf: 0-dim; refused if it is not 0.
             row: the verdict, if it was read already.
         """
-        if self.apply == "inplace" and (row is not None or result.verdict.is_cpu):
-            if not self._is_refused(result.verdict.tolist() if row is None else row):
+        is_read = row is not None or result.verdict.is_cpu
+        if self.apply == "inplace" and found_inf is None and is_read:
+            if not self.was_skipped(result.verdict.tolist() if row is None else row):
                 self._step_inner()
             return
-        refused = self._refused(result, None)
-        if not self.guards_on_device:
-            self._waiting_step(refused)
-        elif not self._must_wait() or not bool(refused):
-            self._guarded_step(result, refused, grad_scale)
-
-    def _is_refused(self, row: list[float]) -> bool:
-        """Answer as :meth:`_refused` does, from a verdict on the host."""
-        heeds_flags = self.skip_nonfinite and self.clipper.on_nonfinite != "skip"
-        return row[BLOCKED] > 0 or (heeds_flags and bool(int(row[FLAGS]) & (HAS_NAN | HAS_INF)))
-
-    def _is_refused_there(self, verdict: Tensor) -> Tensor:
-        """Answer as :meth:`_is_refused` does, without reading the device."""
-        refused = verdict[BLOCKED]
-        if self.skip_nonfinite and self.clipper.on_nonfinite != "skip":
-            flags = verdict[FLAGS].int() & (HAS_NAN | HAS_INF)
-            refused = torch.maximum(refused, (flags > 0).to(refused))
-        return refused
+        super().step_if_allowed(result, grad_scale, found_inf)
 
     def _step_inner(self) -> None:
         if self.lr_scale == 1.0:
             self.inner.step()
             return
-        with self._scaled_lr():
+        with self.scaled_lr():
             self.inner.step()
 
 

@@ -117,7 +117,7 @@ def test_a_check_of_replicas_waits_for_nothing(monkeypatch):
     monkeypatch.setattr(
         fingerprints.dist, "all_reduce", lambda tensor, op, group: reduced.append(tensor)
     )
-    monkeypatch.setattr(mailbox, "_record_event", lambda device: None)
+    monkeypatch.setattr(mailbox, "record_event", lambda device: None)
     monkeypatch.setattr(mailbox.Mailbox, "_new_slot", lambda self, pinned: torch.empty(self.width))
     with fake_cuda():
         params = fake_parameters([(4, 3), (7,)])

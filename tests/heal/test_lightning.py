@@ -551,10 +551,10 @@ class CountReads(TorchDispatchMode):
     def quiet(self, method):
         """Leave out what a verdict costs that lies in host memory; on a device it is not read."""
 
-        def leaving_out(*args):
+        def leaving_out(*args, **named):
             before, self.is_quiet = self.is_quiet, True
             try:
-                return method(*args)
+                return method(*args, **named)
             finally:
                 self.is_quiet = before
 

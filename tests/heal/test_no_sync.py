@@ -48,7 +48,7 @@ def device(monkeypatch):
 
     monkeypatch.setattr(mailbox.Mailbox, "_new_slot", lambda self, pinned: torch.empty(self.width))
     monkeypatch.setattr(mailbox.Mailbox, "poll", poll)
-    monkeypatch.setattr(mailbox, "_record_event", lambda device: Event())
+    monkeypatch.setattr(mailbox, "record_event", lambda device: Event())
     monkeypatch.setattr(snapshots_module, "SideStream", Side)
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: fill_gradients())
     monkeypatch.setattr(

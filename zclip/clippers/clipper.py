@@ -5,20 +5,21 @@ arithmetic is in two operators, so that it runs on the device and nothing waits.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from zclip import ops
-from zclip.clippers.peers import Peers
+from zclip.clippers.peers import Peers, RankGroups
 from zclip.clippers.result import ClipResult, merge_verdicts, noted, share_alarm
 from zclip.clippers.state import ClipState
 from zclip.layout import (
     NUM_COUNTERS,
     ON_NONFINITE,
     PROPAGATE,
+    REFUSE,
     STEPS,
     SUMSQ,
     WORST,
@@ -60,6 +61,9 @@ class Clipper(ABC):
 
     watches_loss: ClassVar[bool] = False
     """Whether the rule looks at the loss."""
+
+    folds_scale: ClassVar[bool] = True
+    """Whether the coefficients can carry the division by the scale of a GradScaler as well."""
 
     is_global: ClassVar[bool] = True
     """Whether one coefficient serves all gradients of a group."""
@@ -217,14 +221,16 @@ class Clipper(ABC):
             return self._nothing(found)
         if record is not None:
             loss = record.loss
-        if grad_scale is not None and grads:
+        can_fold = self.folds_scale and self.replaceable not in self.__dict__
+        if grad_scale is not None and grads and not can_fold:
             ops.scale_(grads, _inverse(grad_scale, grads[0].device).repeat(len(grads)))
+            grad_scale = None
         result = None
-        if peers.reduction is None and len(self._state.states) == 1:
+        if peers.reduction is None and len(self._state.states) == 1 and grad_scale is None:
             result = self._clip_at_once(found, grads, loss)
         if result is None:
-            result, record = self._decide(found, grads, loss, None, extra, record)
-            self._scale(grads, result.coefs[peers.own])
+            result, record = self._decide(found, grads, loss, grad_scale, extra, record)
+            self._scale(grads, _unscaled(result.coefs[peers.own], grad_scale))
         self.result = noted(result, record, extra)
         return result.total_norm
 
@@ -299,17 +305,36 @@ class Clipper(ABC):
         device = found.params[0].device if found.params else torch.device("cpu")
         self._state.fit(self._peers.find(found), device)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the gradients of the last step, in the order of the rows of its stats."""
+        if self._peers.reduction is not None:
+            return self._peers.reduction.names
+        targets = self._cache.targets
+        if targets is None:
+            return []
+        return targets.names if self._present is None else [targets.names[i] for i in self._present]
+
+    @property
+    def groups(self) -> RankGroups:
+        """The ranks that :meth:`distribute` was told of."""
+        return self._peers.groups
+
+    def learn_names(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Learn what parameters are called, where the targets do not say."""
+        self._cache.give_names(list(named_parameters))
+
     def norms_by_name(self) -> dict[str, Tensor]:
         """Return the norm of every gradient of the last step, 0-dim tensors on the device."""
         if self.result is None:
             return {}
-        return dict(zip(self._names(), self.result.norms.unbind(), strict=True))
+        return dict(zip(self.names, self.result.norms.unbind(), strict=True))
 
     def worst(self) -> str | None:
         """Return the name of the first tensor with NaN or Inf, else of the largest. This waits."""
         if self.result is None:
             return None
-        return self._names()[int(self.result.verdict[WORST])]
+        return self.names[int(self.result.verdict[WORST])]
 
     def reset(self) -> None:
         """Forget all statistics and counts, as if newly made."""
@@ -434,19 +459,19 @@ class Clipper(ABC):
         ops.scale_(grads, coefs)
 
     def _name(self, i: int) -> str:
-        return f"the gradient of {self._names()[i]}"
-
-    def _names(self) -> list[str]:
-        if self._peers.reduction is not None:
-            return self._peers.reduction.names
-        targets = self._cache.targets
-        assert targets is not None
-        return targets.names if self._present is None else [targets.names[i] for i in self._present]
+        return f"the gradient of {self.names[i]}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the parameters and the last result: they belong to the run, not to us."""
         of_the_run = {"_cache": TargetCache(), "_present": None, "result": None, "_simple": None}
         return {**self.__dict__, **of_the_run}
+
+
+def _unscaled(coefs: Tensor, grad_scale: Tensor | None) -> Tensor:
+    """Return the coefficients that also divide by the scale, so that one pass does both."""
+    if grad_scale is None:
+        return coefs
+    return torch.where(coefs == REFUSE, coefs, coefs * _inverse(grad_scale, coefs.device))
 
 
 def _inverse(grad_scale: Tensor, device: torch.device) -> Tensor:

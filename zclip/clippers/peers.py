@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,25 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class RankGroups(NamedTuple):
+    """Groups of ranks, as given to :meth:`zclip.Clipper.distribute`; None where not given.
+
+    Attributes:
+        process: ranks that hold other elements of the same tensors.
+        pipeline: ranks that hold other tensors.
+        record: ranks that share losses and extra lanes.
+    """
+
+    process: "ProcessGroup | None" = None
+    pipeline: "ProcessGroup | None" = None
+    record: "ProcessGroup | None" = None
+
+
 class Peers:
     """Finds out once per list of parameters how to add up, and then does it step by step.
 
     Attributes:
+        groups: the ranks that were named.
         found: the parameters that :meth:`find` was last asked about.
         reduction: how statistics become those of the whole model; None if every rank has them.
     """
@@ -33,8 +48,7 @@ class Peers:
         per_group: bool = False,
     ) -> None:
         self.reduction: Reduction | None = None
-        self._groups = (process_group, pipeline_group)
-        self._record_group = record_group
+        self.groups = RankGroups(process_group, pipeline_group, record_group)
         self._per_group = per_group
         self._order: tuple[Tensor, Tensor] | None = None
         self._whole: Targets | None = None
@@ -42,16 +56,15 @@ class Peers:
     @property
     def shares_records(self) -> bool:
         """Whether there is anyone to :meth:`tell`."""
-        return self._record_group is not None
+        return self.groups.record is not None
 
     def find(self, found: Targets) -> Targets:
         """Return the parameters of the whole model, those of other pipeline stages included."""
         if found is not self.found or self._whole is None:
-            process_group, pipeline_group = self._groups
-            shards = process_group or found.shard_group
-            self.reduction = find_reduction(found.params, found.names, shards, pipeline_group)
+            shards, pipeline = self.groups.process or found.shard_group, self.groups.pipeline
+            self.reduction = find_reduction(found.params, found.names, shards, pipeline)
             self.found = self._whole = found
-            if self.reduction is not None and self._groups[1] is not None:
+            if self.reduction is not None and self.groups.pipeline is not None:
                 self._whole = self._laid_end_to_end(found, self.reduction)
         return self._whole
 
@@ -107,10 +120,10 @@ class Peers:
         To be called before anyone asks whether there are gradients at all: a rank without any must
         not leave the others waiting.
         """
-        if self._record_group is None or self._reaches(self._record_group):
+        if self.groups.record is None or self._reaches(self.groups.record):
             return None
         device = found.params[0].device if found.params else torch.device("cpu")
-        return reduce_record(loss, extra, tag(), group=self._record_group, device=device)
+        return reduce_record(loss, extra, tag(), group=self.groups.record, device=device)
 
     def add_up(
         self,
@@ -147,4 +160,4 @@ class Peers:
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups and parameters belong to the run, not to a copy or a file."""
-        return {**dict.fromkeys(self.__dict__), "_groups": (None, None)}
+        return {**dict.fromkeys(self.__dict__), "groups": RankGroups()}

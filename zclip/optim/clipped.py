@@ -1,7 +1,9 @@
 """The drop-in wrapper: any torch optimizer, its gradients clipped before every step."""
 
+import functools
+import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,18 +11,29 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from zclip.clippers import CLIPPERS, Clipper, ClipResult
-from zclip.layout import FLAGS, HAS_INF, HAS_NAN
+from zclip.layout import BLOCKED, FLAGS, HAS_INF, HAS_NAN
 from zclip.mailbox import Mailbox
 from zclip.momentum import FirstMomentum
 from zclip.optim.fused import CLIP_KEY, FusedOptimizer
 from zclip.optimizer_proxy import OptimizerProxy
 from zclip.unscaling import adopt_unscaling, asking_scaler
+from zclip.verdict_ring import VerdictRing, is_capturing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 APPLY = ("inplace", "grad_scale")
 _FUSED = (Adam, SGD, Adagrad)  # AdamW is an Adam
+
+
+@functools.cache
+def _asks_a_scaler(step: Callable[..., Any]) -> bool:
+    """Whether a step wants the GradScaler itself, and so never reads ``found_inf``.
+
+    GradScaler has two contracts for optimizers that set ``_step_supports_amp_scaling``: those of
+    torch read attributes that it sets, those of apex and TransformerEngine take it as an argument.
+    """
+    return "grad_scaler" in inspect.signature(step).parameters
 
 
 class ClippedOptimizer(OptimizerProxy):
@@ -44,6 +57,11 @@ class ClippedOptimizer(OptimizerProxy):
             Those of parameters that join later may be among them; others are then called by their
             place. They are not written into the groups, or torch would refuse a group without.
         lag: how many steps late :meth:`metrics` is.
+        capturable: have :meth:`step` be captured in a CUDA graph and replayed. Verdicts are then
+            kept in a ring on the device, and :meth:`metrics` is late by one call of it. Take a few
+            steps before the capture, as torch asks for anyway, and give the inner optimizer
+            ``capturable=True``. ``lr_scale``, and a learning rate that is no tensor, are those of
+            the capture in every replay.
         process_group: this and the next two: see :meth:`zclip.Clipper.distribute`. Not needed for
             DDP, FSDP2 and whatever else makes DTensors.
         pipeline_group: ranks with the other stages of a pipeline.
@@ -55,6 +73,7 @@ class ClippedOptimizer(OptimizerProxy):
         lr_scale: multiplies the learning rate of every group during the step and is not seen
             outside of it, so that no scheduler undoes it; not part of ``state_dict``.
         mailbox: carries the verdicts to the host.
+        steps: how many steps were clipped; set back by those who take steps back.
 
     Raises:
         ValueError: "grad_scale" with an optimizer that is not fused, or a clipper that has more
@@ -70,6 +89,7 @@ class ClippedOptimizer(OptimizerProxy):
         apply: str = "inplace",
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         lag: int = 1,
+        capturable: bool = False,
         process_group: "ProcessGroup | None" = None,
         pipeline_group: "ProcessGroup | None" = None,
         record_group: "ProcessGroup | None" = None,
@@ -89,15 +109,18 @@ class ClippedOptimizer(OptimizerProxy):
         self.clipper = clipper
         self.skip_nonfinite = skip_nonfinite
         self.apply = apply
-        self.mailbox = Mailbox(lag)
-        self._steps = 0
+        self.capturable = capturable
+        self.mailbox: Mailbox | VerdictRing = Mailbox(lag)
+        if capturable:
+            self.mailbox = VerdictRing(self._device())
+        self.steps = 0
         self._warned = False
         self._momentum = FirstMomentum()
         self._named: list[tuple[str, Tensor]] = []
         self._check_apply()
         if named_parameters is not None:
             self._check_names(named_parameters := list(named_parameters))
-            self._learn_names(named_parameters)
+            self.learn_names(named_parameters)
         if (process_group, pipeline_group, record_group) != (None, None, None):
             clipper.distribute(process_group, pipeline_group, record_group)
         clipper.bind(self.param_groups)
@@ -109,9 +132,12 @@ class ClippedOptimizer(OptimizerProxy):
         if isinstance(inner, FusedOptimizer):
             return True
         # Copying and pickling lose the attribute, although the step still reads found_inf.
-        able = getattr(inner, "_step_supports_amp_scaling", False) or isinstance(inner, _FUSED)
-        default = not isinstance(inner, _FUSED)
-        return able and all(group.get("fused", default) for group in inner.param_groups)
+        if isinstance(inner, _FUSED):
+            return all(group.get("fused", False) for group in inner.param_groups)
+        supports = getattr(inner, "_step_supports_amp_scaling", False)
+        if not supports or _asks_a_scaler(type(inner).step):
+            return False
+        return all(group.get("fused", True) for group in inner.param_groups)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -140,8 +166,9 @@ class ClippedOptimizer(OptimizerProxy):
         Returns:
             What the closure returned, else None.
         """
-        if closure is not None and self._needs_closure():
-            with self._scaled_lr():
+        self._check_capture()
+        if closure is not None and self.needs_closure:
+            with self.scaled_lr():
                 return self.inner.step(lambda: self._clip_after(closure))
         returned = None
         if closure is not None:
@@ -150,16 +177,79 @@ class ClippedOptimizer(OptimizerProxy):
             loss = returned if isinstance(returned, Tensor) else loss
         # Put here by GradScaler, which takes them away again after the step.
         grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
-        result = self._clip(loss, grad_scale, extra)
+        result = self._clip_and_post(loss, grad_scale, extra)
         if result is None:
             self.inner.step()  # no gradients: what the optimizer makes of that is its own affair
             return returned
-        refused = self._refused(result, found_inf)
-        if not self.guards_on_device:
-            self._waiting_step(refused)
-        elif not self._must_wait() or not bool(refused):
-            self._guarded_step(result, refused, grad_scale)
+        self.step_if_allowed(result, grad_scale, found_inf)
         return returned
+
+    @torch.no_grad()
+    def clip(
+        self,
+        loss: Tensor | None = None,
+        extra: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+    ) -> ClipResult | None:
+        """Do the first half of :meth:`step`: measure and clip, and neither step nor post.
+
+        Args:
+            loss: as for :meth:`step`.
+            extra: as for :meth:`step`.
+            grad_scale: 0-dim; the gradients are so many times too large.
+
+        Returns:
+            What to give to :meth:`step_if_allowed`; None if no parameter has a gradient.
+        """
+        result = self.measure(self.param_groups, loss, grad_scale, extra)
+        self.steps += 1
+        return result
+
+    @torch.no_grad()
+    def step_if_allowed(
+        self,
+        result: ClipResult,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Do the second half of :meth:`step`: step, unless the result says to skip it.
+
+        Between the two, ``result.verdict[BLOCKED]`` may be set to 1 by others who have something
+        against the step. It is read on the device.
+
+        Args:
+            result: what :meth:`clip` returned.
+            grad_scale: what that was given.
+            found_inf: 0-dim; skip the step if it is not 0.
+        """
+        skipped = self.skips(result.verdict)
+        if found_inf is not None:
+            seen = (found_inf.to(skipped.device, non_blocking=True) > 0).float()
+            skipped = torch.maximum(skipped, seen)
+        if not self.guards_on_device:
+            self._waiting_step(skipped)
+        elif not self._must_wait() or not bool(skipped):
+            self._guarded_step(result, skipped, grad_scale)
+
+    def skips(self, verdict: Tensor) -> Tensor:
+        """Return 1 if a step with this verdict is skipped, else 0: 0-dim, on its device.
+
+        Exactly 0 or 1: the fused kernels take any other number for a yes and a no.
+        """
+        skipped = verdict[BLOCKED]
+        if self._heeds_flags():
+            flags = verdict[FLAGS].int() & (HAS_NAN | HAS_INF)
+            skipped = torch.maximum(skipped, (flags > 0).to(skipped))
+        return skipped
+
+    def was_skipped(self, row: Sequence[float]) -> bool:
+        """Answer as :meth:`skips` does, from a verdict on the host, as :class:`Mailbox` has it."""
+        is_bad = bool(int(row[FLAGS]) & (HAS_NAN | HAS_INF))
+        return row[BLOCKED] > 0 or (self._heeds_flags() and is_bad)
+
+    def _heeds_flags(self) -> bool:
+        """Whether NaN or Inf skips the step although the clipper would let it pass."""
+        return self.skip_nonfinite and self.clipper.on_nonfinite != "skip"
 
     def metrics(self) -> dict[str, float]:
         """Return norms, z-score, threshold and counts as floats, a step late; see ``lag``."""
@@ -170,22 +260,22 @@ class ClippedOptimizer(OptimizerProxy):
         """What the clipper found in the last step."""
         return self.clipper.result
 
-    def _clip(
+    def _clip_and_post(
         self, loss: Tensor | None, grad_scale: Tensor | None, extra: Tensor | None = None
     ) -> ClipResult | None:
-        result = self._measure(self.param_groups, loss, grad_scale, extra)
+        step, result = self.steps, self.clip(loss, extra, grad_scale)
         if result is not None:
-            self.mailbox.post(self._steps, result.verdict)
-        self._steps += 1
+            self.mailbox.post(step, result.verdict)
         return result
 
-    def _measure(
+    def measure(
         self,
         groups: list[dict[str, Any]],
         loss: Tensor | None,
         grad_scale: Tensor | None,
         extra: Tensor | None,
     ) -> ClipResult | None:
+        """Clip these groups, or with ``apply="grad_scale"`` only decide; count nothing."""
         if self.apply == "inplace":
             self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
         else:
@@ -196,19 +286,8 @@ class ClippedOptimizer(OptimizerProxy):
         """Serve an optimizer that calls the closure itself; a refused gradient is zero to it."""
         with torch.enable_grad():
             returned = closure()
-        self._clip(returned if isinstance(returned, Tensor) else None, None)
+        self._clip_and_post(returned if isinstance(returned, Tensor) else None, None)
         return returned
-
-    def _refused(self, result: ClipResult, found_inf: Tensor | None) -> Tensor:
-        """Return exactly 0 or 1: the fused kernels take any other number for a yes and a no."""
-        refused = result.blocked
-        if self.skip_nonfinite and self.clipper.on_nonfinite != "skip":
-            flags = result.verdict[FLAGS].int()
-            refused = torch.maximum(refused, ((flags & (HAS_NAN | HAS_INF)) > 0).float())
-        if found_inf is not None:
-            seen = (found_inf.to(refused.device, non_blocking=True) > 0).float()
-            refused = torch.maximum(refused, seen)
-        return refused
 
     def _must_wait(self) -> bool:
         if isinstance(self.inner, FusedOptimizer):
@@ -225,7 +304,7 @@ class ClippedOptimizer(OptimizerProxy):
                 divisor = divisor * grad_scale.to(divisor.device, non_blocking=True)
             inner.grad_scale = divisor.float()
         try:
-            with self._scaled_lr():
+            with self.scaled_lr():
                 inner.step()
         finally:
             for name in ("found_inf", "grad_scale"):
@@ -236,23 +315,60 @@ class ClippedOptimizer(OptimizerProxy):
         if not self._warned:
             self._warned = True
             name = type(self.inner).__name__
-            cure = (
-                "build it with fused=True"
-                if isinstance(self.inner, _FUSED)
-                else f"{name} has no fused form; Adam, AdamW, SGD and Adagrad have"
-            )
+            cure = f"{name} has no fused form; Adam, AdamW, SGD and Adagrad have"
+            if isinstance(self.inner, _FUSED):
+                cure = "build it with fused=True"
+            elif _asks_a_scaler(type(self.inner).step):
+                cure = f"{name} takes the verdict from a GradScaler only; torch's fused ones do not"
             warnings.warn(
                 f"{name} is not fused, so that the host must read the verdict before every step, "
                 f"which on an accelerator means to wait for it. To avoid it: {cure}.",
                 stacklevel=5,
             )
         if not bool(refused):
-            with self._scaled_lr():
+            with self.scaled_lr():
                 self.inner.step()
 
-    def _learn_names(self, named: list[tuple[str, Tensor]]) -> None:
-        self._named = named
-        self.clipper._cache.give_names(named)
+    @property
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The names of parameters that were given."""
+        return self._named
+
+    def learn_names(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Learn what parameters are called, for norms, states and errors."""
+        self._named = list(named_parameters)
+        self.clipper.learn_names(self._named)
+
+    def forget_momentum(self) -> None:
+        """Look again for state that has to exist before a step: state was changed from outside."""
+        self._momentum.forget()
+
+    def _device(self) -> torch.device:
+        params = (p for group in self.param_groups for p in group["params"])
+        return next((p.device for p in params), torch.device("cpu"))
+
+    def _check_capture(self) -> None:
+        """Raise if the step is being captured in a graph and could not be replayed."""
+        if self._device().type != "cuda" or not is_capturing():
+            return
+        if not self.capturable:
+            raise RuntimeError(
+                "this step is being captured in a CUDA graph; expected "
+                "ClippedOptimizer(..., capturable=True), got capturable=False, whose verdicts are "
+                "mailed by the host, which no replay does"
+            )
+        if not self.guards_on_device:
+            raise RuntimeError(
+                f"this step is being captured in a CUDA graph; expected an optimizer that reads "
+                f"found_inf on the device, got {type(self.inner).__name__}, for which the host has "
+                "to read the verdict; build it with fused=True"
+            )
+        if self.steps == 0:
+            raise RuntimeError(
+                "the first step is being captured in a CUDA graph; expected at least one step "
+                "before the capture, because state that a captured step creates is created anew "
+                "by every replay; warm up as torch.cuda.graph says"
+            )
 
     def _check_apply(self) -> None:
         if self.apply not in APPLY:
@@ -312,10 +428,11 @@ class ClippedOptimizer(OptimizerProxy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the hooks, as torch does, and names of parameters that are not in here."""
-        kept = ("inner", "clipper", "skip_nonfinite", "apply", "lr_scale", "mailbox", "_steps")
+        kept = ("inner", "clipper", "skip_nonfinite", "apply", "lr_scale", "mailbox", "steps")
         own = {id(p) for group in self.param_groups for p in group["params"]}
         return {
             **{name: self.__dict__[name] for name in kept},
+            "capturable": self.capturable,
             "_warned": self._warned,
             "_momentum": FirstMomentum(),
             "_named": [(name, param) for name, param in self._named if id(param) in own],
@@ -324,7 +441,7 @@ class ClippedOptimizer(OptimizerProxy):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Tell the copied clipper, which holds no parameters, the names of the copied ones."""
         super().__setstate__(state)
-        self._learn_names(self._named)
+        self.learn_names(self._named)
 
 
 def wrap(
@@ -342,7 +459,7 @@ def wrap(
         >>> optimizer = zclip.wrap(torch.optim.AdamW(model.parameters(), fused=True), "zclip")
     """
     groups = ("process_group", "pipeline_group", "record_group")
-    own = ("skip_nonfinite", "apply", "named_parameters", "lag", *groups)
+    own = ("skip_nonfinite", "apply", "named_parameters", "lag", "capturable", *groups)
     of_wrapper = {name: settings.pop(name) for name in own if name in settings}
     if isinstance(clipper, str):
         if clipper not in CLIPPERS:

@@ -46,7 +46,7 @@ class HealedSteps:
         self._buffers = healer.parts.guarded.buffers
         self._sum: Tensor | None = None  # of the losses of batches that were only accumulated
         self._num_summed = 0
-        self._clips_before = self._watched._steps
+        self._clips_before = self._watched.steps
 
     @property
     def _watched(self) -> Any:
@@ -54,7 +54,7 @@ class HealedSteps:
 
     def is_before_step(self) -> bool:
         """Return whether the optimizer has yet to take the step under way."""
-        return bool(self._watched._steps == self._clips_before)
+        return bool(self._watched.steps == self._clips_before)
 
     def add_loss(self, loss: Tensor | None) -> None:
         """Hear the loss of a batch that was accumulated; Lightning has divided it already."""
@@ -74,7 +74,7 @@ class HealedSteps:
             kwargs: for optimizers with arguments of their own; not passed on.
         """
         self.has_stepped = True
-        self._clips_before = self._watched._steps
+        self._clips_before = self._watched.steps
         is_done, loss = self._backward(closure)
         if not is_done:
             return None

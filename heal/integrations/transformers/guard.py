@@ -131,11 +131,11 @@ class ScaledStep:
 
     def step(self, optimizer: WatchedOptimizer, result: ClipResult) -> None:
         """Step unless refused or overflowed, and update the scale."""
-        refused = optimizer._refused(result, None)
+        refused = optimizer.skips(result.verdict)
         state = self._scaler._per_optimizer_states[id(optimizer.inner)]
         for found in state["found_inf_per_device"].values():
             found.clamp_(min=refused.to(found, non_blocking=True))
-        with optimizer._scaled_lr():
+        with optimizer.scaled_lr():
             self._own_step()
 
 
