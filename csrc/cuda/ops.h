@@ -36,4 +36,13 @@ Clipped agc_(std::vector<Tensor> grads, std::vector<Tensor> params, Tensor state
 void watch_loss_(Tensor state, Tensor loss, Tensor verdict, double factor, int64_t rising_steps,
                  double decay, int64_t warmup_steps);
 
+// Rows of telemetry, and summary.
+using Updated = std::tuple<Tensor, Tensor>;
+Updated optim_update_(std::vector<Tensor> params, std::vector<Tensor> grads,
+                      std::vector<Tensor> firsts, std::vector<Tensor> seconds,
+                      std::vector<Tensor> maxima, std::vector<Tensor> steps, Tensor ledger,
+                      Tensor coefs, Tensor blocked, Tensor grad_scale, Tensor rates,
+                      int64_t algorithm, std::vector<int64_t> sizes, std::vector<double> settings,
+                      int64_t seed, bool telemetry);
+
 }  // namespace zclip::cuda
