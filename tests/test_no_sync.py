@@ -244,7 +244,7 @@ def test_an_update_as_the_reference_computes_it(algorithm):
         blocked = torch.empty((), device="cuda")
         rates = torch.empty(0, dtype=torch.float64, device="cuda")
         settings = [0.1, 0.9, 0.9, 1e-8, 0.1, float(layout.STOCHASTIC)]
-        numbers = (ledger, coefs, blocked, blocked, rates, algorithm, [1], settings, 3, True)
+        numbers = (ledger, coefs, blocked, blocked, rates, algorithm, [1], settings, 3, True, 0)
         rows, summary = reference.optim_update_(*lists, steps, *numbers)
         assert rows.device.type == summary.device.type == "cuda"
 

@@ -89,6 +89,7 @@ class Case:
             self.settings,
             more.get("seed", 0),
             more.get("telemetry", True),
+            more.get("skip_flags", 0),
         )
 
     def written(self):
@@ -183,6 +184,23 @@ def test_a_blocked_step_writes_nothing(backend, algorithm, flags):
     assert float(summary[TAKEN]) == 0.0
     assert float(summary[HEALTH_FLAGS]) == 0.0
     assert not rows.any()
+
+
+@pytest.mark.parametrize(
+    ("blocked", "flags", "skip_flags", "taken"),
+    [
+        (0, 0, layout.HAS_NAN, 1.0),
+        (1, 0, 0, 0.0),
+        (0, layout.HAS_NAN | layout.CLIPPED, layout.HAS_NAN | layout.HAS_INF, 0.0),
+        (0, layout.CLIPPED, layout.HAS_NAN | layout.HAS_INF, 1.0),
+        (0, layout.HAS_NAN, 0, 1.0),
+    ],
+)
+def test_a_verdict_may_block_by_its_flags(backend, blocked, flags, skip_flags, taken):
+    verdict = torch.zeros(layout.NUM_VERDICT)
+    verdict[layout.BLOCKED], verdict[layout.FLAGS] = blocked, flags
+    _, summary = Case(ADAM, DECOUPLED).run(backend, blocked=verdict, skip_flags=skip_flags)
+    assert float(summary[TAKEN]) == taken
 
 
 def test_gradients_are_only_read(backend):

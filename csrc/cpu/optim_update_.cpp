@@ -27,6 +27,18 @@ double number_or(double otherwise, const Tensor& tensor, const char* name) {
              : static_cast<double>(*static_cast<const float*>(tensor.const_data_ptr()));
 }
 
+bool is_blocked(const Tensor& blocked, int64_t skip_flags) {
+  if (blocked.numel() <= 1) return number_or(0.0, blocked, "blocked") != 0.0;
+  STD_TORCH_CHECK(blocked.is_cpu() && blocked.scalar_type() == ScalarType::Float &&
+                      blocked.is_contiguous() && blocked.numel() == kNumVerdict,
+                  "zclip::optim_update_: blocked must be one number, a contiguous float32 verdict "
+                  "of ",
+                  int{kNumVerdict}, " elements on the CPU, or empty, got ", blocked.numel(),
+                  " elements");
+  const auto* verdict = static_cast<const float*>(blocked.const_data_ptr());
+  return verdict[kBlocked] != 0.0f || (static_cast<int64_t>(verdict[kFlags]) & skip_flags) != 0;
+}
+
 const double* doubles_or_null(const Tensor& tensor, int64_t count, const char* name) {
   if (tensor.numel() == 0) return nullptr;
   STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == ScalarType::Double &&
@@ -49,7 +61,7 @@ Updated optim_update_(std::vector<Tensor> params, std::vector<Tensor> grads,
                       std::vector<Tensor> maxima, std::vector<Tensor> steps, Tensor ledger,
                       Tensor coefs, Tensor blocked, Tensor grad_scale, Tensor rates,
                       int64_t algorithm, std::vector<int64_t> sizes, std::vector<double> settings,
-                      int64_t seed, bool telemetry) {
+                      int64_t seed, bool telemetry, int64_t skip_flags) {
   const char* op = "optim_update_";
   UpdatePlan plan(static_cast<Algorithm>(algorithm), std::move(params),
                   {std::move(firsts), std::move(seconds), std::move(maxima), std::move(steps)},
@@ -66,7 +78,7 @@ Updated optim_update_(std::vector<Tensor> params, std::vector<Tensor> grads,
   Tensor summary = torch::stable::new_empty(ledger, {kNumSummary}, ScalarType::Float);
   auto* rows = static_cast<double*>(found.mutable_data_ptr());
   auto* columns = static_cast<float*>(summary.mutable_data_ptr());
-  if (number_or(0.0, blocked, "blocked") != 0.0) {
+  if (is_blocked(blocked, skip_flags)) {
     report_skipped(telemetry ? plan.count() : 0, rows, columns);
   } else {
     plan.update(gradients, numbers, rows, columns);

@@ -55,7 +55,8 @@ struct UpdateArguments {
   int64_t total;  // tensors of all launches
   int64_t* ledger;
   const double* coefs;
-  const float* blocked;
+  const float* blocked;  // one number, or a verdict if skip_flags is not 0
+  int skip_flags;
   DeviceNumber grad_scale;
   const double* rates;
   uint64_t seed;
@@ -412,6 +413,12 @@ __device__ __forceinline__ void write_summary(const UpdateArguments& call, bool 
   call.summary[kUpdateNorm] = static_cast<float>(sqrt(updates));
 }
 
+__device__ __forceinline__ bool is_blocked(const UpdateArguments& call) {
+  if (call.blocked == nullptr) return false;
+  if (call.blocked[kBlocked] != 0.0f) return true;
+  return call.skip_flags != 0 && (static_cast<int>(call.blocked[kFlags]) & call.skip_flags) != 0;
+}
+
 // grid: any number of blocks; each takes every gridDim.x-th chunk. Thread 0 writes slots[chunk] for
 // each chunk of its block. The last block writes rows, ledger and steps; that of the last table
 // writes the summary. No result depends on the number of blocks or on their order. A blocked step
@@ -420,7 +427,7 @@ template <typename Table>
 __global__ void __launch_bounds__(kThreads)
     optim_update_partials(const Table __grid_constant__ table, UpdateSums* slots,
                           const Ticket ticket, const UpdateArguments __grid_constant__ call) {
-  if (call.blocked != nullptr && *call.blocked != 0.0f) {
+  if (is_blocked(call)) {
     if (blockIdx.x != 0) return;
     const int rows = call.telemetry ? table.count : 0;
     for (int t = threadIdx.x; t < rows; t += kThreads) {

@@ -32,7 +32,8 @@ struct UpdateCall {
   int64_t num_groups;
   int64_t* ledger;
   const double* coefs;
-  const float* blocked;
+  const float* blocked;  // one number, or a verdict if skip_flags is not 0
+  int skip_flags;
   DeviceNumber grad_scale;
   const double* rates;
   uint64_t seed;

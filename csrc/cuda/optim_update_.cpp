@@ -60,7 +60,7 @@ Updated optim_update_(std::vector<Tensor> params, std::vector<Tensor> grads,
                       std::vector<Tensor> maxima, std::vector<Tensor> steps, Tensor ledger,
                       Tensor coefs, Tensor blocked, Tensor grad_scale, Tensor rates,
                       int64_t algorithm, std::vector<int64_t> sizes, std::vector<double> settings,
-                      int64_t seed, bool telemetry) {
+                      int64_t seed, bool telemetry, int64_t skip_flags) {
   const Place place(ledger);
   const size_t count = params.size();
   STD_TORCH_CHECK(grads.size() == count, kUpdateOp, "grads has ", grads.size(),
@@ -149,7 +149,9 @@ Updated optim_update_(std::vector<Tensor> params, std::vector<Tensor> grads,
       static_cast<int64_t*>(ledger.mutable_data_ptr()),
       numbers_or_null<double>(coefs, ScalarType::Double, static_cast<int64_t>(count), place,
                               "coefs"),
-      numbers_or_null<float>(blocked, ScalarType::Float, 1, place, "blocked"),
+      numbers_or_null<float>(blocked, ScalarType::Float, blocked.numel() > 1 ? kNumVerdict : 1,
+                             place, "blocked"),
+      blocked.numel() > 1 ? static_cast<int>(skip_flags) : 0,
       scale,
       numbers_or_null<double>(rates, ScalarType::Double, static_cast<int64_t>(sizes.size()), place,
                               "rates"),

@@ -23,9 +23,10 @@ template <typename Table>
 int launch_tables(const UpdateTensor* tensors, int64_t count, const UpdateCall& call,
                   UpdateSums* slots, const Ticket& ticket, Queue queue) {
   Table table;
-  UpdateArguments arguments = {call.algorithm, call.telemetry, false,        count,
-                               call.ledger,    call.coefs,     call.blocked, call.grad_scale,
-                               call.rates,     call.seed,      call.rows,    call.summary};
+  UpdateArguments arguments = {call.algorithm,  call.telemetry, false,        count,
+                               call.ledger,     call.coefs,     call.blocked, call.skip_flags,
+                               call.grad_scale, call.rates,     call.seed,    call.rows,
+                               call.summary};
   int64_t next = 0;
   do {
     table.count = 0;

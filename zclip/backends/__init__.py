@@ -19,6 +19,7 @@ OPS = (
     "clamp_",
     "rule_",
     "clip_by_",
+    "decide_by_",
     "agc_",
     "watch_loss_",
     "optim_update_",

@@ -13,7 +13,6 @@ from zclip.clippers import AGC, CLIPPERS, Clipper, ClipResult
 from zclip.layout import (
     FIRST_BAD_TENSOR,
     FIRST_FOREIGN,
-    FLAGS,
     HAS_INF,
     HAS_NAN,
     HEALTH_FLAGS,
@@ -23,7 +22,7 @@ from zclip.layout import (
     UPDATE_NORM,
     WEIGHT_NORM,
 )
-from zclip.ops import by_device
+from zclip.ops import by_device, serve
 from zclip.optim.plan import Plan
 from zclip.optim.result import StepResult
 from zclip.optim.watched_state import WatchedState
@@ -257,8 +256,24 @@ class FusedOptimizer(Optimizer):
         if isinstance(clipper, AGC):  # a coefficient for every row: it scales the gradients itself
             clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
             return clipper.result, None, None
-        clip = clipper.decide(groups, loss=loss, grad_scale=grad_scale, extra=extra)
+        clip = self._decide_at_once(clipper, loss) if grad_scale is extra is None else None
+        if clip is None:
+            clip = clipper.decide(groups, loss=loss, grad_scale=grad_scale, extra=extra)
         return clip, None if clip is None else clip.coefs[clipper.own_rows], grad_scale
+
+    def _decide_at_once(self, clipper: Clipper, loss: Tensor | None) -> ClipResult | None:
+        """Measure and decide by one operator, one launch on a GPU; None where that takes more."""
+        if len(self._plans or []) != 1:
+            return None
+        plan, grads = self._gradients()
+        call = None if grads is None else clipper.rule_call(self.param_groups, plan.device, loss)
+        if call is None or grads is None:
+            return None
+        served = serve(torch.ops.zclip.decide_by_.default, grads, *call, name=plan.name)
+        clip = ClipResult(*served[0]) if served else None
+        if clip is not None:
+            clipper.accept(clip)
+        return clip
 
     def _numbers(
         self,
@@ -279,15 +294,14 @@ class FusedOptimizer(Optimizer):
         else:
             rows = coefs.unbind()
             own = torch.stack([rows[i] for i in members]).to(device, non_blocking=True)
-        blocked = torch.empty(0, device=device)
-        if clip is not None:
-            blocked = clip.blocked
-            if self.skip_nonfinite:
-                bad = clip.verdict[FLAGS].int() & (HAS_NAN | HAS_INF)
-                blocked = torch.maximum(blocked, (bad > 0).float())
+        blocked = torch.empty(0, device=device) if clip is None else clip.verdict
+        skip_flags = (HAS_NAN | HAS_INF) if self.skip_nonfinite else 0
         if found_inf is not None:
-            seen = (found_inf.to(blocked.device, non_blocking=True) > 0).float().reshape(())
-            blocked = torch.maximum(blocked, seen) if blocked.numel() else seen
+            seen = (found_inf.to(blocked.device, non_blocking=True) > 0).float().reshape(1)
+            if clip is None:
+                blocked = seen
+            else:
+                blocked = torch.cat([torch.maximum(blocked[:1], seen), blocked[1:]])
         scale = nothing
         if grad_scale is not None:
             scale = grad_scale.to(device, wide, non_blocking=True)
@@ -299,7 +313,7 @@ class FusedOptimizer(Optimizer):
             rates = rates * self.lr_scale
         settings = self._settings(read_rates=not rates.numel())
         blocked = blocked.to(device, non_blocking=True)
-        return own, blocked, scale, rates, settings, self.seed
+        return own, blocked, scale, rates, settings, self.seed, skip_flags
 
     def _joined(
         self, found: list[tuple[Plan, list[int], Tensor, Tensor]], clip: ClipResult | None

@@ -72,9 +72,10 @@ class Plan:
         return self._local_parts([self._nothing if value is None else value for value in found])
 
     def _local_parts(self, tensors: list[Tensor]) -> list[Tensor]:
-        return local_parts(tensors, self._name) if self._has_dtensor else tensors
+        return local_parts(tensors, self.name) if self._has_dtensor else tensors
 
-    def _name(self, i: int) -> str:
+    def name(self, i: int) -> str:
+        """Return what an error calls a gradient."""
         return f"the gradient of {self.names[i]}"
 
     @property
@@ -117,13 +118,14 @@ class Plan:
         """Call ``optim_update_``; see there for what ``numbers`` are."""
         op = torch.ops.zclip.optim_update_.default
         lists = (*self._lists, self._steps, self.ledger)
-        coefs, blocked, grad_scale, rates, settings, seed = numbers
+        coefs, blocked, grad_scale, rates, settings, seed, skip_flags = numbers
         tail = (coefs, blocked, grad_scale, rates, self.algorithm, self.sizes, settings, seed)
+        watched = (self.telemetry, skip_flags)
         try:
-            rows, summary = op(self._local, grads, *lists, *tail, self.telemetry)
+            rows, summary = op(self._local, grads, *lists, *tail, *watched)
         except (RuntimeError, TypeError, ValueError):
             grads = self._repaired(grads)
-            rows, summary = op(self._local, grads, *lists, *tail, self.telemetry)
+            rows, summary = op(self._local, grads, *lists, *tail, *watched)
         return rows, summary
 
     def step(self, grads: list[Tensor], *arguments: Any) -> tuple[Tensor, ...] | None:
@@ -151,7 +153,7 @@ class Plan:
         Raises:
             TypeError, ValueError, RuntimeError: that is not what is wrong.
         """
-        check_tensors(grads, self._name)
+        check_tensors(grads, self.name)
         check_writable(self._local, lambda i: self.names[i])
         repaired = self._in_line(grads)
         if all(a is b for a, b in zip(repaired, grads, strict=True)):

@@ -12,7 +12,15 @@ from zclip.reference.global_norm import global_norm_
 from zclip.reference.grad_stats import grad_stats, power_stats, read_probe
 from zclip.reference.optim_update import optim_update_
 from zclip.reference.report import reported_norm
-from zclip.reference.rules import IDS, RULES, Rule, clip_by_, reference_rule_, rule_
+from zclip.reference.rules import (
+    IDS,
+    RULES,
+    Rule,
+    clip_by_,
+    decide_by_,
+    reference_rule_,
+    rule_,
+)
 from zclip.reference.scale import clamp_, scale_, zero_nonfinite_
 from zclip.reference.spike_skip import spike_skip_
 from zclip.reference.watch_loss import watch_loss_
@@ -34,6 +42,7 @@ __all__ = [
     "clamp_",
     "clip_by_",
     "copy_and_hash_",
+    "decide_by_",
     "fingerprint",
     "global_norm_",
     "grad_stats",

@@ -16,9 +16,11 @@ from zclip.layout import (
     BAD_WEIGHT,
     BETA1,
     BETA2,
+    BLOCKED,
     DECOUPLED,
     DROP_NON_FINITE,
     EPS,
+    FLAGS,
     FOREIGN,
     FOREIGN_WRITE,
     IS_KNOWN,
@@ -73,6 +75,7 @@ def optim_update_(
     settings: list[float],
     seed: int,
     telemetry: bool,
+    skip_flags: int,
 ) -> tuple[Tensor, Tensor]:
     """Update every parameter and its state in place, unless ``blocked``; see :mod:`zclip.layout`.
 
@@ -86,7 +89,7 @@ def optim_update_(
         steps: updates taken so far, one number each.
         ledger: int64 [N, 5]; what the last update stored.
         coefs: float64 [N] or empty; as a clip rule returns them.
-        blocked: one number, not 0 if the step must be skipped; or empty.
+        blocked: one number, not 0 if the step must be skipped; or a verdict; or empty.
         grad_scale: one number that the gradients are divided by; or empty.
         rates: float64 [G], learning rates that live on the device; or empty.
         algorithm: ADAM, SGD or LION.
@@ -94,13 +97,18 @@ def optim_update_(
         settings: six numbers for each group.
         seed: of stochastic rounding.
         telemetry: whether to fill rows, and to compare with the ledger.
+        skip_flags: if ``blocked`` is a verdict, any of these flags in it skips the step too.
 
     Returns:
         Rows, float64 [N, 6] (or [0, 6] without telemetry), and summary, float32 [6].
     """
     device = ledger.device
     wide = wide_dtype(device)
-    skipped = blocked.reshape(()) != 0 if blocked.numel() else torch.zeros((), device=device) != 0
+    skipped = torch.zeros((), dtype=torch.bool, device=device)
+    if blocked.numel():
+        skipped = blocked.reshape(-1)[BLOCKED] != 0
+    if blocked.numel() > 1:
+        skipped = skipped | ((blocked[FLAGS].int() & skip_flags) != 0)
     inverse = grad_scale.reshape(()).to(wide).reciprocal() if grad_scale.numel() else None
     rows = []
     i = 0

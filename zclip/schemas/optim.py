@@ -9,11 +9,12 @@ from zclip.schemas.shapes import wide_dtype
 
 # Lists have one entry per parameter or none; an empty tensor stands for what one does not have.
 # So do coefs (all 1), blocked (not blocked), grad_scale (1) and rates (those of the settings).
+# blocked is one number or a whole verdict, whose flags skip the step too if in skip_flags.
 library.define(
     "optim_update_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] firsts, Tensor(c!)[] seconds,"
     " Tensor(d!)[] maxima, Tensor(e!)[] steps, Tensor(f!) ledger, Tensor coefs, Tensor blocked,"
     " Tensor grad_scale, Tensor rates, int algorithm, int[] sizes, float[] settings, int seed,"
-    " bool telemetry) -> (Tensor rows, Tensor summary)"
+    " bool telemetry, int skip_flags) -> (Tensor rows, Tensor summary)"
 )
 # A step on the CPU in one call. The plan holds parameters and state, so that a step hands over no
 # more than the gradients; what it writes is therefore not in the schema, and no graph may hold it.
@@ -49,6 +50,7 @@ def _optim_update_(
     settings: list[float],
     seed: int,
     telemetry: bool,
+    skip_flags: int,
 ) -> tuple[Tensor, Tensor]:
     return empty_updated(ledger, len(params) if telemetry else 0)
 
