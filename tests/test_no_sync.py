@@ -384,3 +384,15 @@ def test_a_forked_child_can_train_beside_the_fake_device():
         [sys.executable, "-c", FORKING], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_fused_step_on_a_device_is_two_operators():
+    """Each of them is one launch; views and empty memory are none."""
+    with fake_cuda() as guard:
+        optimizer = zclip.optim.AdamW(fake_parameters(SHAPES[:3]), clipper="zclip")
+        optimizer.step()
+        guard.ops.clear()
+        optimizer.step()
+        free = ("profiler::", "prim::", "aten::slice", "aten::empty")
+        computing = [op for op in guard.ops if not op.startswith(free)]
+    assert computing == ["zclip::decide_by_", "zclip::optim_update_"]

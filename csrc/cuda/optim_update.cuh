@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "../math/scale.h"
-#include "apply_rule.cuh"
 #include "block_join.cuh"
 #include "launch_grid.cuh"
 #include "optim_update.h"
@@ -74,23 +73,55 @@ struct UpdateSums {
   unsigned long long words[kWords];
 };
 
-// Four elements that are 4 * sizeof aligned, or one.
+// Four elements, which lie at a multiple of their size. Loads and stores of 8 or 16 bytes.
 template <typename number_t>
-struct alignas(sizeof(number_t) * kUpdateWidth) Four {
+struct Four {
   number_t numbers[kUpdateWidth];
 };
+
+template <typename number_t>
+__device__ __forceinline__ Four<number_t> load_four(const number_t* from) {
+  Four<number_t> four;
+  if constexpr (sizeof(four) == sizeof(uint2)) {
+    const uint2 bits = *reinterpret_cast<const uint2*>(from);
+    memcpy(&four, &bits, sizeof bits);
+  } else {
+#pragma unroll
+    for (size_t v = 0; v < sizeof(four) / sizeof(uint4); ++v) {
+      const uint4 bits = reinterpret_cast<const uint4*>(from)[v];
+      memcpy(reinterpret_cast<char*>(&four) + v * sizeof bits, &bits, sizeof bits);
+    }
+  }
+  return four;
+}
+
+template <typename number_t>
+__device__ __forceinline__ void store_four(number_t* to, const Four<number_t>& four) {
+  if constexpr (sizeof(four) == sizeof(uint2)) {
+    uint2 bits;
+    memcpy(&bits, &four, sizeof bits);
+    *reinterpret_cast<uint2*>(to) = bits;
+  } else {
+#pragma unroll
+    for (size_t v = 0; v < sizeof(four) / sizeof(uint4); ++v) {
+      uint4 bits;
+      memcpy(&bits, reinterpret_cast<const char*>(&four) + v * sizeof bits, sizeof bits);
+      reinterpret_cast<uint4*>(to)[v] = bits;
+    }
+  }
+}
 
 template <int kCount, typename number_t, typename value_t>
 __device__ __forceinline__ void load_wide(const char* data, int64_t i,
                                           value_t (&to)[kUpdateWidth]) {
-  if (kCount == 1) {
-    to[0] = static_cast<value_t>(widen(reinterpret_cast<const number_t*>(data)[i]));
-    return;
-  }
-  const Four<number_t> four =
-      *reinterpret_cast<const Four<number_t>*>(reinterpret_cast<const number_t*>(data) + i);
+  const auto* from = reinterpret_cast<const number_t*>(data) + i;
+  if constexpr (kCount == 1) {
+    to[0] = static_cast<value_t>(widen(*from));
+  } else {
+    const Four<number_t> four = load_four(from);
 #pragma unroll
-  for (int k = 0; k < kUpdateWidth; ++k) to[k] = static_cast<value_t>(widen(four.numbers[k]));
+    for (int k = 0; k < kUpdateWidth; ++k) to[k] = static_cast<value_t>(widen(four.numbers[k]));
+  }
 }
 
 template <int kCount, typename value_t>
@@ -111,10 +142,10 @@ __device__ __forceinline__ void load_any(Format format, const char* data, int64_
 template <int kCount, typename number_t>
 __device__ __forceinline__ void store_all(char* data, int64_t i, const Four<number_t>& four) {
   auto* to = reinterpret_cast<number_t*>(data) + i;
-  if (kCount == 1) {
+  if constexpr (kCount == 1) {
     *to = four.numbers[0];
   } else {
-    *reinterpret_cast<Four<number_t>*>(to) = four;
+    store_four(to, four);
   }
 }
 
@@ -251,6 +282,21 @@ __device__ __forceinline__ bool is_four_aligned(const void* address, int64_t siz
   return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(kUpdateWidth * size) == 0;
 }
 
+// The number that gradients are divided by.
+__device__ __forceinline__ double scale_of(const DeviceNumber& number) {
+  if (number.address == nullptr) return 1.0;
+  switch (number.format) {
+    case Format::kFloat32:
+      return *static_cast<const float*>(number.address);
+    case Format::kBfloat16:
+      return widen(*static_cast<const Bfloat16*>(number.address));
+    case Format::kFloat16:
+      return widen(*static_cast<const Float16*>(number.address));
+    default:
+      return *static_cast<const double*>(number.address);
+  }
+}
+
 // How many updates a tensor has had. Read before the last block counts this one.
 __device__ __forceinline__ double updates_of(const UpdateEntry& entry, const int64_t* ledger) {
   if (entry.step == nullptr) {
@@ -267,7 +313,7 @@ __device__ __forceinline__ void prepare(const Table& table, const UpdateEntry& e
   const double updates = updates_of(entry, call.ledger);
   const double lr = call.rates == nullptr ? settings[kLr] : call.rates[table.groups[entry.group]];
   const double coef = call.coefs == nullptr ? kKeep : call.coefs[entry.row];
-  const double scale = call.grad_scale.address == nullptr ? 1.0 : read_number(call.grad_scale);
+  const double scale = scale_of(call.grad_scale);
   work->scalars = scalars_of<value_t>(call.algorithm, settings, lr, updates);
   work->flags = static_cast<int>(settings[kOptimFlags]);
   work->coef = ((work->flags & kMaximize) ? -coef : coef) / scale;
