@@ -101,25 +101,6 @@ UpdateSlot update_on(const ChunkUpdate& chunk, const UpdateScalars<value_t>& sca
   return telemetry ? update_portable<true>(chunk, scalars) : update_portable<false>(chunk, scalars);
 }
 
-// As for_each_chunk, each thread from its last chunk to its first: the gradients that the first
-// pass read last are still in the cache.
-template <typename Fn>
-void for_each_chunk_backwards(const TensorList& list, Fn&& fn) {
-  const std::vector<int64_t>& work_before = list.work_before();
-  torch::stable::parallel_for(
-      0, work_before.back(), kWorkPerThread, [&](int64_t begin, int64_t end) {
-        const FloatMode mode;
-        const auto place = [&](int64_t work) {
-          return std::lower_bound(work_before.begin(), work_before.end(), work) -
-                 work_before.begin();
-        };
-        const auto first = place(begin);
-        for (auto c = std::min<int64_t>(place(end), work_before.size() - 1); c-- > first;) {
-          fn(c, list.chunks()[c]);
-        }
-      });
-}
-
 }  // namespace
 
 UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimState state,
@@ -269,7 +250,7 @@ void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, dou
     rows = rows_of(numbers);
   }
   std::vector<UpdateSlot> slots(list_.chunks().size());
-  for_each_chunk_backwards(list_, [&](int64_t c, const Chunk& chunk) {
+  for_each_chunk(list_, [&](int64_t c, const Chunk& chunk) {
     const auto t = static_cast<size_t>(chunk.tensor);
     const Span &param = list_.spans()[t], &grad = grads.spans()[t];
     if (grad.numel == 0) return;
