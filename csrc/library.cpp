@@ -34,6 +34,10 @@ STABLE_TORCH_LIBRARY_IMPL(zclip, CPU, m) {
   m.impl("clip_by_", TORCH_BOX(&zclip::cpu::clip_by_));
   m.impl("agc_", TORCH_BOX(&zclip::cpu::agc_));
   m.impl("watch_loss_", TORCH_BOX(&zclip::cpu::watch_loss_));
+  m.impl("decide_by_", TORCH_BOX(&zclip::cpu::decide_by_));
+  m.impl("optim_update_", TORCH_BOX(&zclip::cpu::optim_update_));
+  m.impl("make_plan", TORCH_BOX(&zclip::cpu::make_plan));
+  m.impl("fused_step_", TORCH_BOX(&zclip::cpu::fused_step_));
   m.impl("fingerprint", TORCH_BOX(&zclip::cpu::fingerprint));
   m.impl("copy_and_hash_", TORCH_BOX(&zclip::cpu::copy_and_hash_));
   m.impl("read_probe", TORCH_BOX(&zclip::cpu::read_probe));
@@ -45,4 +49,5 @@ STABLE_TORCH_LIBRARY_IMPL(zclip, CUDA, m) { zclip::cuda::register_ops(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(zclip, CompositeExplicitAutograd, m) {
   m.impl("native_features", TORCH_BOX(&native_features));
+  m.impl("drop_plan", TORCH_BOX(&zclip::cpu::drop_plan));
 }

@@ -23,9 +23,34 @@ def arguments():
         "clamp_": (grads, 0.1),
         "agc_": (grads, make_grads([(3, 4), (70,), (0,)], seed=1), state, 0.01, 1e-3, 0),
         "watch_loss_": (fresh(8), torch.tensor(2.0), torch.zeros(14), 3.0, 5, 0.99, 10),
+        "optim_update_": update_arguments(grads),
+        "decide_by_": (grads, fresh(3), 0, [1.0, layout.SKIP]),
         "copy_and_hash_": (fresh_like(grads), grads),
         "fingerprint": ([*grads, torch.arange(3), torch.ones(2, dtype=torch.bool)],),
     }
+
+
+def update_arguments(grads):
+    """Of a step of AdamW."""
+    params, ledger = make_grads([(3, 4), (70,), (0,)], seed=2), torch.zeros(3, 5, dtype=torch.int64)
+    moments = fresh_like(grads), [torch.ones_like(g) for g in grads], []
+    steps = [torch.zeros(()) for _ in grads]
+    numbers = (fresh(3) + 0.5, torch.zeros(()), torch.ones(()), fresh(0))
+    settings = [1e-3, 0.9, 0.99, 1e-8, 0.1, 2.0]
+    return (
+        params,
+        grads,
+        *moments,
+        steps,
+        ledger,
+        *numbers,
+        layout.ADAM,
+        [3],
+        settings,
+        0,
+        True,
+        0,
+    )
 
 
 def fresh_like(tensors):

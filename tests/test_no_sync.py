@@ -17,7 +17,7 @@ import zclip
 from tests.fake_cuda import WAITS, fake_cuda, fake_parameters
 from tests.own_rules import twice_the_average
 from tests.rule_runs import clipper_of
-from zclip import mailbox, reference
+from zclip import layout, mailbox, reference
 
 ROOT = Path(__file__).parent.parent
 SHAPES = [(4, 3), (7,), (), (0,)]
@@ -205,6 +205,50 @@ LEAKS = {
 }
 
 
+FUSED = {
+    "AdamW": lambda groups, **more: zclip.optim.AdamW(groups, amsgrad=True, **more),
+    "SGD": lambda groups, **more: zclip.optim.SGD(groups, momentum=0.9, dampening=0.1, **more),
+    "Lion": lambda groups, **more: zclip.optim.Lion(groups, stochastic_rounding=True, **more),
+}
+
+
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("clipper", [None, "zclip", "adagc", "agc"])
+def test_a_fused_step(make, clipper):
+    with fake_cuda():
+        optimizer = make(fake_parameters(SHAPES), clipper=clipper)
+        for _ in range(2):
+            optimizer.grad_scale = torch.empty((), device="cuda")
+            optimizer.found_inf = torch.empty((), device="cuda")
+            optimizer.step()
+        assert optimizer.result.rows.device.type == "cuda"
+        assert optimizer.result.weight_norm.device.type == "cuda"
+
+
+def test_a_fused_step_whose_rate_is_on_the_device():
+    with fake_cuda():
+        params = fake_parameters(SHAPES)
+        optimizer = zclip.optim.AdamW(params, lr=1e-3, capturable=True)
+        optimizer.param_groups[0]["lr"] = torch.empty((), device="cuda")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("algorithm", [layout.ADAM, layout.SGD, layout.LION])
+def test_an_update_as_the_reference_computes_it(algorithm):
+    with fake_cuda():
+        one = [torch.empty(5, device="cuda") for _ in range(5)]
+        lists = [[tensor] for tensor in one]
+        steps = [torch.empty((), device="cuda")]
+        ledger = torch.empty(1, layout.NUM_LEDGER, dtype=torch.int64, device="cuda")
+        coefs = torch.empty(1, dtype=torch.float64, device="cuda")
+        blocked = torch.empty((), device="cuda")
+        rates = torch.empty(0, dtype=torch.float64, device="cuda")
+        settings = [0.1, 0.9, 0.9, 1e-8, 0.1, float(layout.STOCHASTIC)]
+        numbers = (ledger, coefs, blocked, blocked, rates, algorithm, [1], settings, 3, True, 0)
+        rows, summary = reference.optim_update_(*lists, steps, *numbers)
+        assert rows.device.type == summary.device.type == "cuda"
+
+
 @pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS)
 def test_the_guard_notices_a_leak(leak):
     with fake_cuda(), pytest.raises(WAITS):
@@ -230,7 +274,13 @@ MAY_WAIT = {
     "zclip/functional.py": {"_raise_if_nonfinite"},
     "zclip/mailbox.py": {"poll"},
     "zclip/verdict_ring.py": {"poll"},
-    "zclip/optim.py": {"step_if_allowed", "_waiting_step", "was_skipped"},
+    "zclip/optim/clipped.py": {"step_if_allowed", "_waiting_step", "was_skipped"},
+    "zclip/optim/fused.py": {"_settings", "_step_natively"},  # numbers of groups; CPU tensors
+    "zclip/optim/adam.py": {"settings_of"},  # this and the next: numbers of groups
+    "zclip/optim/sgd.py": {"settings_of"},
+    "zclip/optim/lion.py": {"settings_of"},
+    "zclip/optim/result.py": {"_named"},
+    "zclip/reference/optim_update.py": {"_update"},  # a setting
     "zclip/clippers/clipper.py": {"worst"},
     "zclip/clippers/zscore.py": {
         "_read",
@@ -336,3 +386,15 @@ def test_a_forked_child_can_train_beside_the_fake_device():
         [sys.executable, "-c", FORKING], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_fused_step_on_a_device_is_two_operators():
+    """Each of them is one launch; views and empty memory are none."""
+    with fake_cuda() as guard:
+        optimizer = zclip.optim.AdamW(fake_parameters(SHAPES[:3]), clipper="zclip")
+        optimizer.step()
+        guard.ops.clear()
+        optimizer.step()
+        free = ("profiler::", "prim::", "aten::slice", "aten::empty")
+        computing = [op for op in guard.ops if not op.startswith(free)]
+    assert computing == ["zclip::decide_by_", "zclip::optim_update_"]

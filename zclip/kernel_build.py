@@ -23,7 +23,15 @@ from pathlib import Path
 
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]
 # Sums must have the same bits on every machine, so no multiply-add may be contracted.
-OPTIMISE = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden"]
+OPTIMISE = [
+    "-O3",
+    "-g0",
+    "-std=c++17",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wno-psabi",
+    "-fvisibility=hidden",
+]
 NVCC = ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler", "-fvisibility=hidden"]
 # libtorch must stay in NEEDED, or the weak stream symbol is silently null under CUDA torch.
 LINK_LINUX = ["-shared", "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]

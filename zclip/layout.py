@@ -108,3 +108,50 @@ ZCLIP_MODES = {"adaptive_scaling": 0, "mean": 1, "percentile": 2}
 ADAGC_SEEDS = {"min_clipped": 0, "min_raw": 1, "first": 2}
 """Where a gamma of ``adagc_`` starts: the least norm of the warm-up, after or before the global
 clip, or the first norm, averaged from then on."""
+
+ADAM, SGD, LION = range(3)
+"""Algorithms of ``optim_update_``."""
+
+LR, BETA1, BETA2, EPS, WEIGHT_DECAY, OPTIM_FLAGS = range(6)
+"""Settings of one parameter group; for SGD the betas are momentum and dampening."""
+
+NUM_OPTIM_SETTINGS = 6
+
+MAXIMIZE, DECOUPLED, AMSGRAD, NESTEROV, STOCHASTIC, DROP_NON_FINITE = 1, 2, 4, 8, 16, 32
+"""Bits of ``settings[OPTIM_FLAGS]``.
+
+DECOUPLED: weight decay acts on the weights, not through the gradient. STOCHASTIC: round bfloat16
+parameters stochastically. DROP_NON_FINITE: read NaN and Inf in a gradient as zero.
+"""
+
+WEIGHT_SUM_SQ, UPDATE_SUM_SQ, WEIGHT_BAD, FIRST_BAD, SECOND_BAD, FOREIGN = range(6)
+"""Columns of the telemetry of an update, float64 [num_tensors, 6], all of values after it.
+
+Sums of squares of the finite weights and of what was subtracted from them; how many elements of
+the weights, of the first moment (or momentum) and of the second moment are NaN or Inf; bits that
+say which memory did not hold what the last update had stored there.
+"""
+
+NUM_TELEMETRY = 6
+
+FOREIGN_WEIGHT, FOREIGN_FIRST, FOREIGN_SECOND = 1, 2, 4
+"""Bits of ``telemetry[:, FOREIGN]``."""
+
+TAKEN, HEALTH_FLAGS, FIRST_BAD_TENSOR, FIRST_FOREIGN, WEIGHT_NORM, UPDATE_NORM = range(6)
+"""Elements of the summary of an update, float32 [6].
+
+TAKEN is exactly 1, or 0 if the step was skipped; then no flag is set. The next are bits, the index
+of the first tensor with a NaN or Inf and of the first with a foreign write (-1 if none), and norms
+over all tensors.
+"""
+
+NUM_SUMMARY = 6
+
+BAD_WEIGHT, BAD_STATE, FOREIGN_WRITE = 1, 2, 4
+"""Bits of ``summary[HEALTH_FLAGS]``."""
+
+STORED_WEIGHT, STORED_FIRST, STORED_SECOND, IS_KNOWN, UPDATES = range(5)
+"""Columns of the ledger, int64 [num_tensors, 5]: sums of the bit patterns that the last update
+stored (modulo 2^32, for float64 modulo 2^64), whether they are known, and updates taken."""
+
+NUM_LEDGER = 5

@@ -32,10 +32,35 @@ Judged rule_(Tensor state, Tensor stats, int64_t rule, std::vector<double> setti
              std::optional<Tensor> loss);
 Clipped clip_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
                  std::vector<double> settings, std::optional<Tensor> loss);
+Clipped decide_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+                   std::vector<double> settings, std::optional<Tensor> loss);
 Clipped agc_(std::vector<Tensor> grads, std::vector<Tensor> params, Tensor state, double clip,
              double eps, int64_t on_nonfinite);
 void watch_loss_(Tensor state, Tensor loss, Tensor verdict, double factor, int64_t rising_steps,
                  double decay, int64_t warmup_steps);
+
+// Telemetry and summary.
+using Updated = std::tuple<Tensor, Tensor>;
+Updated optim_update_(std::vector<Tensor> params, std::vector<Tensor> grads,
+                      std::vector<Tensor> firsts, std::vector<Tensor> seconds,
+                      std::vector<Tensor> maxima, std::vector<Tensor> steps, Tensor ledger,
+                      Tensor coefs, Tensor blocked, Tensor grad_scale, Tensor rates,
+                      int64_t algorithm, std::vector<int64_t> sizes, std::vector<double> settings,
+                      int64_t seed, bool telemetry, int64_t skip_flags);
+
+// A parameter list with its state, kept natively under a number until it is dropped.
+int64_t make_plan(std::vector<Tensor> params, std::vector<Tensor> firsts,
+                  std::vector<Tensor> seconds, std::vector<Tensor> maxima,
+                  std::vector<Tensor> steps, Tensor ledger, int64_t algorithm,
+                  std::vector<int64_t> sizes, bool telemetry);
+void drop_plan(int64_t plan);
+// Norm, stats, coefs, verdict, rows and summary; an empty summary says that the plan is stale.
+using Stepped = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+Stepped fused_step_(std::vector<Tensor> grads, int64_t plan, Tensor state, int64_t rule,
+                    std::vector<double> rule_settings, std::optional<Tensor> loss,
+                    std::vector<double> settings, double grad_scale, bool found_inf,
+                    bool skip_nonfinite, int64_t seed);
+void check_settings(const std::vector<double>& settings, int64_t groups, const char* op);
 
 // The pieces, on lists already checked, that the fused operators are made of.
 std::vector<GradStats> measure(const TensorList& grads);

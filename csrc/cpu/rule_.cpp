@@ -2,46 +2,10 @@
 // coefficients, and with measuring and scaling in one crossing from Python. Handing over a list of
 // tensors costs more than measuring small ones.
 
-#include "../math/rules.h"
-
 #include "../reference_rule.h"
-#include "rule_op.h"
+#include "rule_call.h"
 
 namespace zclip::cpu {
-namespace {
-
-// A rule with its arguments, checked.
-class Call {
- public:
-  Call(const RuleRow& row, const Tensor& state, int64_t count, std::vector<double> settings,
-       const std::optional<Tensor>& loss, const char* op)
-      : row_(row), settings_(std::move(settings)) {
-    STD_TORCH_CHECK(static_cast<int64_t>(settings_.size()) == row.num_settings, "zclip::", op, ": ",
-                    row.name, " has ", row.num_settings, " settings, got ", settings_.size());
-    const char* problem = row.problem(settings_.data());
-    STD_TORCH_CHECK(problem == nullptr, "zclip::", op, ": ", row.name, ": ", problem);
-    if (!(row.state_may_be_empty && state.numel() == 0)) {
-      state_ = state_of(state, row.state_size(settings_.data(), count), op);
-    }
-    if (loss.has_value()) loss_ = loss_of(*loss, op);
-  }
-
-  void apply(const GradStats* rows, int64_t count, double* coefs, float* verdict) const {
-    row_.apply(rows, count, loss_.given ? &loss_.value : nullptr, settings_.data(), state_, coefs,
-               verdict);
-  }
-
-  NonFinite nonfinite() const { return row_.nonfinite(settings_.data()); }
-
- private:
-  const RuleRow& row_;
-  std::vector<double> settings_;
-  double* state_ = nullptr;
-  Loss loss_ = {false, 0.0};
-};
-
-}  // namespace
-
 Judged rule_(Tensor state, Tensor stats, int64_t rule, std::vector<double> settings,
              std::optional<Tensor> loss) {
   const RuleRow* row = find_rule(rule);
@@ -51,7 +15,7 @@ Judged rule_(Tensor state, Tensor stats, int64_t rule, std::vector<double> setti
                   "zclip::rule_: stats must be a contiguous float64 tensor of shape [N, ",
                   kNumStats, "]");
   const int64_t count = stats.size(0);
-  const Call call(*row, state, count, std::move(settings), loss, "rule_");
+  const RuleCall call(*row, state, count, std::move(settings), loss, "rule_");
   Tensor coefs = torch::stable::new_empty(stats, {count}, ScalarType::Double);
   Tensor verdict = torch::stable::new_empty(stats, {kNumVerdict}, ScalarType::Float);
   const FloatMode mode;
@@ -61,34 +25,54 @@ Judged rule_(Tensor state, Tensor stats, int64_t rule, std::vector<double> setti
   return {coefs, verdict};
 }
 
+namespace {
+
+// Measures and applies the rule, its arguments checked; where there is no code of it, its reference
+// answers. Notes what becomes of NaN and Inf in the gradients.
+Clipped decide(const TensorList& list, const Tensor& state, int64_t rule,
+               std::vector<double> settings, const std::optional<Tensor>& loss, const char* op,
+               NonFinite* nonfinite) {
+  const auto count = static_cast<int64_t>(list.spans().size());
+  const RuleRow* row = find_rule(rule);
+  const std::optional<RuleCall> call =
+      row == nullptr ? std::nullopt
+                     : std::make_optional<RuleCall>(*row, state, count, settings, loss, op);
+  *nonfinite = call ? call->nonfinite() : NonFinite::kPropagate;
+  const Measured results = make_results(list);
+  const std::vector<GradStats> rows = measure(list);
+  {
+    const FloatMode mode;
+    if (call) {
+      call->apply(rows.data(), count, static_cast<double*>(results.coefs.mutable_data_ptr()),
+                  static_cast<float*>(results.verdict.mutable_data_ptr()));
+    }
+    fill_measured(results, rows, reported_norm(total_of(rows.data(), count), *nonfinite));
+  }
+  if (call) return {results.norm, results.stats, results.coefs, results.verdict};
+  const auto [coefs, verdict] = reference_rule(state, results.stats, rule, settings, loss);
+  return {results.norm, results.stats, coefs, verdict};
+}
+
+}  // namespace
+
+Clipped decide_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+                   std::vector<double> settings, std::optional<Tensor> loss) {
+  const TensorList list(grads, TensorList::Access::kRead, "decide_by_", "grads");
+  NonFinite nonfinite;
+  return decide(list, state, rule, std::move(settings), loss, "decide_by_", &nonfinite);
+}
+
 Clipped clip_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
                  std::vector<double> settings, std::optional<Tensor> loss) {
   const TensorList list(grads, TensorList::Access::kWrite, "clip_by_", "grads");
-  const auto count = static_cast<int64_t>(grads.size());
-  const RuleRow* row = find_rule(rule);
-  if (row == nullptr) {
-    const Measured results = make_results(list);
-    const std::vector<GradStats> rows = measure(list);
-    {
-      const FloatMode mode;
-      fill_measured(results, rows, norm_of(total_of(rows.data(), count).sum));
-    }
-    const auto [coefs, verdict] = reference_rule(state, results.stats, rule, settings, loss);
-    scale_rows(list, static_cast<const double*>(coefs.const_data_ptr()));
-    return {results.norm, results.stats, coefs, verdict};
+  NonFinite nonfinite;
+  Clipped decided = decide(list, state, rule, std::move(settings), loss, "clip_by_", &nonfinite);
+  const auto& [norm, stats, coefs, verdict] = decided;
+  if (nonfinite == NonFinite::kZero) {
+    zero_nonfinite_spans(list, static_cast<const GradStats*>(stats.const_data_ptr()));
   }
-  const Call call(*row, state, count, std::move(settings), loss, "clip_by_");
-  const Measured results = make_results(list);
-  const std::vector<GradStats> rows = measure(list);
-  auto* coefs = static_cast<double*>(results.coefs.mutable_data_ptr());
-  {
-    const FloatMode mode;
-    call.apply(rows.data(), count, coefs, static_cast<float*>(results.verdict.mutable_data_ptr()));
-    fill_measured(results, rows, reported_norm(total_of(rows.data(), count), call.nonfinite()));
-  }
-  if (call.nonfinite() == NonFinite::kZero) zero_nonfinite_spans(list, rows.data());
-  scale_rows(list, coefs);
-  return {results.norm, results.stats, results.coefs, results.verdict};
+  scale_rows(list, static_cast<const double*>(coefs.const_data_ptr()));
+  return decided;
 }
 
 }  // namespace zclip::cpu

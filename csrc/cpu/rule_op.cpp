@@ -23,8 +23,6 @@ Loss loss_of(const Tensor& loss, const char* op) {
                          [](auto* value) { return static_cast<double>(widen(*value)); })};
 }
 
-namespace {
-
 // Past the dispatcher: four ways through it take longer than to measure a small model.
 Tensor empty_on_cpu(std::initializer_list<int64_t> sizes, ScalarType type) {
   const int64_t strides[] = {sizes.size() == 2 ? sizes.begin()[1] : 1, 1};
@@ -35,8 +33,6 @@ Tensor empty_on_cpu(std::initializer_list<int64_t> sizes, ScalarType type) {
       aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
-
-}  // namespace
 
 Measured make_results(const TensorList& grads) {
   const auto count = static_cast<int64_t>(grads.spans().size());

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <initializer_list>
 #include <vector>
 
 #include "../math/totals.h"
@@ -24,6 +25,9 @@ struct Loss {
   double value;
 };
 Loss loss_of(const Tensor& loss, const char* op);
+
+// A new tensor of one or two dimensions, or of none.
+Tensor empty_on_cpu(std::initializer_list<int64_t> sizes, ScalarType type);
 
 // Measured gradients and room for what is said about them.
 struct Measured {

@@ -20,6 +20,8 @@ void register_ops(Library& m) {
   m.impl("clip_by_", TORCH_BOX(&clip_by_));
   m.impl("agc_", TORCH_BOX(&agc_));
   m.impl("watch_loss_", TORCH_BOX(&watch_loss_));
+  m.impl("decide_by_", TORCH_BOX(&decide_by_));
+  m.impl("optim_update_", TORCH_BOX(&optim_update_));
 }
 
 }  // namespace zclip::cuda

@@ -49,7 +49,35 @@ Rule only_measure() {
   return rule;
 }
 
+// Measures and applies the rule, in one launch; where no kernel can, its reference answers.
+Results decide(const DeviceList& list, const Tensor& like, const RuleRow* row, const Tensor& state,
+               int64_t rule, const std::vector<double>& settings, const std::optional<Tensor>& loss,
+               const Place& place, const char* op) {
+  const Rule told = row == nullptr ? only_measure()
+                                   : rule_for(*row, state, list.count(), settings, loss, place, op);
+  Results results = make_results(list, like);
+  const Tensor scratch = list.scratch(like);
+  check_launch(launch_grad_stats(list.data(), list.count(), scratch.mutable_data_ptr(),
+                                 results.rows(), &told, results.judgement(), place.queue()),
+               op);
+  if (row == nullptr) {
+    std::tie(results.coefs, results.verdict) =
+        reference_rule(state, results.stats, rule, settings, loss);
+  }
+  return results;
+}
+
 }  // namespace
+
+Clipped decide_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+                   std::vector<double> settings, std::optional<Tensor> loss) {
+  const char* op = "decide_by_";
+  const Tensor& like = first_of(grads, state);
+  const Place place(like);
+  const DeviceList list(grads, place, Access::kRead, op, "grads");
+  return decide(list, like, find_device_rule(rule), state, rule, settings, loss, place, op)
+      .clipped();
+}
 
 Judged rule_(Tensor state, Tensor stats, int64_t rule, std::vector<double> settings,
              std::optional<Tensor> loss) {
@@ -79,19 +107,9 @@ Clipped clip_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
   const Place place(first_of(grads, state));
   DeviceList list(grads, place, Access::kWrite, op, "grads");
   const RuleRow* row = find_device_rule(rule);
-  const Rule told = row == nullptr ? only_measure()
-                                   : rule_for(*row, state, list.count(), settings, loss, place, op);
   // Like the gradients: a state on another device must not decide where results lie.
   const Tensor& like = first_of(grads, state);
-  Results results = make_results(list, like);
-  const Tensor scratch = list.scratch(like);
-  check_launch(launch_grad_stats(list.data(), list.count(), scratch.mutable_data_ptr(),
-                                 results.rows(), &told, results.judgement(), place.queue()),
-               op);
-  if (row == nullptr) {
-    std::tie(results.coefs, results.verdict) =
-        reference_rule(state, results.stats, rule, settings, loss);
-  }
+  const Results results = decide(list, like, row, state, rule, settings, loss, place, op);
   const bool drops = row != nullptr && row->nonfinite(settings.data()) == NonFinite::kZero;
   check_launch(launch_scale(list.data(), list.count(), results.judgement().coefs,
                             drops ? results.rows() : nullptr, place.queue()),

@@ -5,7 +5,17 @@ import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
-MODULES = ("norms", "models", "clippers", "faults", "records", "trials", "other_loops", "healing")
+MODULES = (
+    "norms",
+    "models",
+    "clippers",
+    "fused",
+    "faults",
+    "records",
+    "trials",
+    "other_loops",
+    "healing",
+)
 WORLDS = (2, 3, 4)
 
 

@@ -9,9 +9,11 @@
 #include "../../csrc/cuda/device_list.cpp"
 #include "../../csrc/cuda/grad_ops.cpp"
 #include "../../csrc/cuda/launchers.cu"
+#include "../../csrc/cuda/optim_update_.cpp"
 #include "../../csrc/cuda/register_ops.h"
 #include "../../csrc/cuda/rule_op.cpp"
 #include "../../csrc/cuda/rule_ops.cpp"
+#include "../../csrc/cuda/update_launcher.cu"
 
 STABLE_TORCH_LIBRARY_IMPL(zclip_simt, CPU, m) { zclip::cuda::register_ops(m); }
 

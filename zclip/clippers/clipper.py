@@ -6,7 +6,7 @@ arithmetic is in two operators, so that it runs on the device and nothing waits.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from zclip.layout import (
     WORST,
 )
 from zclip.parallel import Record
-from zclip.reference import IDS, reported_norm
+from zclip.reference import IDS, RULES, reported_norm
 from zclip.schemas import norm_dtype, wide_dtype
 from zclip.targets import Target, TargetCache, Targets
 
@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 RuleOp = Callable[..., tuple[Tensor, Tensor]]
 ClipOp = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 Self = TypeVar("Self", bound="Clipper")
+
+
+class RuleCall(NamedTuple):
+    """What an operator needs besides gradients to apply a rule."""
+
+    state: Tensor
+    rule: int
+    settings: tuple[float, ...]
+    loss: Tensor | None
 
 
 class Clipper(ABC):
@@ -73,6 +82,8 @@ class Clipper(ABC):
 
     _simple: tuple[Targets, ClipOp, int] | None = None
     """The parameters of a step that took one call of one operator, which one, and its rule."""
+
+    _is_aligned = False
 
     def __init__(self, *, per_group: bool = False, on_nonfinite: str = "skip") -> None:
         if on_nonfinite not in ON_NONFINITE:
@@ -247,6 +258,47 @@ class Clipper(ABC):
         self.result = noted(result, record, extra)
         return self.result
 
+    def rule_call(
+        self, groups: list[dict[str, Any]], device: torch.device, loss: Tensor | None = None
+    ) -> RuleCall | None:
+        """Return what one operator needs to clip all gradients; None where a step takes more.
+
+        For optimizers that measure, decide and update in one call. They have one row for every
+        parameter of ``groups``, with a gradient or without, and hand what came out to
+        :meth:`accept`. Several ranks, groups with limits of their own and rules without compiled
+        code take :meth:`decide`.
+        """
+        found = self._cache.find((groups,))
+        if found is not self._peers.found:
+            self._peers.find(found)
+        if self._peers.reduction is not None or self._peers.shares_records or not self.rule:
+            return None
+        rule = self.rule_id()
+        if rule >= len(RULES) or self.operators()[1] is not torch.ops.zclip.clip_by_.default:
+            return None
+        state = self._state
+        size = self.state_size(len(found.params))
+        if not (state.fitted is found and state.place == (device, size)):
+            state.fit(found, device)
+        if len(state.states) != 1:
+            return None
+        seen = self._seen_loss(loss, state.states[0])
+        return RuleCall(state.states[0], rule, self.settings(found.settings[0]), seen)
+
+    def accept(self, result: ClipResult) -> None:
+        """Take over what an operator found after :meth:`rule_call`."""
+        self._present = None
+        self.result = result
+
+    def align(self) -> None:
+        """Give every parameter a row in results, also those without a gradient."""
+        self._is_aligned = True
+
+    @property
+    def own_rows(self) -> slice:
+        """Which rows of a result are those of parameters of this rank."""
+        return self._peers.own
+
     def bind(self, *targets: Target) -> None:
         """Learn the parameters before the first step, so that a loaded state is checked at once."""
         found = self._cache.find(targets)
@@ -317,7 +369,8 @@ class Clipper(ABC):
             self._present = None
             self._state.fit(self._peers.find(found), reduction.device)
             return found, reduction.local_parts([p.grad for p in found.params])
-        grads, self._present = found.gradients(aligned=self.is_per_tensor)
+        aligned = self.is_per_tensor or self._is_aligned
+        grads, self._present = found.gradients(aligned=aligned)
         if grads:
             self._state.fit(found, grads[0].device)
         return found, grads

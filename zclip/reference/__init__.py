@@ -10,8 +10,17 @@ from zclip.reference.auto_clip import auto_clip_
 from zclip.reference.fingerprint import copy_and_hash_, fingerprint
 from zclip.reference.global_norm import global_norm_
 from zclip.reference.grad_stats import grad_stats, power_stats, read_probe
+from zclip.reference.optim_update import optim_update_
 from zclip.reference.report import reported_norm
-from zclip.reference.rules import IDS, RULES, Rule, clip_by_, reference_rule_, rule_
+from zclip.reference.rules import (
+    IDS,
+    RULES,
+    Rule,
+    clip_by_,
+    decide_by_,
+    reference_rule_,
+    rule_,
+)
 from zclip.reference.scale import clamp_, scale_, zero_nonfinite_
 from zclip.reference.spike_skip import spike_skip_
 from zclip.reference.watch_loss import watch_loss_
@@ -33,10 +42,12 @@ __all__ = [
     "clamp_",
     "clip_by_",
     "copy_and_hash_",
+    "decide_by_",
     "fingerprint",
     "global_norm_",
     "grad_stats",
     "native_features",
+    "optim_update_",
     "power_stats",
     "read_probe",
     "reference_rule_",

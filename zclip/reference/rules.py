@@ -150,10 +150,22 @@ def clip_by_(
 ) -> Clipped:
     """Measure, choose and scale in one call, made of the separate operators."""
     check_writable(grads)
+    norm, stats, coefs, verdict = decide_by_(grads, state, rule, settings, loss)
+    if find_rule(rule).typed(settings).get("nonfinite", PROPAGATE) == ZERO:
+        zero_nonfinite_(grads, stats)
+    scale_(grads, coefs)
+    return norm, stats, coefs, verdict
+
+
+def decide_by_(
+    grads: list[Tensor],
+    state: Tensor,
+    rule: int,
+    settings: Sequence[float],
+    loss: Tensor | None = None,
+) -> Clipped:
+    """Measure and choose in one call; the gradients are only read."""
     nonfinite = find_rule(rule).typed(settings).get("nonfinite", PROPAGATE)
     stats = grad_stats(grads)
     coefs, verdict = rule_(state, stats, rule, settings, loss)
-    if nonfinite == ZERO:
-        zero_nonfinite_(grads, stats)
-    scale_(grads, coefs)
     return reported_norm(stats, nonfinite).to(norm_dtype(grads)), stats, coefs, verdict

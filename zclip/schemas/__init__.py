@@ -4,8 +4,8 @@ Nothing here computes. ``csrc/`` fills the CPU key, and :mod:`zclip.reference` a
 device that no backend serves.
 """
 
-from zclip.schemas import grads, rules
+from zclip.schemas import grads, optim, rules
 from zclip.schemas.library import library
 from zclip.schemas.shapes import norm_dtype, wide_dtype
 
-__all__ = ["grads", "library", "norm_dtype", "rules", "wide_dtype"]
+__all__ = ["grads", "library", "norm_dtype", "optim", "rules", "wide_dtype"]

@@ -17,6 +17,8 @@ _WHICH = "int rule, float[] settings, Tensor? loss=None"
 
 library.define(f"rule_(Tensor(a!) state, Tensor stats, {_WHICH}) -> {_JUDGED}")
 library.define(f"clip_by_(Tensor(a!)[] grads, Tensor(b!) state, {_WHICH}) -> {_CLIPPED}")
+# As clip_by_, for those who apply the coefficients themselves: the gradients are only read.
+library.define(f"decide_by_(Tensor[] grads, Tensor(a!) state, {_WHICH}) -> {_CLIPPED}")
 # What a backend calls for a rule that it has no code of its own for.
 library.define(f"reference_rule_(Tensor(a!) state, Tensor stats, {_WHICH}) -> {_JUDGED}")
 
@@ -30,6 +32,7 @@ def _rule_(
 
 
 @torch.library.register_fake("zclip::clip_by_", lib=library)
+@torch.library.register_fake("zclip::decide_by_", lib=library)
 def _clip_by_(
     grads: list[Tensor],
     state: Tensor,

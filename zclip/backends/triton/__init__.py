@@ -25,6 +25,7 @@ MODULE_OF = {
     "clamp_": "clamp_",
     "rule_": "rule",
     "clip_by_": "rule",
+    "decide_by_": "rule",
     "watch_loss_": "watch_loss_",
     "agc_": "agc_",
     "fingerprint": "fingerprint",

@@ -18,7 +18,7 @@ from zclip.backends.triton.grad_stats import launch_finish, launch_partials
 from zclip.backends.triton.launch import on_device
 from zclip.backends.triton.report import check_stats
 from zclip.backends.triton.scale_ import launch_scale
-from zclip.backends.triton.tensor_list import WRITE, TensorList
+from zclip.backends.triton.tensor_list import READ, WRITE, TensorList
 from zclip.reference import reported_norm
 from zclip.reference.rules import RULES, Clipped, Judged, find_rule, reference_rule_
 
@@ -65,17 +65,41 @@ def clip_by_(
         clipped: Clipped = module.clip_by(grads, state, **found.typed(settings))
         return clipped
     tensors = TensorList(grads, WRITE)
-    table = tensors.table
-    with on_device(table.device):
-        slots, _ = launch_partials(table)
-        stats = launch_finish(table, slots)
-        norm_dtype = torch.float64 if table.has_float64 else torch.float32
-        if module is None:
-            coefs, verdict = reference_rule_(state, stats, rule, settings, loss)
-            norm = reported_norm(stats).to(norm_dtype)
-        else:
-            arguments = found.arguments(stats, settings, loss)
-            norm, coefs, verdict = module.launch(state, stats, norm_dtype, **arguments)
-        launch_scale(table, coefs)
+    with on_device(tensors.table.device):
+        norm, stats, coefs, verdict = _decide(tensors, state, rule, settings, loss)
+        launch_scale(tensors.table, coefs)
         tensors.write_back()
+    return norm, stats, coefs, verdict
+
+
+def decide_by_(
+    grads: list[Tensor],
+    state: Tensor,
+    rule: int,
+    settings: Sequence[float],
+    loss: Tensor | None = None,
+) -> Clipped:
+    """See :func:`zclip.reference.decide_by_`."""
+    tensors = TensorList(grads, READ)
+    with on_device(tensors.table.device):
+        return _decide(tensors, state, rule, settings, loss)
+
+
+def _decide(
+    tensors: TensorList,
+    state: Tensor,
+    rule: int,
+    settings: Sequence[float],
+    loss: Tensor | None,
+) -> Clipped:
+    found, module, table = find_rule(rule), _module_of(rule), tensors.table
+    slots, _ = launch_partials(table)
+    stats = launch_finish(table, slots)
+    norm_dtype = torch.float64 if table.has_float64 else torch.float32
+    if module is None:
+        coefs, verdict = reference_rule_(state, stats, rule, settings, loss)
+        norm = reported_norm(stats).to(norm_dtype)
+    else:
+        arguments = found.arguments(stats, settings, loss)
+        norm, coefs, verdict = module.launch(state, stats, norm_dtype, **arguments)
     return norm, stats, coefs, verdict

@@ -14,6 +14,7 @@ from zclip.clippers import CLIPPERS, Clipper, ClipResult
 from zclip.layout import BLOCKED, FLAGS, HAS_INF, HAS_NAN
 from zclip.mailbox import Mailbox
 from zclip.momentum import FirstMomentum
+from zclip.optim.fused import CLIP_KEY, FusedOptimizer
 from zclip.optimizer_proxy import OptimizerProxy
 from zclip.unscaling import adopt_unscaling, asking_scaler
 from zclip.verdict_ring import VerdictRing, is_capturing
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 APPLY = ("inplace", "grad_scale")
-CLIP_KEY = "zclip"
-"""Where the state of the clipper stands in ``state_dict``; a bare optimizer does not look there."""
-
 _FUSED = (Adam, SGD, Adagrad)  # AdamW is an Adam
 
 
@@ -102,6 +100,11 @@ class ClippedOptimizer(OptimizerProxy):
             raise TypeError(f"clipper is {type(clipper).__name__}; wanted a zclip.Clipper")
         if isinstance(optimizer, ClippedOptimizer):
             raise ValueError("the optimizer is already clipped; wrap the one inside, .inner")
+        if isinstance(optimizer, FusedOptimizer) and optimizer.clipper is not None:
+            raise ValueError(
+                f"optimizer is {type(optimizer).__name__} with a clipper of its own; expected one "
+                "made with clipper=None, or no wrapper"
+            )
         super().__init__(optimizer)
         self.clipper = clipper
         self.skip_nonfinite = skip_nonfinite
@@ -126,6 +129,8 @@ class ClippedOptimizer(OptimizerProxy):
     def guards_on_device(self) -> bool:
         """Whether the wrapped optimizer reads ``found_inf`` on the device."""
         inner = self.inner
+        if isinstance(inner, FusedOptimizer):
+            return True
         # Copying and pickling lose the attribute, although the step still reads found_inf.
         if isinstance(inner, _FUSED):
             return all(group.get("fused", False) for group in inner.param_groups)
@@ -285,6 +290,8 @@ class ClippedOptimizer(OptimizerProxy):
         return returned
 
     def _must_wait(self) -> bool:
+        if isinstance(self.inner, FusedOptimizer):
+            return False
         return isinstance(self.inner, SGD) and self._momentum.prepare(self.inner)
 
     def _guarded_step(self, result: ClipResult, refused: Tensor, grad_scale: Tensor | None) -> None:

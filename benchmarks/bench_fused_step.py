@@ -1,0 +1,155 @@
+"""A fused step of ours beside torch's clipping and its own fused optimizer.
+
+python benchmarks/bench_fused_step.py [--quick] [--rounds 15] [--threads 2]
+
+Contenders take turns, so that a busy moment hits all alike; the table has medians and ratios to
+torch. "bound" is the time of a pass that reads and writes as many bytes as a float32 AdamW step
+must: 32 per element.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import Parameter
+
+import zclip
+from zclip.optim import SGD, AdamW, Lion
+
+HUGE = 1e9  # a limit that nothing reaches
+Run = Callable[[], object]
+
+SHAPES = {
+    "98 M in 150 tensors": [(808, 808)] * 150,
+    "20 M in 30 tensors": [(808, 808)] * 30,
+    "2,000 tensors of 64": [(64,)] * 2000,
+    "10,000 tensors of 1,024": [(1024,)] * 10000,
+    "50 K MLP": [(64, 256), (256,), (256, 128), (128,), (128, 10), (10,)],
+}
+
+
+def parameters(shapes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    params = [Parameter((torch.randn(s, generator=generator) * 0.02).to(dtype)) for s in shapes]
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * 1e-3).to(dtype)
+    return params
+
+
+def torch_step(shapes, max_norm, make, dtype=torch.float32) -> Run:
+    params = parameters(shapes, dtype)
+    optimizer = make(params)
+
+    def run():
+        torch.nn.utils.clip_grad_norm_(params, max_norm)
+        optimizer.step()
+
+    return run
+
+
+def our_step(shapes, max_norm, make, dtype=torch.float32, **more) -> Run:
+    clipper = zclip.GlobalNorm(max_norm)
+    optimizer = make(parameters(shapes, dtype), clipper=clipper, **more)
+    return optimizer.step
+
+
+def lion_in_torch(params):
+    """The plain re-statement, over lists of tensors."""
+    moments = [torch.zeros_like(p) for p in params]
+
+    class Plain:
+        @staticmethod
+        @torch.no_grad()
+        def step():
+            grads = [p.grad for p in params]
+            signs = torch._foreach_lerp(moments, grads, 0.1)
+            torch._foreach_sign_(signs)
+            torch._foreach_mul_(params, 1 - 1e-5 * 0.01)
+            torch._foreach_add_(params, signs, alpha=-1e-5)
+            torch._foreach_lerp_(moments, grads, 0.01)
+
+    return Plain
+
+
+def bound(shapes) -> Run:
+    """Read 16 bytes and write 12 for every element, and read 4 more: one stream each."""
+    count = sum(torch.Size(s).numel() for s in shapes)
+    p, g, m, v = (torch.zeros(count) for _ in range(4))
+
+    def run():
+        g.sum()
+        p.add_(g)
+        m.add_(1.0)
+        v.add_(1.0)
+
+    return run
+
+
+def work(quick: bool) -> dict[str, dict[str, Run]]:
+    def fused(params):
+        return torch.optim.AdamW(params, lr=1e-5, fused=True)
+
+    def ours(params, **more):
+        return AdamW(params, lr=1e-5, **more)
+
+    def adamw(shapes, limit=HUGE, dtype=torch.float32):
+        return {
+            "torch": torch_step(shapes, limit, fused, dtype),
+            "zclip": our_step(shapes, limit, ours, dtype),
+            "zclip, no telemetry": our_step(shapes, limit, ours, dtype, telemetry=False),
+        }
+
+    large = SHAPES["20 M in 30 tensors" if quick else "98 M in 150 tensors"]
+    middle = SHAPES["20 M in 30 tensors"]
+    tables = {
+        "AdamW, large": lambda: {**adamw(large), "bound": bound(large)},
+        "AdamW, large, clipped": lambda: adamw(large, 1e-3),
+        "AdamW, large, bfloat16": lambda: adamw(middle, dtype=torch.bfloat16),
+        "SGD with momentum": lambda: {
+            "torch": torch_step(
+                middle, HUGE, lambda p: torch.optim.SGD(p, 1e-5, momentum=0.9, fused=True)
+            ),
+            "zclip": our_step(middle, HUGE, lambda p, **k: SGD(p, 1e-5, momentum=0.9, **k)),
+        },
+        "Lion": lambda: {
+            "torch": torch_step(middle, HUGE, lion_in_torch),
+            "zclip": our_step(middle, HUGE, lambda p, **k: Lion(p, 1e-5, weight_decay=0.01, **k)),
+        },
+    }
+    for name in ("2,000 tensors of 64", "10,000 tensors of 1,024", "50 K MLP"):
+        tables[f"AdamW, {name}"] = lambda name=name: adamw(SHAPES[name])
+    return tables
+
+
+def measure(contenders: dict[str, Run], rounds: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for run in contenders.values():
+        run()
+        run()
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print("| step | contender | median, ms | torch / contender |\n|---|---|---:|---:|")
+    for name, make in work(arguments.quick).items():
+        medians = measure(make(), arguments.rounds)
+        for contender, seconds in medians.items():
+            ratio = medians["torch"] / seconds
+            print(f"| {name} | {contender} | {seconds * 1e3:.3f} | {ratio:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+// CPU backend of zclip::fused_step_: measure, apply the clip rule and update, in one crossing from
+// Python that hands over nothing but the gradients. Parameters and state stand in a plan.
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "ops.h"
+#include "rule_call.h"
+#include "update_plan.h"
+
+namespace zclip::cpu {
+namespace {
+
+constexpr int64_t kNoRule = -1;
+
+// Plans by number. A step holds its plan, so that dropping it meanwhile does no harm.
+class Plans {
+ public:
+  int64_t add(std::shared_ptr<UpdatePlan> plan) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    plans_[++last_] = std::move(plan);
+    return last_;
+  }
+
+  std::shared_ptr<UpdatePlan> find(int64_t number) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    const auto found = plans_.find(number);
+    STD_TORCH_CHECK(found != plans_.end(), "zclip::fused_step_: there is no plan ", number,
+                    "; expected one that make_plan returned and drop_plan has not had");
+    return found->second;
+  }
+
+  void drop(int64_t number) {
+    std::shared_ptr<UpdatePlan> last;  // destroyed outside the lock
+    const std::lock_guard<std::mutex> guard(mutex_);
+    const auto found = plans_.find(number);
+    if (found == plans_.end()) return;
+    last = std::move(found->second);
+    plans_.erase(found);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<int64_t, std::shared_ptr<UpdatePlan>> plans_;
+  int64_t last_ = 0;
+};
+
+Plans& plans() {
+  static auto* const kept = new Plans;  // tensors must not outlive torch at exit
+  return *kept;
+}
+
+}  // namespace
+
+int64_t make_plan(std::vector<Tensor> params, std::vector<Tensor> firsts,
+                  std::vector<Tensor> seconds, std::vector<Tensor> maxima,
+                  std::vector<Tensor> steps, Tensor ledger, int64_t algorithm,
+                  std::vector<int64_t> sizes, bool telemetry) {
+  return plans().add(std::make_shared<UpdatePlan>(
+      static_cast<Algorithm>(algorithm), std::move(params),
+      OptimState{std::move(firsts), std::move(seconds), std::move(maxima), std::move(steps)},
+      std::move(ledger), std::move(sizes), telemetry, "make_plan"));
+}
+
+void drop_plan(int64_t plan) { plans().drop(plan); }
+
+Stepped fused_step_(std::vector<Tensor> grads, int64_t plan, Tensor state, int64_t rule,
+                    std::vector<double> rule_settings, std::optional<Tensor> loss,
+                    std::vector<double> settings, double grad_scale, bool found_inf,
+                    bool skip_nonfinite, int64_t seed) {
+  const char* op = "fused_step_";
+  const std::shared_ptr<UpdatePlan> held = plans().find(plan);
+  if (!held->is_current()) {
+    const Tensor none = empty_on_cpu({0}, ScalarType::Float);
+    return {none, none, none, none, none, none};
+  }
+  const int64_t count = held->count();
+  check_settings(settings, held->num_groups(), op);
+  const TensorList list(grads, TensorList::Access::kRead, op, "grads");
+  held->check_gradients(list, op);
+  const bool has_rule = rule != kNoRule;
+  const RuleRow* row = has_rule ? find_rule(rule) : nullptr;
+  STD_TORCH_CHECK(!has_rule || row != nullptr, "zclip::", op, ": rule ", rule,
+                  " has no compiled code; expected one of math/rules.h, or -1 for none");
+  Measured results = {};
+  bool blocked = found_inf;
+  const double* coefs = nullptr;
+  if (has_rule) {
+    const RuleCall call(*row, state, count, std::move(rule_settings), loss, op);
+    results = make_results(list);
+    std::vector<GradStats> rows = measure(list);
+    const FloatMode mode;
+    if (grad_scale != 1.0) {
+      for (GradStats& stats : rows) stats.sumsq /= grad_scale * grad_scale;
+    }
+    auto* verdict = static_cast<float*>(results.verdict.mutable_data_ptr());
+    auto* chosen = static_cast<double*>(results.coefs.mutable_data_ptr());
+    call.apply(rows.data(), count, chosen, verdict);
+    fill_measured(results, rows, reported_norm(total_of(rows.data(), count), call.nonfinite()));
+    blocked |= verdict[kBlocked] != 0.0f;
+    blocked |= skip_nonfinite && (static_cast<int>(verdict[kFlags]) & (kHasNan | kHasInf)) != 0;
+    coefs = chosen;
+  } else {
+    const Tensor none = empty_on_cpu({0}, ScalarType::Float);
+    results = {none, none, none, none};
+  }
+  const int64_t rows = held->telemetry() ? count : 0;
+  const Tensor found = empty_on_cpu({rows, kNumTelemetry}, ScalarType::Double);
+  const Tensor summary = empty_on_cpu({kNumSummary}, ScalarType::Float);
+  auto* telemetry = static_cast<double*>(found.mutable_data_ptr());
+  auto* columns = static_cast<float*>(summary.mutable_data_ptr());
+  if (blocked) {
+    report_skipped(rows, telemetry, columns);
+  } else {
+    held->update(list, {coefs, grad_scale, nullptr, settings.data(), static_cast<uint64_t>(seed)},
+                 telemetry, columns);
+  }
+  return {results.norm, results.stats, results.coefs, results.verdict, found, summary};
+}
+
+}  // namespace zclip::cpu

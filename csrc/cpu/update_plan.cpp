@@ -1,0 +1,349 @@
+#include "update_plan.h"
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu_path.h"
+#include "float_mode.h"
+#include "for_each_chunk.h"
+
+namespace zclip::cpu {
+
+using torch::headeronly::ScalarType;
+
+// What is the same for all chunks of a tensor.
+struct UpdatePlan::Row {
+  Loop loop;
+  int flags;
+  double coef;
+  uint32_t key;
+  UpdateScalars<float> narrow;
+  UpdateScalars<double> wide;
+};
+
+namespace {
+
+bool has(const std::vector<Tensor>& list, size_t i) { return !list.empty() && list[i].numel() > 0; }
+
+// The address of an entry of the state, or null if there is none. Raises if it does not fit.
+void* state_address(const std::vector<Tensor>& list, size_t i, const Span& param,
+                    const Tensor& tensor, const char* op, const char* argument) {
+  if (!has(list, i)) return nullptr;
+  const Tensor& entry = list[i];
+  const ScalarType wanted =
+      param.format == Format::kFloat64 ? ScalarType::Double : ScalarType::Float;
+  STD_TORCH_CHECK(entry.is_cpu() && entry.scalar_type() == wanted, "zclip::", op, ": ", argument,
+                  "[", i, "] must be ", wanted == ScalarType::Double ? "float64" : "float32",
+                  " on the CPU");
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  const bool fits =
+      entry.numel() == param.numel &&
+      (tensor.is_contiguous() ? entry.is_contiguous()
+                              : std::equal(strides.begin(), strides.end(), entry.strides().begin(),
+                                           entry.strides().end()) &&
+                                    std::equal(sizes.begin(), sizes.end(), entry.sizes().begin(),
+                                               entry.sizes().end()));
+  STD_TORCH_CHECK(fits, "zclip::", op, ": ", argument, "[", i, "] has ", entry.numel(),
+                  " elements or other strides; expected the shape and strides of params[", i,
+                  "], which has ", param.numel, " elements");
+  return entry.mutable_data_ptr();
+}
+
+Loop loop_of(Algorithm algorithm, int flags, bool has_first) {
+  switch (algorithm) {
+    case Algorithm::kAdam:
+      return (flags & kAmsgrad) ? Loop::kAmsgrad : Loop::kAdam;
+    case Algorithm::kSgd:
+      return !has_first ? Loop::kSgd : (flags & kNesterov) ? Loop::kNesterov : Loop::kMomentum;
+    default:
+      return Loop::kLion;
+  }
+}
+
+double number_in(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::Double
+             ? *static_cast<const double*>(tensor.const_data_ptr())
+             : static_cast<double>(*static_cast<const float*>(tensor.const_data_ptr()));
+}
+
+void add_one(const Tensor& tensor) {
+  if (tensor.scalar_type() == ScalarType::Double) {
+    *static_cast<double*>(tensor.mutable_data_ptr()) += 1.0;
+  } else {
+    *static_cast<float*>(tensor.mutable_data_ptr()) += 1.0f;
+  }
+}
+
+template <bool kTelemetry, typename value_t>
+UpdateSlot update_portable(const ChunkUpdate& chunk, const UpdateScalars<value_t>& scalars) {
+  return update_chunk<kTelemetry>(chunk, scalars);
+}
+
+#if ZCLIP_HAS_AVX2
+template <bool kTelemetry, typename value_t>
+ZCLIP_AVX2 UpdateSlot update_avx2(const ChunkUpdate& chunk, const UpdateScalars<value_t>& scalars) {
+  return update_chunk<kTelemetry>(chunk, scalars);
+}
+#endif
+
+template <typename value_t>
+UpdateSlot update_on(const ChunkUpdate& chunk, const UpdateScalars<value_t>& scalars,
+                     bool telemetry, bool avx2) {
+#if ZCLIP_HAS_AVX2
+  if (avx2) {
+    return telemetry ? update_avx2<true>(chunk, scalars) : update_avx2<false>(chunk, scalars);
+  }
+#endif
+  (void)avx2;
+  return telemetry ? update_portable<true>(chunk, scalars) : update_portable<false>(chunk, scalars);
+}
+
+}  // namespace
+
+UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimState state,
+                       Tensor ledger, std::vector<int64_t> sizes, bool telemetry, const char* op)
+    : algorithm_(algorithm),
+      params_(std::move(params)),
+      state_(std::move(state)),
+      ledger_(std::move(ledger)),
+      sizes_(std::move(sizes)),
+      telemetry_(telemetry),
+      list_(params_, TensorList::Access::kWrite, op, "params") {
+  const size_t count = params_.size();
+  const struct {
+    const std::vector<Tensor>& list;
+    const char* name;
+  } lists[] = {{state_.firsts, "firsts"},
+               {state_.seconds, "seconds"},
+               {state_.maxima, "maxima"},
+               {state_.steps, "steps"}};
+  for (const auto& [list, name] : lists) {
+    STD_TORCH_CHECK(list.empty() || list.size() == count, "zclip::", op, ": ", name, " has ",
+                    list.size(), " entries; expected none or one for each of ", count, " params");
+  }
+  int64_t listed = 0;
+  for (const int64_t size : sizes_) listed += size;
+  STD_TORCH_CHECK(listed == static_cast<int64_t>(count), "zclip::", op, ": sizes add up to ",
+                  listed, "; expected the number of params, ", count);
+  STD_TORCH_CHECK(ledger_.is_cpu() && ledger_.scalar_type() == ScalarType::Long &&
+                      ledger_.is_contiguous() &&
+                      ledger_.numel() == static_cast<int64_t>(count) * kNumLedger,
+                  "zclip::", op, ": ledger must be a contiguous int64 tensor of shape [", count,
+                  ", ", int{kNumLedger}, "] on the CPU, got ", ledger_.numel(), " elements");
+  STD_TORCH_CHECK(algorithm != Algorithm::kAdam || count == 0 ||
+                      (!state_.firsts.empty() && !state_.seconds.empty() && !state_.steps.empty()),
+                  "zclip::", op, ": Adam needs firsts, seconds and steps, got an empty list");
+  STD_TORCH_CHECK(algorithm != Algorithm::kLion || count == 0 || !state_.firsts.empty(),
+                  "zclip::", op, ": Lion needs firsts, got an empty list");
+  strides_.resize(count);
+  const auto watch = [&](const Tensor& tensor) {
+    watched_.push_back(&tensor);
+    addresses_.push_back(tensor.const_data_ptr());
+  };
+  for (size_t i = 0; i < count; ++i) {
+    const Span& span = list_.spans()[i];
+    STD_TORCH_CHECK(span.dense, "zclip::", op, ": params[", i,
+                    "] does not fill one run of memory; expected a dense tensor");
+    if (!params_[i].is_contiguous()) {
+      strides_[i].assign(span.strides, span.strides + span.dim);
+    }
+    state_address(state_.firsts, i, span, params_[i], op, "firsts");
+    state_address(state_.seconds, i, span, params_[i], op, "seconds");
+    state_address(state_.maxima, i, span, params_[i], op, "maxima");
+    if (has(state_.steps, i)) {
+      const ScalarType type = state_.steps[i].scalar_type();
+      STD_TORCH_CHECK(state_.steps[i].is_cpu() && state_.steps[i].numel() == 1 &&
+                          (type == ScalarType::Float || type == ScalarType::Double),
+                      "zclip::", op, ": steps[", i,
+                      "] must be one float32 or float64 number on the CPU");
+    }
+    watch(params_[i]);
+    for (const auto& [list, name] : lists) {
+      if (has(list, i)) watch(list[i]);
+    }
+  }
+}
+
+bool UpdatePlan::is_current() const {
+  for (size_t k = 0; k < watched_.size(); ++k) {
+    if (watched_[k]->const_data_ptr() != addresses_[k]) return false;
+  }
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i].numel() != list_.spans()[i].numel) return false;
+    if (params_[i].is_contiguous() != strides_[i].empty()) return false;
+    const auto strides = params_[i].strides();
+    if (!strides_[i].empty() &&
+        !std::equal(strides.begin(), strides.end(), strides_[i].begin(), strides_[i].end())) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void UpdatePlan::check_gradients(const TensorList& grads, const char* op) const {
+  STD_TORCH_CHECK(grads.spans().size() == params_.size(), "zclip::", op, ": grads has ",
+                  grads.spans().size(), " entries; expected one for each of ", params_.size(),
+                  " params");
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const Span &grad = grads.spans()[i], &param = list_.spans()[i];
+    if (grad.numel == 0) continue;  // there is none in this step
+    const bool both_wide = (grad.format == Format::kFloat64) == (param.format == Format::kFloat64);
+    STD_TORCH_CHECK(both_wide && grad.numel == param.numel, "zclip::", op, ": grads[", i, "] has ",
+                    grad.numel, " elements or another dtype; expected those of params[", i,
+                    "], which has ", param.numel, " elements");
+    // Spans of contiguous tensors have no strides.
+    const bool same = grad.strides == nullptr
+                          ? strides_[i].empty()
+                          : grad.dense && static_cast<size_t>(grad.dim) == strides_[i].size() &&
+                                std::equal(strides_[i].begin(), strides_[i].end(), grad.strides);
+    STD_TORCH_CHECK(same || param.numel < 2, "zclip::", op, ": grads[", i,
+                    "] has other strides than params[", i, "]; expected the same");
+  }
+}
+
+std::vector<UpdatePlan::Row> UpdatePlan::rows_of(const StepNumbers& numbers) const {
+  std::vector<Row> rows(params_.size());
+  const auto* ledger = static_cast<const int64_t*>(ledger_.const_data_ptr());
+  size_t i = 0;
+  for (size_t group = 0; group < sizes_.size(); ++group) {
+    const double* settings = numbers.settings + group * kNumOptimSettings;
+    const int flags = static_cast<int>(settings[kOptimFlags]);
+    const double lr = numbers.rates == nullptr ? settings[kLr] : numbers.rates[group];
+    double last = -1.0;
+    size_t last_row = 0;
+    for (int64_t k = 0; k < sizes_[group]; ++k, ++i) {
+      const double updates = has(state_.steps, i)
+                                 ? number_in(state_.steps[i])
+                                 : static_cast<double>(ledger[i * kNumLedger + kUpdates]);
+      Row& row = rows[i];
+      if (k > 0 && updates == last) {  // powers are slow, and most tensors are as old as the others
+        row.narrow = rows[last_row].narrow;
+        row.wide = rows[last_row].wide;
+      } else {
+        row.narrow = scalars_of<float>(algorithm_, settings, lr, updates);
+        row.wide = scalars_of<double>(algorithm_, settings, lr, updates);
+        last = updates;
+        last_row = i;
+      }
+      row.flags = flags;
+      row.loop = loop_of(algorithm_, flags, has(state_.firsts, i));
+      const double coef = numbers.coefs == nullptr ? kKeep : numbers.coefs[i];
+      const double sign = (flags & kMaximize) ? -1.0 : 1.0;
+      row.coef = coef == kRefuse ? 0.0 : sign * coef / numbers.grad_scale;
+      if (coef == kRefuse) row.flags |= kDropNonFinite;
+      row.key =
+          (flags & kStochastic) ? rounding_key(numbers.seed, updates, static_cast<int64_t>(i)) : 0;
+    }
+  }
+  return rows;
+}
+
+void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, double* telemetry,
+                        float* summary) {
+  const bool avx2 = use_avx2();
+  std::vector<Row> rows;
+  {
+    const FloatMode mode;
+    rows = rows_of(numbers);
+  }
+  std::vector<UpdateSlot> slots(list_.chunks().size());
+  for_each_chunk(list_, [&](int64_t c, const Chunk& chunk) {
+    const auto t = static_cast<size_t>(chunk.tensor);
+    const Span &param = list_.spans()[t], &grad = grads.spans()[t];
+    if (grad.numel == 0) return;
+    const Row& row = rows[t];
+    const int64_t size = param.format == Format::kFloat64 ? 8 : 4;
+    const auto at = [&](const std::vector<Tensor>& list) -> void* {
+      if (!has(list, t)) return nullptr;
+      return static_cast<char*>(list[t].mutable_data_ptr()) + chunk.begin * size;
+    };
+    const ChunkUpdate work = {row.loop,
+                              chunk.len,
+                              param.data + chunk.begin * bytes_per_element(param.format),
+                              param.format,
+                              grad.data + chunk.begin * bytes_per_element(grad.format),
+                              grad.format,
+                              at(state_.firsts),
+                              at(state_.seconds),
+                              at(state_.maxima),
+                              row.coef,
+                              (row.flags & kDropNonFinite) != 0,
+                              (row.flags & kStochastic) != 0,
+                              row.key,
+                              chunk.begin};
+    slots[c] = param.format == Format::kFloat64 ? update_on(work, row.wide, telemetry_, avx2)
+                                                : update_on(work, row.narrow, telemetry_, avx2);
+  });
+  const FloatMode mode;
+  close(grads, slots, telemetry, summary);
+}
+
+// Slots are added in index order, whichever thread filled them.
+void UpdatePlan::close(const TensorList& grads, const std::vector<UpdateSlot>& slots,
+                       double* telemetry, float* summary) {
+  auto* ledger = static_cast<int64_t*>(ledger_.mutable_data_ptr());
+  size_t c = 0;
+  double weights = 0.0, updates = 0.0, first_bad = -1.0, first_foreign = -1.0;
+  int flags = 0;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    UpdateSlot sum = {};
+    for (; c < slots.size() && list_.chunks()[c].tensor == static_cast<int32_t>(i); ++c) {
+      const UpdateSlot& slot = slots[c];
+      sum.weight_sumsq += slot.weight_sumsq;
+      sum.update_sumsq += slot.update_sumsq;
+      for (int k = 0; k < 3; ++k) {
+        sum.bad[k] += slot.bad[k];
+        sum.loaded[k] += slot.loaded[k];
+        sum.stored[k] += slot.stored[k];
+      }
+    }
+    if (grads.spans()[i].numel == 0 && params_[i].numel() > 0) {
+      if (telemetry_) std::fill_n(telemetry + i * kNumTelemetry, int64_t{kNumTelemetry}, 0.0);
+      continue;
+    }
+    if (has(state_.steps, i)) add_one(state_.steps[i]);
+    int64_t* entry = ledger + i * kNumLedger;
+    entry[kUpdates] += 1;
+    const bool is_wide = list_.spans()[i].format == Format::kFloat64;
+    const uint64_t mask = is_wide ? ~uint64_t{0} : uint64_t{0xffffffffu};
+    int foreign = 0;
+    for (int k = 0; k < 3; ++k) {
+      const bool differs = static_cast<uint64_t>(entry[k]) != (sum.loaded[k] & mask);
+      if (telemetry_ && entry[kIsKnown] != 0 && differs) foreign |= 1 << k;
+      entry[k] = static_cast<int64_t>(sum.stored[k] & mask);
+    }
+    entry[kIsKnown] = telemetry_ ? 1 : 0;
+    if (!telemetry_) continue;
+    double* row = telemetry + i * kNumTelemetry;
+    row[kWeightSumSq] = sum.weight_sumsq;
+    row[kUpdateSumSq] = sum.update_sumsq;
+    for (int k = 0; k < 3; ++k) row[kWeightBad + k] = sum.bad[k];
+    row[kForeign] = foreign;
+    weights += sum.weight_sumsq;
+    updates += sum.update_sumsq;
+    const bool bad_state = sum.bad[1] + sum.bad[2] > 0.0;
+    if (sum.bad[0] > 0.0) flags |= kBadWeight;
+    if (bad_state) flags |= kBadState;
+    if (foreign != 0) flags |= kForeignWrite;
+    const auto index = static_cast<double>(i);
+    if ((sum.bad[0] > 0.0 || bad_state) && first_bad < 0.0) first_bad = index;
+    if (foreign != 0 && first_foreign < 0.0) first_foreign = index;
+  }
+  summary[kTaken] = 1.0f;
+  summary[kHealthFlags] = static_cast<float>(flags);
+  summary[kFirstBadTensor] = static_cast<float>(first_bad);
+  summary[kFirstForeign] = static_cast<float>(first_foreign);
+  summary[kWeightNorm] = static_cast<float>(std::sqrt(weights));
+  summary[kUpdateNorm] = static_cast<float>(std::sqrt(updates));
+}
+
+void report_skipped(int64_t count, double* telemetry, float* summary) {
+  std::fill_n(telemetry, count * kNumTelemetry, 0.0);
+  std::fill_n(summary, int64_t{kNumSummary}, 0.0f);
+  summary[kFirstBadTensor] = summary[kFirstForeign] = -1.0f;
+}
+
+}  // namespace zclip::cpu

@@ -1,0 +1,78 @@
+// A parameter list with its optimizer state, looked into once and then only checked: whether every
+// tensor is still where it was. Handing over a list of tensors costs more than updating small ones.
+
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "../math/optim.h"
+#include "tensor_list.h"
+#include "update_chunk.h"
+
+namespace zclip::cpu {
+
+// What of an optimizer's state an update reads and writes. Each list has one entry per parameter,
+// or none at all; an empty tensor stands for what a parameter does not have.
+struct OptimState {
+  std::vector<Tensor> firsts;
+  std::vector<Tensor> seconds;
+  std::vector<Tensor> maxima;
+  std::vector<Tensor> steps;
+};
+
+// The numbers of one step.
+struct StepNumbers {
+  const double* coefs;  // one per parameter, or null if all are 1
+  double grad_scale;    // the gradients are so many times too large
+  const double* rates;  // one per group, or null: those of the settings
+  const double* settings;
+  uint64_t seed;
+};
+
+class UpdatePlan {
+ public:
+  // Raises if a tensor cannot be served; `op` names the place in the message.
+  UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimState state, Tensor ledger,
+             std::vector<int64_t> sizes, bool telemetry, const char* op);
+
+  // Whether all tensors are where they were.
+  bool is_current() const;
+
+  int64_t count() const { return static_cast<int64_t>(params_.size()); }
+  bool telemetry() const { return telemetry_; }
+  int64_t num_groups() const { return static_cast<int64_t>(sizes_.size()); }
+
+  // Raises if a gradient does not lie in memory as its parameter does. An empty one is none: its
+  // parameter is left alone.
+  void check_gradients(const TensorList& grads, const char* op) const;
+
+  // Writes parameters, state and ledger. Fills telemetry [count, kNumTelemetry] and summary.
+  void update(const TensorList& grads, const StepNumbers& numbers, double* telemetry,
+              float* summary);
+
+ private:
+  struct Row;  // of one tensor
+
+  std::vector<Row> rows_of(const StepNumbers& numbers) const;
+  void close(const TensorList& grads, const std::vector<UpdateSlot>& slots, double* telemetry,
+             float* summary);
+
+  Algorithm algorithm_;
+  std::vector<Tensor> params_;
+  OptimState state_;
+  Tensor ledger_;
+  std::vector<int64_t> sizes_;
+  bool telemetry_;
+  TensorList list_;
+  std::vector<std::vector<int64_t>> strides_;  // of parameters that are not contiguous
+  std::vector<const Tensor*> watched_;         // all tensors with memory, and where it was
+  std::vector<const void*> addresses_;
+};
+
+// What a skipped step reports.
+void report_skipped(int64_t count, double* telemetry, float* summary);
+
+}  // namespace zclip::cpu

@@ -1,0 +1,484 @@
+"""What all fused optimizers share: plans, clipping inside the step, telemetry, checkpoints."""
+
+from collections.abc import Callable, Mapping
+from operator import is_
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from zclip.clippers import AGC, CLIPPERS, Clipper, ClipResult
+from zclip.layout import (
+    FIRST_BAD_TENSOR,
+    FIRST_FOREIGN,
+    HAS_INF,
+    HAS_NAN,
+    HEALTH_FLAGS,
+    LR,
+    NUM_TELEMETRY,
+    TAKEN,
+    UPDATE_NORM,
+    WEIGHT_NORM,
+)
+from zclip.ops import by_device, serve
+from zclip.optim.plan import Plan
+from zclip.optim.result import StepResult
+from zclip.optim.watched_state import WatchedState
+from zclip.schemas import wide_dtype
+
+CLIP_KEY = "zclip"
+"""Where the state of the clipper stands in ``state_dict``; a bare optimizer does not look there."""
+
+_NO_RULE = -1
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class FusedOptimizer(Optimizer):
+    """Norm, clip rule and update in one native call, with a health check of weights and state.
+
+    The base of :class:`AdamW`, :class:`Adam`, :class:`SGD` and :class:`Lion`. The gradients are
+    read, never written: the coefficient of the clip rule is applied as they are loaded. A skipped
+    step writes nothing at all, and nothing waits for the device. 16-bit parameters have float32
+    moments.
+
+    Attributes:
+        clipper: what clips, or None.
+        result: the last step, as :class:`StepResult`; None before the first, and if there was no
+            gradient.
+        lr_scale: multiplies the learning rate of every group during the step and is not seen
+            outside of it, so that no scheduler undoes it; not part of ``state_dict``.
+        telemetry: whether steps measure weights, updates and state.
+    """
+
+    algorithm: ClassVar[int]
+    """ADAM, SGD or LION of :mod:`zclip.layout`."""
+
+    keys: ClassVar[tuple[str, ...]]
+    """Of the first moment, the second and its maximum in the state of a parameter."""
+
+    lr_scale: float = 1.0
+    result: StepResult | None = None
+    _plans: list[tuple[Plan, list[int]]] | None = None
+    _kept: list[tuple[dict[str, Any], list[Tensor]]] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what the torch class takes, and what :meth:`_set_up` takes."""
+        raise TypeError(f"{type(self).__name__} is a base class; use AdamW, Adam, SGD or Lion")
+
+    def _set_up(
+        self,
+        clipper: str | Clipper | None,
+        skip_nonfinite: bool,
+        telemetry: bool,
+        stochastic_rounding: bool,
+        seed: int,
+        clip_settings: Mapping[str, Any],
+    ) -> None:
+        if isinstance(clipper, str):
+            if clipper not in CLIPPERS:
+                raise ValueError(
+                    f"clipper is {clipper!r}; expected one of {', '.join(CLIPPERS)}, or a Clipper"
+                )
+            clipper = CLIPPERS[clipper](**clip_settings)
+        elif clip_settings:
+            unknown = ", ".join(clip_settings)
+            raise TypeError(
+                f"{type(self).__name__} got unexpected arguments: {unknown}; settings of a clipper "
+                "are taken only where it is given by name"
+            )
+        if clipper is not None and not isinstance(clipper, Clipper):
+            raise TypeError(
+                f"clipper is {type(clipper).__name__}; expected a zclip.Clipper, a name or None"
+            )
+        for i, group in enumerate(self.param_groups):
+            if group.get("differentiable"):
+                raise ValueError(
+                    f"differentiable of param_groups[{i}] is True; expected False: a fused step "
+                    "has no graph"
+                )
+        self.clipper = clipper
+        self.skip_nonfinite = skip_nonfinite
+        self.telemetry = telemetry
+        self.stochastic_rounding = stochastic_rounding
+        self.seed = int(seed)
+        self._step_supports_amp_scaling = True
+        if clipper is not None:
+            clipper.align()
+            clipper.bind(self.param_groups)
+
+    # For subclasses
+
+    def settings_of(self, group: Mapping[str, Any]) -> list[float]:
+        """Return the six settings of a group, in the order of :mod:`zclip.layout`."""
+        raise NotImplementedError
+
+    def new_state(self, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter before its first update."""
+        raise NotImplementedError
+
+    # The state, watched
+
+    @property
+    def state(self) -> Any:
+        """The state of every parameter, as torch has it."""
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Mapping[Any, Any]) -> None:
+        self.__dict__["state"] = WatchedState(value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; what is known of the others stays."""
+        super().add_param_group(param_group)
+        self._kept = None
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters, in the order of groups: as given to the constructor, or by place."""
+        names: list[str] = []
+        for group in self.param_groups:
+            given = group.get("param_names")
+            names += given or [f"parameters[{len(names) + i}]" for i in range(len(group["params"]))]
+        return names
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        loss: Tensor | None = None,
+        extra: Tensor | None = None,
+    ) -> Any:
+        """Measure, clip and update, unless the clip rule or a GradScaler skips the step.
+
+        Args:
+            closure: computes the loss and the gradients; called once, first.
+            loss: 0-dim, for clippers that watch it; that of the closure if there is one.
+            extra: what only this rank knows; see :meth:`zclip.Clipper.step`.
+
+        Returns:
+            What the closure returned, else None.
+
+        Raises:
+            TypeError: a gradient is sparse, complex or ``Partial``; names its parameter.
+        """
+        returned = None
+        if closure is not None:
+            with torch.enable_grad():
+                returned = closure()
+            loss = returned if isinstance(returned, Tensor) else loss
+        plans = self._plans
+        if plans is None or not self._is_current():
+            plans = self._make_plans()
+        if len(plans) == 1 and plans[0][0].is_native and extra is None:
+            self.result = self._step_natively(loss)
+        else:
+            self.result = self._step_apart(loss, extra)
+        return returned
+
+    def _step_natively(self, loss: Tensor | None) -> StepResult | None:
+        """One device, one rank, one call."""
+        plan, grads = self._gradients()
+        if grads is None and self.clipper is None:
+            return None
+        clipper, call = self.clipper, None
+        if clipper is not None:
+            call = clipper.rule_call(self.param_groups, plan.device, loss)
+            if call is None or grads is None:
+                return self._step_apart(loss, None)
+        scaler = self.__dict__
+        grad_scale, found_inf = scaler.get("grad_scale"), scaler.get("found_inf")
+        rule = (plan.ledger, _NO_RULE, (), None) if call is None else call
+        results = plan.step(
+            grads or [],
+            *rule,
+            self._settings(),
+            1.0 if grad_scale is None else float(grad_scale),
+            found_inf is not None and bool(found_inf),
+            self.skip_nonfinite,
+            self.seed,
+        )
+        if results is None:  # a tensor has moved
+            self._make_plans()
+            return self._step_natively(loss)
+        clip = None
+        if clipper is not None:
+            clip = ClipResult(*results[:4])
+            clipper.accept(clip)
+        return StepResult(results[4], results[5], clip, plan.names)
+
+    def _gradients(self) -> tuple[Plan, list[Tensor] | None]:
+        plan = self._plans[0][0]  # type: ignore[index]
+        try:
+            return plan, plan.gradients()
+        except LookupError:
+            plan = self._make_plans()[0][0]
+            return plan, plan.gradients()
+
+    def _step_apart(self, loss: Tensor | None, extra: Tensor | None) -> StepResult | None:
+        """Any number of devices, groups and ranks: decide, then update."""
+        scaler = self.__dict__
+        grad_scale, found_inf = scaler.get("grad_scale"), scaler.get("found_inf")
+        clip = coefs = None
+        if self.clipper is not None:
+            clip, coefs, grad_scale = self._clip(self.clipper, loss, extra, grad_scale)
+        found: list[tuple[Plan, list[int], Tensor, Tensor]] = []
+        for place in range(len(self._plans or [])):
+            plan, members = self._plans[place]  # type: ignore[index]
+            try:
+                grads = plan.gradients()
+            except LookupError:
+                plan, members = self._make_plans()[place]
+                grads = plan.gradients()
+            if grads is None:
+                continue
+            numbers = self._numbers(plan, members, clip, coefs, grad_scale, found_inf)
+            rows, summary = plan.update(grads, *numbers)
+            found.append((plan, members, rows, summary))
+        if not found:
+            return None
+        if len(found) == 1 and len(self._plans or []) == 1:
+            return StepResult(found[0][2], found[0][3], clip, found[0][0].names)
+        return self._joined(found, clip)
+
+    def _clip(
+        self,
+        clipper: Clipper,
+        loss: Tensor | None,
+        extra: Tensor | None,
+        grad_scale: Tensor | None,
+    ) -> tuple[ClipResult | None, Tensor | None, Tensor | None]:
+        """Return the result, the coefficients to apply on load and the scale still to divide by."""
+        groups = self.param_groups
+        if isinstance(clipper, AGC):  # a coefficient for every row: it scales the gradients itself
+            clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
+            return clipper.result, None, None
+        clip = self._decide_at_once(clipper, loss) if grad_scale is extra is None else None
+        if clip is None:
+            clip = clipper.decide(groups, loss=loss, grad_scale=grad_scale, extra=extra)
+        return clip, None if clip is None else clip.coefs[clipper.own_rows], grad_scale
+
+    def _decide_at_once(self, clipper: Clipper, loss: Tensor | None) -> ClipResult | None:
+        """Measure and decide by one operator, one launch on a GPU; None where that takes more."""
+        if len(self._plans or []) != 1:
+            return None
+        plan, grads = self._gradients()
+        call = None if grads is None else clipper.rule_call(self.param_groups, plan.device, loss)
+        if call is None or grads is None:
+            return None
+        served = serve(torch.ops.zclip.decide_by_.default, grads, *call, name=plan.name)
+        clip = ClipResult(*served[0]) if served else None
+        if clip is not None:
+            clipper.accept(clip)
+        return clip
+
+    def _numbers(
+        self,
+        plan: Plan,
+        members: list[int],
+        clip: ClipResult | None,
+        coefs: Tensor | None,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> tuple[Any, ...]:
+        """Return the arguments of ``optim_update_`` that change from step to step."""
+        device, wide = plan.device, wide_dtype(plan.device)
+        nothing = torch.empty(0, dtype=wide, device=device)
+        if coefs is None:
+            own = nothing
+        elif len(members) == len(coefs):
+            own = coefs.to(device, non_blocking=True)
+        else:
+            rows = coefs.unbind()
+            own = torch.stack([rows[i] for i in members]).to(device, non_blocking=True)
+        blocked = torch.empty(0, device=device) if clip is None else clip.verdict
+        skip_flags = (HAS_NAN | HAS_INF) if self.skip_nonfinite else 0
+        if found_inf is not None:
+            seen = (found_inf.to(blocked.device, non_blocking=True) > 0).float().reshape(1)
+            if clip is None:
+                blocked = seen
+            else:
+                blocked = torch.cat([torch.maximum(blocked[:1], seen), blocked[1:]])
+        scale = nothing
+        if grad_scale is not None:
+            scale = grad_scale.to(device, wide, non_blocking=True)
+        rates = nothing
+        if device.type != "cpu" and any(isinstance(g["lr"], Tensor) for g in self.param_groups):
+            rates = torch.stack(
+                [torch.as_tensor(g["lr"]).to(device, wide).reshape(()) for g in self.param_groups]
+            )
+            rates = rates * self.lr_scale
+        settings = self._settings(read_rates=not rates.numel())
+        blocked = blocked.to(device, non_blocking=True)
+        return own, blocked, scale, rates, settings, self.seed, skip_flags
+
+    def _joined(
+        self, found: list[tuple[Plan, list[int], Tensor, Tensor]], clip: ClipResult | None
+    ) -> StepResult:
+        """Return one result for parameters on several devices, on the device of the first."""
+        device = found[0][0].device
+        wide = wide_dtype(device)
+        names = self.names
+        table = torch.zeros(len(names), NUM_TELEMETRY, dtype=wide, device=device)
+        rows = list(table.unbind())
+        summaries = []
+        for _, members, part, summary in found:
+            summaries.append(_renumbered(summary.to(device, non_blocking=True), members))
+            for i, row in zip(
+                members, part.to(device, wide, non_blocking=True).unbind(), strict=False
+            ):
+                rows[i] = row
+        return StepResult(
+            torch.stack(rows) if self.telemetry else table[:0], _merged(summaries), clip, names
+        )
+
+    def _settings(self, read_rates: bool = True) -> list[float]:
+        numbers: list[float] = []
+        for group in self.param_groups:
+            own = self.settings_of(group)
+            own[LR] = float(group["lr"]) * self.lr_scale if read_rates else 0.0
+            numbers += own
+        return numbers
+
+    def _is_current(self) -> bool:
+        """Tell whether the plans are of these groups, these parameters and this state."""
+        kept, groups = self._kept, self.param_groups
+        if kept is None or self.state.changed or len(groups) != len(kept):
+            return False
+        for group, (known, params) in zip(groups, kept, strict=True):
+            listed = group["params"]
+            if group is not known or len(listed) != len(params):
+                return False
+            if not all(map(is_, listed, params)):
+                return False
+        return True
+
+    def _make_plans(self) -> list[tuple[Plan, list[int]]]:
+        old = self._plans or []
+        begun = self._give_state()
+        params = [p for group in self.param_groups for p in group["params"]]
+        group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
+        names = self.names
+        plans = []
+        for members in by_device(params).values():
+            sizes = [0] * len(self.param_groups)
+            for i in members:
+                sizes[group_of[i]] += 1
+            plan = Plan(
+                self.algorithm,
+                self.keys,
+                [params[i] for i in members],
+                sizes,
+                self.state,
+                [names[i] for i in members],
+                self.telemetry,
+            )
+            plan.assume_begun([k for k, i in enumerate(members) if params[i] in begun])
+            for known, _ in old:
+                plan.inherit(known)
+            plans.append((plan, members))
+        self._plans = plans
+        self._kept = [(group, list(group["params"])) for group in self.param_groups]
+        self.state.changed = False
+        return plans
+
+    def _give_state(self) -> set[Tensor]:
+        """Make the state of parameters that have a gradient and none yet; return those that had."""
+        begun = set()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self.state.get(p):
+                    if isinstance(self.state[p].get(self.keys[0]), Tensor):
+                        begun.add(p)
+                    self._complete(group, p)
+                elif p.grad is not None:
+                    self.state[p] = self.new_state(group, p)
+        return begun
+
+    def _complete(self, group: Mapping[str, Any], param: Tensor) -> None:
+        """Bring state that torch made, or another setting, into the form that a step needs."""
+        state = self.state[param]
+        for key, fresh in self.new_state(group, param).items():
+            value = state.get(key)
+            if fresh is None:
+                continue
+            if value is None:
+                state[key] = fresh
+            elif not isinstance(value, Tensor):
+                state[key] = torch.full_like(fresh, float(value))
+            elif value.dtype != fresh.dtype or value.device != fresh.device:
+                state[key] = value.to(fresh.device, fresh.dtype)
+            elif key != "step" and value.stride() != fresh.stride():
+                state[key] = fresh.copy_(value)
+
+    # Checkpoints and copies
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the torch class would, and the state of the clipper under "zclip"."""
+        state = super().state_dict()
+        state["state"] = {key: dict(entry) for key, entry in state["state"].items()}
+        if self.clipper is not None:
+            state[CLIP_KEY] = self.clipper.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` of this or of the torch class returned.
+
+        The learned statistics of the clipper stay if the state has none. What memory holds is not
+        compared with what was stored before: the next step begins a new comparison.
+        """
+        state_dict = dict(state_dict)
+        clip_state = state_dict.pop(CLIP_KEY, None)
+        super().load_state_dict(state_dict)
+        self._widen(state_dict)
+        self._plans = self._kept = None
+        if clip_state is not None and self.clipper is not None:
+            self.clipper.load_state_dict(clip_state)
+
+    def _widen(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the moments of 16-bit parameters as they were saved: torch rounds them."""
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for saved_id, param in zip(saved_ids, params, strict=True):
+            saved = state_dict["state"].get(saved_id)
+            if param.dtype in _NARROW and saved:
+                for key in self.keys:
+                    if isinstance(saved.get(key), Tensor):
+                        wide = saved[key].to(param.device, torch.float32, copy=True)
+                        self.state[param][key] = wide
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out plans and the last result: they belong to this process."""
+        own = ("clipper", "skip_nonfinite", "telemetry", "stochastic_rounding", "seed", "lr_scale")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Watch the state that came."""
+        super().__setstate__(state)
+        self.state = self.__dict__["state"]
+        self._step_supports_amp_scaling = True
+        self._plans = self._kept = None
+
+
+def _renumbered(summary: Tensor, members: list[int]) -> Tensor:
+    """Return a summary whose indices are those of the whole list."""
+    table = torch.tensor([-1.0, *map(float, members)]).to(summary.device, non_blocking=True)
+    columns = list(summary.unbind())
+    for column in (FIRST_BAD_TENSOR, FIRST_FOREIGN):
+        columns[column] = table[(columns[column] + 1).long()]
+    return torch.stack(columns)
+
+
+def _merged(summaries: list[Tensor]) -> Tensor:
+    table = torch.stack(summaries)
+    flags = torch.zeros((), dtype=torch.int32, device=table.device)
+    for value in table[:, HEALTH_FLAGS].int().unbind():
+        flags = flags | value
+    indices = (table[:, column] for column in (FIRST_BAD_TENSOR, FIRST_FOREIGN))
+    first = [torch.where(index < 0, torch.inf, index).amin() for index in indices]
+    first = [torch.where(index.isinf(), -1.0, index) for index in first]
+    norms = [table[:, column].square().sum().sqrt() for column in (WEIGHT_NORM, UPDATE_NORM)]
+    return torch.stack([table[:, TAKEN].amax(), flags.float(), *first, *norms])

@@ -1,0 +1,168 @@
+"""The parameters of a fused optimizer on one device, with their state, as the operators take them.
+
+Built once, then only checked: parameter groups by identity, state by :class:`WatchedState`, and
+addresses in the operator itself, natively.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zclip.backends import native
+from zclip.checks import check_tensors, check_writable
+from zclip.layout import NUM_LEDGER, UPDATES
+from zclip.parallel.placement import has_dtensor, local_parts
+
+_GRAD = attrgetter("grad")
+_NONE = id(None)
+
+
+class Plan:
+    """One device's share of the parameters.
+
+    Args:
+        algorithm: ADAM, SGD or LION of :mod:`zclip.layout`.
+        keys: of the first moment, the second, and its maximum in the state of a parameter.
+        params: of all groups that have some on this device, one after another.
+        sizes: how many of them each group has.
+        state: of the optimizer.
+        names: of the parameters.
+        telemetry: whether to measure weights and state.
+
+    Attributes:
+        lacking: indices of parameters that have no state yet.
+        ledger: int64 [N, 5], see :mod:`zclip.layout`.
+    """
+
+    def __init__(
+        self,
+        algorithm: int,
+        keys: Sequence[str],
+        params: list[Tensor],
+        sizes: list[int],
+        state: Mapping[Tensor, Mapping[str, Any]],
+        names: list[str],
+        telemetry: bool,
+    ) -> None:
+        self.algorithm = algorithm
+        self.params = params
+        self.sizes = sizes
+        self.names = names
+        self.telemetry = telemetry
+        self.device = params[0].device
+        self.lacking = [i for i, p in enumerate(params) if not state.get(p)]
+        self._has_dtensor = has_dtensor(params)
+        self._nothing = torch.empty(0, device=self.device)
+        self._aligns = False
+        self._local = self._local_parts(params)
+        entries = [state.get(p, {}) for p in params]
+        self._lists = [self._listed(entries, key) for key in keys]
+        self._steps = self._listed(entries, "step")
+        self.ledger = torch.zeros(len(params), NUM_LEDGER, dtype=torch.int64, device=self.device)
+        self._handle = 0
+
+    def _listed(self, entries: list[Mapping[str, Any]], key: str) -> list[Tensor]:
+        found = [entry.get(key) for entry in entries]
+        if all(value is None for value in found):
+            return []
+        return self._local_parts([self._nothing if value is None else value for value in found])
+
+    def _local_parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        return local_parts(tensors, self.name) if self._has_dtensor else tensors
+
+    def name(self, i: int) -> str:
+        """Return what an error calls a gradient."""
+        return f"the gradient of {self.names[i]}"
+
+    @property
+    def is_native(self) -> bool:
+        """Whether one call of the extension can do a whole step."""
+        return self.device.type == "cpu" and native.is_loaded()
+
+    def inherit(self, old: "Plan") -> None:
+        """Take over what the ledger of another plan knows of the same parameters."""
+        known = {id(p): row for p, row in zip(old.params, old.ledger.unbind(), strict=True)}
+        rows = self.ledger.unbind()
+        for param, row in zip(self.params, rows, strict=True):
+            if id(param) in known:
+                row.copy_(known[id(param)])
+
+    def assume_begun(self, indices: Sequence[int]) -> None:
+        """Note that these parameters were updated before: their state was loaded."""
+        for i in indices:
+            self.ledger[i, UPDATES] = 1
+
+    def gradients(self) -> list[Tensor] | None:
+        """Return the gradients, an empty tensor where there is none; None if none has any.
+
+        Raises:
+            LookupError: one that has no state yet has a gradient now: a new plan is needed.
+        """
+        grads: list[Any] = list(map(_GRAD, self.params))
+        if _NONE in set(map(id, grads)):
+            if all(g is None for g in grads):
+                return None
+            if any(grads[i] is not None for i in self.lacking):
+                raise LookupError
+            grads = [self._nothing if g is None else g for g in grads]
+        elif self.lacking:
+            raise LookupError
+        grads = self._local_parts(grads)
+        return self._in_line(grads) if self._aligns else grads
+
+    def update(self, grads: list[Tensor], *numbers: Any) -> tuple[Tensor, Tensor]:
+        """Call ``optim_update_``; see there for what ``numbers`` are."""
+        op = torch.ops.zclip.optim_update_.default
+        lists = (*self._lists, self._steps, self.ledger)
+        coefs, blocked, grad_scale, rates, settings, seed, skip_flags = numbers
+        tail = (coefs, blocked, grad_scale, rates, self.algorithm, self.sizes, settings, seed)
+        watched = (self.telemetry, skip_flags)
+        try:
+            rows, summary = op(self._local, grads, *lists, *tail, *watched)
+        except (RuntimeError, TypeError, ValueError):
+            grads = self._repaired(grads)
+            rows, summary = op(self._local, grads, *lists, *tail, *watched)
+        return rows, summary
+
+    def step(self, grads: list[Tensor], *arguments: Any) -> tuple[Tensor, ...] | None:
+        """Call ``fused_step_``; None if a tensor has moved, so that a new plan is needed."""
+        op = torch.ops.zclip.fused_step_.default
+        if not self._handle:
+            self._handle = self._make()
+        try:
+            results: tuple[Tensor, ...] = op(grads, self._handle, *arguments)
+        except (RuntimeError, TypeError, ValueError):
+            results = op(self._repaired(grads), self._handle, *arguments)
+        return results if results[-1].numel() else None
+
+    def _make(self) -> int:
+        lists = (*self._lists, self._steps, self.ledger)
+        handle: int = torch.ops.zclip.make_plan.default(
+            self._local, *lists, self.algorithm, self.sizes, self.telemetry
+        )
+        weakref.finalize(self, torch.ops.zclip.drop_plan.default, handle)
+        return handle
+
+    def _repaired(self, grads: list[Tensor]) -> list[Tensor]:
+        """Return gradients that lie in memory as their parameters do, after an operator refused.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: that is not what is wrong.
+        """
+        check_tensors(grads, self.name)
+        check_writable(self._local, lambda i: self.names[i])
+        repaired = self._in_line(grads)
+        if all(a is b for a, b in zip(repaired, grads, strict=True)):
+            raise  # the error of the operator, in whose handler this is called
+        self._aligns = True
+        return repaired
+
+    def _in_line(self, grads: list[Tensor]) -> list[Tensor]:
+        return [
+            torch.empty_like(p).copy_(g) if g.numel() > 1 and g.stride() != p.stride() else g
+            for p, g in zip(self._local, grads, strict=True)
+        ]
