@@ -94,7 +94,7 @@ ZCLIP_ALWAYS_INLINE bool add_block(const double* quick, const value_t* data, int
                                    double* wide) {
   double total = 0.0;
   for (int k = 0; k < kWide; ++k) total += quick[k];
-  if (trustworthy(total)) {
+  if (trustworthy<value_t>(total)) {
     for (int k = 0; k < kWide; ++k) wide[k] += quick[k];
     return false;
   }
