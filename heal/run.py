@@ -239,6 +239,7 @@ class TorchRun:
             "calls": self.calls,
             "lr_scale": self._lr_scale,
             "ramp": self._ramp,
+            "lr_limit": self._lr_limit,
             "micro_batches": self.micro_batches,
             "micro": self._micro.state(),
             "anchor_steps": self.anchor.steps_left,
@@ -249,6 +250,7 @@ class TorchRun:
         """Go on at a step of another process, with what :meth:`state` returned there."""
         self.step, self.calls = step, saved.get("calls", step)  # not in the first checkpoints
         self.lr_scale, self._ramp = saved["lr_scale"], saved["ramp"]
+        self._lr_limit = saved.get("lr_limit")  # not before version 0.2
         self.micro_batches = saved["micro_batches"]
         if "micro" in saved:  # not in the first checkpoints
             self._micro.load_state(saved["micro"])

@@ -32,7 +32,7 @@ class LossChange:
     FIRST = 3  # losses that say where the run began
 
     def __init__(self, config: HealingConfig) -> None:
-        self.factor = config.loss_spike_factor
+        del config  # nothing here is worth a knob
         self.losses = Window(self.LOSSES)
         self.block = Window(self.BLOCK)
         self.best = math.inf

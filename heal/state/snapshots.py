@@ -52,6 +52,11 @@ class Snapshot:
             self.landed.synchronize()
             self.landed = None
 
+    @property
+    def has_landed(self) -> bool:
+        """Whether the copies are there, so that nobody has to wait for them."""
+        return self.landed is None or bool(self.landed.query())
+
     def verify(self) -> None:
         """Raise unless every copy still has the bytes of its source.
 
@@ -271,6 +276,8 @@ class SnapshotRing:
             if snapshot.is_good or not (enough or (trust and snapshot.is_proven)):
                 continue
             if self._suspect_since is not None and snapshot.step > self._suspect_since:
+                continue
+            if not trust and not snapshot.has_landed:
                 continue
             snapshot.wait()
             if float(snapshot.num_bad) > 0:
