@@ -47,9 +47,7 @@ def measure(count):
     dispatch = median_us(lambda: torch.ops.zclip_bench.nothing_(grads))
     cached = median_us(lambda: TensorList(grads, WRITE))
     rebuilt = median_us(lambda: TensorList(grads, WRITE), tables.forget_tables)
-    native = median_us(
-        lambda: torch.ops.zclip.clip_by_(tiny, state, 0, (float("inf"), PROPAGATE))
-    )
+    native = median_us(lambda: torch.ops.zclip.clip_by_(tiny, state, 0, (float("inf"), PROPAGATE)))
     return tuple(us / count for us in (dispatch, cached, rebuilt, native))
 
 
