@@ -436,6 +436,7 @@ void check_agc(simt::Random& random) {
   shapes.push_back({cuda::kWarps + 1, 17});
   // More tensors than a table of rows holds, and than 4 KB of arguments do.
   for (int i = 0; i < cuda::kAgcCapacity; ++i) shapes.push_back({1 + i % 2, 3});
+  shapes.push_back({1, 3});  // so that the last group of chunks is not full
   size_t num_rows = 0;
   for (const auto& [rows, row_len] : shapes) {
     grads.emplace_back(Format::kFloat32, rows * row_len, 1, rows);
@@ -525,10 +526,11 @@ void check_watch_loss(simt::Random& random) {
 void check_splitting(simt::Random& random) {
   const int64_t count = SIMT_TSAN ? 300 : 2 * cuda::LargeTable::kCapacity + 3;
   cuda::emulates_old_driver = random.one_in(2);
+  cuda::emulated_multiprocessors = 1;
   Tensors tensors;
   for (int64_t i = 0; i < count; ++i) {
-    // The last has a chunk more than what stood there in the table before.
-    tensors.emplace_back(Format::kFloat32, i + 1 == count ? cuda::kDeviceChunk + 3 : i % 5, 0);
+    // The last has more chunks than what stood there in the table before, and than blocks.
+    tensors.emplace_back(Format::kFloat32, i + 1 == count ? 2 * cuda::kDeviceChunk + 3 : i % 5, 0);
     fill(tensors.back(), random);
   }
   const std::vector<DeviceTensor> list = device_list(tensors);
@@ -561,6 +563,7 @@ void check_splitting(simt::Random& random) {
   cuda::launch_scale(list.data(), count, one.data(), nullptr, kQueue);
   expect_content(tensors, last_halved, "scale_ of the last in several launches");
   cuda::emulates_old_driver = false;
+  cuda::emulated_multiprocessors = 2;
 }
 
 struct Check {
