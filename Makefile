@@ -10,7 +10,7 @@ TRITON := triton==3.7.1
 WORKERS ?= 2
 CXX_SOURCES := $(shell find csrc -type f)
 
-.PHONY: demo test browser test-triton-newest soak bench docs lint format info clean
+.PHONY: demo test browser test-triton-newest soak bench gpu-check docs lint format info clean
 
 demo: $(VENV)/built
 	$(BIN)/zclip-bench --quick
@@ -50,6 +50,12 @@ bench: $(VENV)/built
 	$(BIN)/python benchmarks/bench_heal.py --save $(RESULTS)
 	$(BIN)/python benchmarks/bench_checkpoint.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python -m pytest -q benchmarks $(BENCH) --benchmark-quiet
+
+# For a person with a GPU: builds, tests, sanitizes and measures on it, and writes one report to send back.
+# Wants a Python whose torch sees the GPU, so it does not use the .venv: make gpu-check PYTHON=python3 GPU_CHECK=--quick
+GPU_CHECK ?=
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK)
 
 # The documentation, into site/. A warning is an error.
 docs: $(VENV)/tools

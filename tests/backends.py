@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.simt import build, device
 from zclip import reference
-from zclip.backends import OPS, answering, native, triton
+from zclip.backends import OF_HOST_MEMORY, OPS, answering, native, triton
 
 
 def _with_rules(functions: dict) -> SimpleNamespace:
@@ -97,6 +97,7 @@ def _cuda(name, *args):
     return tree_map_only(torch.Tensor, lambda t: t.cpu(), result)
 
 
-if torch.cuda.is_available() and answering("grad_stats", "cuda") == "native":
-    served = {name: functools.partial(_cuda, name) for name in device.OPS}
+if torch.cuda.is_available() and answering("grad_stats", "cuda") != "reference":
+    on_device = [name for name in OPS if name not in OF_HOST_MEMORY]
+    served = {name: functools.partial(_cuda, name) for name in on_device}
     BACKENDS["cuda"] = _with_rules({**vars(reference), **served})

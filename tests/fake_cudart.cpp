@@ -38,6 +38,10 @@ std::vector<Configuration> configurations;
 std::vector<Launch> launches;
 int attribute_questions = 0;
 
+// Called with every launch, to look at its arguments while they are there; null if nobody is.
+using Hook = void (*)(const char* kernel, unsigned grid, unsigned block, void** arguments);
+Hook hook = nullptr;
+
 }  // namespace
 
 extern "C" {
@@ -74,6 +78,7 @@ int __cudaLaunchKernel(void* kernel, Dim grid, Dim block, void** arguments, size
   launches.push_back({kernel_names()[kernel],
                       {grid, block, shared_bytes, stream},
                       *static_cast<const int32_t*>(arguments[0])});
+  if (hook != nullptr) hook(launches.back().kernel.c_str(), grid.x, block.x, arguments);
   return 0;
 }
 int cudaLaunchKernel(const void* kernel, Dim grid, Dim block, void** arguments, size_t shared_bytes,
@@ -90,6 +95,7 @@ int cudaDeviceGetAttribute(int* value, int /*attribute*/, int /*device*/) {
 }
 
 // What the test asks of it.
+void fake_on_launch(Hook called) { hook = called; }
 void fake_clear() { launches.clear(); }
 int fake_launches() { return static_cast<int>(launches.size()); }
 int fake_attribute_questions() { return attribute_questions; }
