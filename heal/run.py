@@ -146,7 +146,8 @@ class TorchRun:
         Args:
             is_proven: whether it is good at once, as the state is that training begins with.
         """
-        self._constants.look(self.step)
+        if self.step % self._config.snapshot_interval == 0:  # not in the dense first ones
+            self._constants.look(self.step)
         self.has_changed_shape()
         values = {
             **self._state.values(),

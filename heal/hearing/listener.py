@@ -255,18 +255,19 @@ class Listener:
         if settled.answer is Answer.DAMAGED:
             return [settled.finding]
         self._run.ring.note_settled()
+        if settled.finding.cause is Cause.NOT_LEARNING:
+            is_shown = settled.why is NOT_LEARNING
+            return [replace(settled.finding, wants_proof=False)] if is_shown else []
         if settled.answer is Answer.OTHER_DATA:
             self.watch.rebase()
             if settled.finding.cause in NONFINITE:
                 self.watch.note_nan_data()
             return []
         found = replace(settled.finding, wants_proof=False)
-        if settled.why is NOT_LEARNING:
-            return [found]
         if settled.why is not NO_FORWARD:
             return []
         self.watch.rebase()  # the level stays unexplained; later ones are measured against it
-        if found.cause in self._unprovable or found.cause is Cause.NOT_LEARNING:
+        if found.cause in self._unprovable:
             return []
         self._unprovable.add(found.cause)
         self._note(settled.why)

@@ -17,7 +17,13 @@ def make_healer(model, **config):
     healer = Healer(
         model,
         torch.optim.AdamW(model.parameters(), 1e-3),
-        config=quick(snapshot_interval=5, quarantine_steps=2, check_interval=1, **config),
+        config=quick(
+            snapshot_interval=5,
+            quarantine_steps=2,
+            check_interval=1,
+            disabled_detectors="loss",  # no experiment: each batch is to be given out once
+            **config,
+        ),
     )
     healer.on_instability(
         lambda diagnosis, plan: tuple(a for a in plan if isinstance(a, Rollback)) or None

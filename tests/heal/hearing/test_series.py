@@ -7,7 +7,7 @@ from heal.journal import read_events
 from heal.journal.environment import describe_machine, describe_training
 from heal.report.collect import read_run
 from heal.verdict import Record
-from tests.heal.runs import regression
+from tests.heal.runs import regression, roll_back_after_skipped
 
 
 def test_records_are_taken_once_and_columns_that_do_not_change_are_told_once():
@@ -55,14 +55,15 @@ def test_a_rollback_is_told_with_what_it_cost(tmp_path):
         tries.append(batch)
         return calm(batch) * (math.nan if len(tries) in (31, 32) else 1.0)
 
-    setup.train_step = sick
-    setup.run(60, run_dir=tmp_path)
+    healer = setup.healer(run_dir=tmp_path)
+    roll_back_after_skipped(healer, 2)
+    healer.run(sick, setup.loader, 60, progress=False)
     events, _ = read_events(tmp_path / "events.jsonl")
-    rollback = events[-1]
+    rollback = next(e for e in events if e.get("plan") and e["resumed_at"] < e["noticed_at"])
     (incident,) = read_run(tmp_path).incidents
     assert rollback["noticed_at"] > rollback["step"] >= rollback["resumed_at"]
     assert incident["lost_steps"] == rollback["noticed_at"] - rollback["resumed_at"]
-    assert (incident["kind"], incident["outcome"]) == ("rollback", "healed")
+    assert (incident["kind"], incident["outcome"]) == ("rollback", "undone")
     steps = [row[0] for row in read_run(tmp_path).curves[0].rows()]
     assert steps.count(rollback["resumed_at"]) == 2
 

