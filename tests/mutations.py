@@ -155,6 +155,14 @@ BENT = [
     ("agc.cuh", "r < rows; r += kThreads) results.row_coefs[r] = kRefuse;",
      "r < rows - 1; r += kThreads) results.row_coefs[r] = kRefuse;", "agc"),
     ("launchers.cu", "this_ending.applies_rule &= is_last;", "", "splitting"),
+    ("optim_update.cuh", "len - len % kUpdateWidth : 0", "len : 0", "update"),
+    ("optim_update.cuh", "].first_chunk <= chunk", "].first_chunk < chunk", "update"),
+    ("optim_update.cuh", "rest < kDeviceChunk ? rest : kDeviceChunk", "rest", "update"),
+    ("optim_update.cuh", "is_four_aligned(entry.m, size) && ", "", "update"),
+    ("optim_update.cuh", "if (blockIdx.x != 0) return;", "", "update"),
+    ("optim_update.cuh", "if (threadIdx.x == 0) slots[c] = total;", "slots[c] = total;", "update"),
+    ("update_launcher.cu", "if (groups == kMaxGroups) break;", "", "update"),
+    ("update_launcher.cu", "arguments.is_last_table = next == count;", "", "update"),
 ]  # fmt: skip
 
 # A few of each kind, for the run that everybody makes.
@@ -176,6 +184,7 @@ LOOKS_AT = {
     "rewrite.cuh": "rewriting",
     "fingerprint.cuh": "fingerprints",
     "power_stats.cuh": "powers",
+    "optim_update.cuh": "update",
 }
 
 

@@ -350,8 +350,8 @@ __device__ __forceinline__ void update_chunk(const Table& table, const UpdateEnt
   }
 }
 
-// Adds the threads' sums, always in the same order. Thread 0 gets the result; the barrier at the
-// end lets the next chunk use the shared memory again.
+// Adds the threads' sums, always in the same order. Thread 0 gets the result. Before the next call
+// writes the shared memory again there is the barrier of update_chunk.
 __device__ __forceinline__ UpdateSums block_total(UpdateSums sums) {
   ZCLIP_SHARED(UpdateSums, per_warp, kWarps);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -368,7 +368,6 @@ __device__ __forceinline__ UpdateSums block_total(UpdateSums sums) {
       for (int k = 0; k < UpdateSums::kWords; ++k) total.words[k] += per_warp[w].words[k];
     }
   }
-  __syncthreads();
   return total;
 }
 

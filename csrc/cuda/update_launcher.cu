@@ -61,8 +61,7 @@ int launch_tables(const UpdateTensor* tensors, int64_t count, const UpdateCall& 
         launch(optim_update_partials<Table>, blocks_for(table.chunks, queue.device), kThreads,
                static_cast<Stream>(queue.stream), table, slots, ticket, arguments);
     if (error != LaunchError{}) return static_cast<int>(error);
-    slots += table.chunks;
-  } while (next < count);
+  } while (next < count);  // the launches are in order, so they share the slots
   return 0;
 }
 

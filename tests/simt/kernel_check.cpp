@@ -4,6 +4,7 @@
 //   kernel_check first_seed seeds [name of one check]
 
 #include "../../csrc/cuda/launchers.cu"
+#include "../../csrc/cuda/update_launcher.cu"
 
 #include "kernel_memory.h"
 
@@ -566,6 +567,165 @@ void check_splitting(simt::Random& random) {
   cuda::emulated_multiprocessors = 2;
 }
 
+// A parameter, its gradient and its moments, of AdamW.
+struct Updated {
+  GuardedTensor p, g, m, v;
+  float step = 3.0f;
+
+  Updated(Format format, int64_t numel, simt::Random& random)
+      : p(format, numel, random.below(3)),
+        g(format, numel, random.below(3)),
+        m(wide(format), numel, random.below(3)),
+        v(wide(format), numel, random.below(3)) {
+    for (GuardedTensor* tensor : {&p, &g, &m, &v}) fill(*tensor, random);
+    for (int64_t i = 0; i < numel; ++i) v.set(i, std::fabs(v.get(i)));
+  }
+
+  static Format wide(Format format) {
+    return format == Format::kFloat64 ? Format::kFloat64 : Format::kFloat32;
+  }
+  std::vector<char> content() const {
+    std::vector<char> all;
+    for (const GuardedTensor* tensor : {&p, &m, &v}) {
+      const std::vector<char> one = tensor->copy();
+      all.insert(all.end(), one.begin(), one.end());
+    }
+    return all;
+  }
+};
+
+constexpr double kAdamW[kNumOptimSettings] = {0.01, 0.9, 0.99, 1e-8, 0.1, double{kDecoupled}};
+
+struct UpdateResult {
+  std::vector<double> rows;
+  std::vector<float> summary;
+};
+
+UpdateResult update(std::vector<Updated>& list, std::vector<int64_t>& ledger, const float* blocked,
+                    simt::Random& random) {
+  std::vector<cuda::UpdateTensor> tensors;
+  for (size_t i = 0; i < list.size(); ++i) {
+    Updated& t = list[i];
+    tensors.push_back({t.p.numel() == 0 ? nullptr : t.p.data(), t.g.data(), t.m.data(), t.v.data(),
+                       nullptr, &t.step, t.p.numel(), t.p.format(), t.g.format(), false,
+                       static_cast<int32_t>(i / 3)});  // more groups than a launch takes
+  }
+  std::vector<double> settings;
+  for (size_t group = 0; group < list.size() / 3 + 1; ++group) {
+    settings.insert(settings.end(), kAdamW, kAdamW + kNumOptimSettings);
+  }
+  const auto count = static_cast<int64_t>(tensors.size());
+  UpdateResult result = {std::vector<double>(count * kNumTelemetry, NAN),
+                         std::vector<float>(kNumSummary, NAN)};
+  std::vector<uint64_t> scratch(cuda::update_scratch_bytes(tensors.data(), count) / 8);
+  for (uint64_t& word : scratch) word = random.next();
+  const cuda::UpdateCall call = {Algorithm::kAdam,
+                                 settings.data(),
+                                 count,
+                                 ledger.data(),
+                                 nullptr,
+                                 blocked,
+                                 0,
+                                 {},
+                                 nullptr,
+                                 0,
+                                 true,
+                                 result.rows.data(),
+                                 result.summary.data()};
+  cuda::launch_optim_update(tensors.data(), count, call, scratch.data(), kQueue);
+  for (const Updated& t : list) {
+    for (const GuardedTensor* tensor : {&t.p, &t.g, &t.m, &t.v}) {
+      expect(tensor->guards_are_intact(), "wrote outside a tensor");
+    }
+  }
+  return result;
+}
+
+template <typename value_t>
+void update_serially(Updated& t) {
+  const UpdateScalars<value_t> s =
+      scalars_of<value_t>(Algorithm::kAdam, kAdamW, kAdamW[kLr], static_cast<double>(t.step));
+  for (int64_t i = 0; i < t.p.numel(); ++i) {
+    auto m = static_cast<value_t>(t.m.get(i)), v = static_cast<value_t>(t.v.get(i));
+    const auto p = static_cast<value_t>(t.p.get(i));
+    value_t none = 0;
+    const value_t change = adam_update<false>(static_cast<value_t>(t.g.get(i)), p, m, v, none, s);
+    t.p.set(i, p - change);
+    t.m.set(i, m);
+    t.v.set(i, v);
+  }
+  t.step += 1.0f;
+}
+
+void check_update(simt::Random& random) {
+  const uint64_t seed = random.next();
+  const auto make = [&] {
+    simt::Random same(seed);
+    std::vector<Updated> list;
+    const int64_t chunk = cuda::kDeviceChunk, round = 4 * cuda::kThreads;
+    for (const Format format :
+         {Format::kFloat32, Format::kBfloat16, Format::kFloat16, Format::kFloat64}) {
+      for (const int64_t numel :
+           {int64_t{0}, int64_t{1}, int64_t{3}, int64_t{4}, int64_t{5}, round - 1, round + 5,
+            SIMT_TSAN ? 9 : chunk, SIMT_TSAN ? 10 : chunk + 1}) {
+        list.emplace_back(format, numel, same);
+      }
+    }
+    for (int k = 0; k < 12; ++k) list.emplace_back(Format::kFloat32, 7 + k, same);
+    list.emplace_back(Format::kBfloat16, 2 * chunk + 5, same);
+    return list;
+  };
+  std::vector<Updated> serial = make();
+  for (Updated& t : serial) {
+    t.p.format() == Format::kFloat64 ? update_serially<double>(t) : update_serially<float>(t);
+  }
+  UpdateResult first;
+  for (const int64_t multiprocessors : {1, 2, 5}) {
+    if (SIMT_TSAN && multiprocessors != 2) continue;
+    cuda::emulated_multiprocessors = multiprocessors;
+    std::vector<Updated> list = make();
+    std::vector<int64_t> ledger(list.size() * kNumLedger, 0);
+    const UpdateResult found = update(list, ledger, nullptr, random);
+    for (size_t i = 0; i < list.size(); ++i) {
+      const std::string place = " of tensor " + std::to_string(i);
+      expect(list[i].content() == serial[i].content(), "an update" + place);
+      expect(list[i].step == 4.0f, "the step" + place);
+      double sumsq = 0.0;
+      for (int64_t k = 0; k < list[i].p.numel(); ++k) {
+        sumsq += list[i].p.get(k) * list[i].p.get(k);
+      }
+      expect(is_close(found.rows[i * kNumTelemetry], sumsq), "weights" + place);
+      expect(ledger[i * kNumLedger + kUpdates] == 1, "the count of updates" + place);
+    }
+    if (first.rows.empty()) first = found;
+    expect(same_bits(first.rows, found.rows), "another grid, other telemetry");
+    expect(same_bits(first.summary, found.summary), "another grid, another summary");
+    expect(found.summary[kTaken] == 1.0f && found.summary[kHealthFlags] == 0.0f, "a healthy step");
+
+    const size_t last = list.size() - 1;  // of another launch than the first
+    list[last].p.set(0, 5.0);
+    list[last].m.set(1, NAN);
+    const UpdateResult bad = update(list, ledger, nullptr, random);
+    const double* row = bad.rows.data() + last * kNumTelemetry;
+    expect(row[kForeign] == kForeignWeight + kForeignFirst, "foreign writes");
+    expect(row[kFirstBad] == 1.0 && row[kWeightBad] == 1.0, "bad elements");
+    expect(bad.summary[kFirstForeign] == static_cast<float>(last), "the first foreign tensor");
+    expect(bad.summary[kFirstBadTensor] == static_cast<float>(last), "the first bad tensor");
+
+    std::vector<std::vector<char>> before;
+    for (const Updated& t : list) before.push_back(t.content());
+    const float one = 1.0f;
+    const UpdateResult skipped = update(list, ledger, &one, random);
+    for (size_t i = 0; i < list.size(); ++i) {
+      expect(list[i].content() == before[i], "a skipped step wrote");
+      expect(list[i].step == 5.0f, "a skipped step counted");
+    }
+    expect(skipped.summary[kTaken] == 0.0f && skipped.rows[last * kNumTelemetry] == 0.0,
+           "what a skipped step reports");
+  }
+  cuda::emulated_multiprocessors = 2;
+}
+
 struct Check {
   const char* name;
   void (*run)(simt::Random&);
@@ -580,7 +740,8 @@ constexpr Check kChecks[] = {{"stats", check_stats},
                              {"fingerprints", check_fingerprints},
                              {"powers", check_powers},
                              {"watch_loss", check_watch_loss},
-                             {"splitting", check_splitting}};
+                             {"splitting", check_splitting},
+                             {"update", check_update}};
 
 }  // namespace
 }  // namespace kernel_check
