@@ -174,6 +174,11 @@ class Bookkeeping:
                 return
             self._wants_snapshot = False
             self._num_waited = 0
+            if self._run.ring.is_starved:
+                self._notes.add(
+                    "the last snapshots held NaN or Inf and were dropped: a rollback can only "
+                    "return to an older one; look at buffers and optimizer state"
+                )
             if not self._run.capture_after_step() and self._run.ring.degraded:
                 self._notes.add(self._run.ring.degraded)
 

@@ -22,6 +22,7 @@ from heal.state.training_state import copy_by_kind
 AGE_RATIO = 4  # each snapshot kept is about this many times older than the next younger one
 YOUNGEST_AGE = 1.5  # intervals; between 1 and 2, so that two snapshots are of different ages
 PATIENCE = 4  # quarantines that a snapshot may take before it makes way for another
+STARVED = 3  # snapshots in a row with NaN or Inf in them that are worth a word
 FREE_SHARE = 0.5  # of the memory now free, that all snapshots together may take
 
 
@@ -103,10 +104,16 @@ class SnapshotRing:
         self._checked_step = -1
         self._suspect_since: int | None = None
         self._pinned: set[int] = set()
+        self._num_rejected = 0  # in a row
         self._kept: list[Snapshot] = []  # oldest first
         self._spare: list[dict[Key, Tensor]] = []
         self._copied: torch.Event | None = None
         self._sides: dict[torch.device, SideStream] = {}
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the last snapshots all held NaN or Inf, so that none becomes good any more."""
+        return self._num_rejected >= STARVED
 
     def is_due(self, step: int) -> bool:
         """Whether to take a snapshot now: at every power of two, then at every interval."""
@@ -281,8 +288,10 @@ class SnapshotRing:
                 continue
             snapshot.wait()
             if float(snapshot.num_bad) > 0:
+                self._num_rejected += 1
                 self._drop(snapshot)
             else:
+                self._num_rejected = 0
                 snapshot.is_good = True
 
     def _drop(self, snapshot: Snapshot) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import subprocess
 import sys
 
@@ -233,3 +234,29 @@ def test_onednn_without_memory_for_a_kernel_is_out_of_memory():
     assert classify(RuntimeError("could not create a primitive"))[0] is Cause.OUT_OF_MEMORY
     unsupported = RuntimeError("could not create a primitive descriptor for a convolution")
     assert classify(unsupported)[0] is Cause.UNKNOWN
+
+
+@pytest.mark.parametrize("nan_action", ["warn", "skip", "rollback"])
+def test_every_skipped_step_is_a_line_whatever_nan_action_says(caplog, nan_action):
+    model, optimizer, healer = build(nan_action=nan_action)
+    for step in range(12):
+        loss = model(torch.ones(4, 8)).square().mean() * (math.nan if step == 8 else 1.0)
+        loss.backward()
+        healer.step(loss)
+        optimizer.zero_grad()
+    healer.close()
+    (line,) = [told for told in warnings(caplog) if "step 8" in told]
+    assert "skipped" in line
+
+
+def test_snapshots_that_stop_becoming_good_are_reported():
+    model, optimizer, healer = build(snapshot_interval=5, quarantine_steps=2, check_interval=0)
+    for step in range(40):
+        if step == 12:
+            optimizer.state[model[0].weight]["exp_avg_sq"].fill_(math.inf)  # no update, no NaN
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        healer.step(loss)
+        optimizer.zero_grad()
+    healer.close()
+    assert any("snapshots held NaN or Inf" in note for note in healer.notes)
