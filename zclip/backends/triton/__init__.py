@@ -32,6 +32,9 @@ MODULE_OF = {
 }
 """Where each operator lives; those of host memory stay with the reference."""
 
+LEFT_TO_REFERENCE = ("optim_update_",)
+"""Operators of device memory that have no Triton kernel yet."""
+
 
 def problem() -> str | None:
     """Return why Triton cannot be used, or None. Reads its version without importing it."""
