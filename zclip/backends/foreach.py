@@ -77,6 +77,7 @@ def implementations(ops: Sequence[str]) -> dict[str, Callable[..., Any]]:
         "scale_": scale_,
         "zero_nonfinite_": zero_nonfinite_,
         "clip_by_": clip_by_,
+        "decide_by_": decide_by_,
     }
     return {name: ours[name] for name in ops if name in ours}
 
@@ -89,14 +90,26 @@ def clip_by_(
     loss: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`zclip.reference.clip_by_`: measure, choose and scale."""
-    _check(grads)
     _check_writable(grads)
+    norm, stats, coefs, verdict = decide_by_(grads, state, rule, settings, loss)
+    if find_rule(rule).typed(settings).get("nonfinite", PROPAGATE) == ZERO:
+        zero_nonfinite_(grads, stats)
+    _multiply_(grads, coefs)
+    return norm, stats, coefs, verdict
+
+
+def decide_by_(
+    grads: list[Tensor],
+    state: Tensor,
+    rule: int,
+    settings: Sequence[float],
+    loss: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`zclip.reference.decide_by_`: measure and choose; the gradients are only read."""
+    _check(grads)
     stats = _measure(grads)
     coefs, verdict = reference.rule_(state, stats, rule, settings, loss)
     nonfinite = find_rule(rule).typed(settings).get("nonfinite", PROPAGATE)
-    if nonfinite == ZERO:
-        zero_nonfinite_(grads, stats)
-    _multiply_(grads, coefs)
     norm = reference.reported_norm(stats, nonfinite).to(norm_dtype(grads))
     return norm, stats, coefs, verdict
 
