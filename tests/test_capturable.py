@@ -146,7 +146,7 @@ def test_no_room_is_an_error():
 def capturing(monkeypatch):
     """As if the current stream were captured; switched on by the test."""
     state = {"on": False}
-    monkeypatch.setattr("zclip.optim.is_capturing", lambda: state["on"])
+    monkeypatch.setattr("zclip.optim.clipped.is_capturing", lambda: state["on"])
     return state
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zclip import reference
-from zclip.backends import OPS, foreach
+from zclip.backends import foreach
 from zclip.layout import INF, KEEP, NAN, REFUSE, SUMSQ
 
 SIZES = (0, 1, foreach.ROW - 1, foreach.ROW, foreach.ROW + 1, foreach.GATHERED + 77, 5_000_003)
@@ -100,6 +100,6 @@ def test_only_cpu_tensors_come_here():
 def test_gradients_that_are_not_clipped_are_not_written():
     grads = [torch.ones(3), torch.ones(70_000)]
     versions = [g._version for g in grads]
-    clip = foreach.implementations(OPS)["clip_by_global_norm_"]
-    clip(grads, torch.empty(0, dtype=torch.float64), 1e6, 0)
+    rule = reference.IDS["global_norm"]
+    foreach.clip_by_(grads, torch.empty(0, dtype=torch.float64), rule, [1e6, 0.0])
     assert [g._version for g in grads] == versions

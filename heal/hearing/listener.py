@@ -180,6 +180,7 @@ class Listener:
             interval = math.ceil(interval / CLOSE_WATCH)
         # Dense at the start of a run, at powers of two, and at once if something is suspected.
         is_early = step < interval and step & (step - 1) == 0
+        is_early = is_early and self.watch.forecast is None  # it learned from regular checks
         return step % interval == 0 or is_early or self._wants_check
 
     @property
@@ -240,7 +241,8 @@ class Listener:
         known = []
         for finding in findings:
             if finding.wants_proof:
-                if self._experiment.ask(finding):
+                is_asked = self._experiment.ask(finding)
+                if is_asked and finding.cause is not Cause.NOT_LEARNING:  # no state is in doubt
                     self._run.ring.note_suspect(finding.bad_step)
                     self._wants_check = True
                 if finding.cause not in NONFINITE:

@@ -587,3 +587,20 @@ def experiments_of_ddp_change_no_bit():
 @check(2)
 def experiments_of_fsdp_change_no_bit():
     _experiments_change_no_bit("fsdp")
+
+
+@check(2)
+def nan_in_the_weights_of_one_rank_returns_all_to_a_snapshot_at_once():
+    for rank in range(2):
+        setup = Setup("fsdp", check_interval=1000)
+
+        def corrupt(batch, setup=setup):
+            corrupt_first(setup.model.parameters(), math.nan)
+
+        setup.fault(rank, 17, corrupt)
+        setup.run(40)
+        setup.assert_alike()
+        assert setup.causes()[0] in ("weight_corruption", "nonfinite_loss"), setup.causes()
+        first = setup.done[0]
+        assert "Rollback" in first[3], setup.done
+        assert first[0] <= 17 + 2 + setup.healer.config.lag, setup.done

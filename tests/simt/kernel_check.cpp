@@ -145,7 +145,7 @@ void check_rule(cuda::Rule rule, size_t columns, const Serial& serial, simt::Ran
   Tensors tensors;
   for (int i = 0; i < 9; ++i) {
     // The last one may be finished by the whole block, whose first thread then writes its row.
-    const bool large = i == 8 && rule.kind == cuda::Rule::Kind::kGlobalNorm;
+    const bool large = i == 8 && rule.id == RuleId::kGlobalNorm;
     const int64_t numel = large ? 2 * cuda::kDeviceChunk + 5 : 40 * i;
     tensors.emplace_back(i % 2 ? Format::kFloat32 : Format::kBfloat16, numel, i % 3);
   }
@@ -219,9 +219,10 @@ void check_totals(simt::Random& random) {
     std::vector<double> coefs(count), want(count), state(kNumCounters), want_state(kNumCounters);
     std::vector<float> verdict(kNumVerdict), said(kNumVerdict);
     cuda::Rule rule = {};
-    rule.kind = cuda::Rule::Kind::kGlobalNorm;
+    rule.id = RuleId::kGlobalNorm;
     rule.state = state.data();
-    rule.global_norm = {1.0, NonFinite::kSkip};
+    rule.settings[0] = 1.0;
+    rule.settings[1] = static_cast<double>(NonFinite::kSkip);
     cuda::launch_rule(rule, rows.data(), count, {coefs.data(), verdict.data(), nullptr, false},
                       kQueue);
     const double coef = global_norm_rule(total_of(rows.data(), count), 1.0, NonFinite::kSkip,
@@ -229,14 +230,15 @@ void check_totals(simt::Random& random) {
     std::fill_n(want.data(), count, coef);
     expect(same_bits(coefs, want) && same_bits(verdict, said), "totals of many rows");
 
-    const AdaGcSettings adagc = adagc_settings(1.04, 0.99, 1.0, 1e-6, 1, 0, 0);
+    const double settings[] = {1.04, 0.99, 1.0, 1e-6, 1, 0, 0};
+    const AdaGcSettings adagc = AdaGc::settings_of(settings);
     std::vector<double> gammas(kGammaColumn + count, 1.5), want_gammas;
     gammas[kSteps] = 5.0;
     gammas[kClipCount] = gammas[kSkipCount] = 0.0;
     want_gammas = gammas;
-    rule.kind = cuda::Rule::Kind::kAdaGc;
+    rule.id = RuleId::kAdaGc;
     rule.state = gammas.data();
-    rule.adagc = adagc;
+    std::copy(std::begin(settings), std::end(settings), rule.settings);
     cuda::launch_rule(rule, rows.data(), count, {coefs.data(), verdict.data(), nullptr, false},
                       kQueue);
     adagc_rule(rows.data(), count, adagc, want_gammas.data(), want.data(), said.data());

@@ -4,8 +4,10 @@ import random
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from heal import HealingConfig, SelfHealingTrainer
+from tests.heal.runs import roll_back_after_skipped
 from tests.heal.trainers.tiny import set_seed
 
 QUICK = {"snapshot_interval": 3, "quarantine_steps": 2, "check_interval": 10, "lr_ramp_steps": 20}
@@ -20,10 +22,23 @@ def quick(**changes: Any) -> HealingConfig:
 
 
 class Healed:
-    """A trainer that was healed: what came out, and what it was told to wait."""
+    """A trainer that was healed: what came out, and what it was told to wait.
 
-    def __init__(self, trainer: Any, run_dir: Any = None, resume: Any = None, **config: Any):
+    With ``rolls_back_after`` so many skipped steps in a row are rolled back, for tests that need
+    some rollback.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        run_dir: Any = None,
+        resume: Any = None,
+        rolls_back_after: int = 0,
+        **config: Any,
+    ):
         set_seed(1)
+        if rolls_back_after:
+            trainer.add_callback(_RollsBack(self, rolls_back_after))
         self.trainer = trainer
         self.waits: list[float] = []
         options = {name: config.pop(name) for name in OPTIONS if name in config}
@@ -52,6 +67,18 @@ class Healed:
     @property
     def causes(self) -> set[str]:
         return {cause for cause, _ in self.told}
+
+
+class _RollsBack(TrainerCallback):
+    """Registers the hook once there is a healer."""
+
+    def __init__(self, healed: Healed, patience: int) -> None:
+        self._healed, self._patience, self._healer = healed, patience, None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._healer is not self._healed.healer:
+            self._healer = self._healed.healer
+            roll_back_after_skipped(self._healer, self._patience)
 
 
 def bare(trainer: Any, resume: Any = None) -> Any:

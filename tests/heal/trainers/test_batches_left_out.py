@@ -38,7 +38,7 @@ class Fed:
 def resumed_after_harm(folder, samples, data, accumulate):
     """Have two batches do harm, roll back, crash, and resume; return what came of it."""
     settings = {**SAVING, "data": tiny.tokens(samples), "gradient_accumulation_steps": accumulate}
-    config = {"nan_patience": 2, "data": data}
+    config = {"rolls_back_after": 2, "data": data, "snapshot_interval": 5}  # saves 6 once more
     undisturbed = Fed(tiny.plain(folder / "undisturbed", **settings))
     Healed(undisturbed.trainer)
     bad = {undisturbed.seen[8 * accumulate], undisturbed.seen[9 * accumulate]}

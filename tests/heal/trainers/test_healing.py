@@ -54,7 +54,7 @@ def test_a_nan_in_one_of_several_micro_batches_refuses_the_step(tmp_path):
 def test_nans_in_a_row_roll_back_and_the_steps_are_made_up_for(tmp_path):
     trainer = tiny.plain(tmp_path, max_steps=20)
     failures.nan_loss(trainer, at=9, times=2)
-    healed = Healed(trainer, nan_patience=2)
+    healed = Healed(trainer, rolls_back_after=2)
     assert healed.told[-1] == ("nonfinite_loss", ["Rollback", "SkipBatches", "ScaleLr"])
     assert is_finite(trainer)
     assert healed.output.global_step == trainer.state.max_steps == 20
@@ -169,12 +169,12 @@ def test_memory_that_runs_out_within_the_optimizer_rolls_back(tmp_path):
     assert trainer.lr_scheduler.last_epoch == 12
 
 
-def test_the_budget_ends_a_run_that_nothing_helps(tmp_path):
+def test_nan_that_never_ends_ends_the_run_with_sound_weights(tmp_path):
     trainer = tiny.plain(tmp_path, max_steps=60)
     failures.nan_loss(trainer, at=9, times=10**6)
-    healed = Healed(trainer, nan_patience=1, max_recovery_attempts=2)
+    healed = Healed(trainer, nan_patience=1, max_consecutive=20)
     assert isinstance(healed.error, CannotHeal)
-    assert healed.error.exit_code == ExitCode.BUDGET_SPENT
+    assert healed.error.exit_code == ExitCode.NONFINITE
     assert is_finite(trainer)
 
 

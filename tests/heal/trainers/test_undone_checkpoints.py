@@ -30,7 +30,7 @@ def fail_at(step):
 def test_no_resume_begins_with_a_checkpoint_of_steps_that_were_taken_back(tmp_path):
     """It would have the damage in its weights, and know nothing of the attempt to heal it."""
     settings = {**SAVING, "max_steps": 30}
-    damaged = {"check_interval": 10, "nan_patience": 3}
+    damaged = {"check_interval": 10, "nan_patience": 3, "snapshot_interval": 5}
     crashed = tiny.plain(tmp_path, **settings)
     failures.corrupts_weights(crashed, at=8, then=fail_at(7))
     healed = Healed(crashed, **damaged)
