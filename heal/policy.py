@@ -231,7 +231,9 @@ def _rungs(
         target = usable[min(config.rollback_depth - 1 + tried, len(usable) - 1)]
         back: tuple[Action, ...] = (Rollback(target), *_skip(diagnosis, config, target, tried))
         back += _held_rate(diagnosis)
-        if not tried:  # a passing fault or a stretch of data needs no lower rate
+        known = () if incident is None else incident.causes
+        is_new_fact = diagnosis.cause in FOUND_LATE and diagnosis.cause.value not in known
+        if not tried or is_new_fact:  # a passing fault or a stretch of data needs no lower rate
             yield (*back, *_hold(config))
         yield (*back, scale, *_hold(config))
         yield (*back, scale, TightenClip(config.clip_factor), *_hold(config))

@@ -273,7 +273,7 @@ class Listener:
             return []
         self._unprovable.add(found.cause)
         self._note(settled.why)
-        return [found]
+        return [] if found.cause in NONFINITE else [found]  # of skipped steps each was reported
 
     def untreated(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """Return what was found and not treated yet, by step, as plain values."""

@@ -103,7 +103,7 @@ FAILURES: dict[str, Failure] = {
     ),
     "divergence": Failure(
         lambda t: t.add_callback(Bend(-1.0, 1000)),
-        ("divergence", "loss_spike", "reward_collapse"),
+        ("divergence", "loss_spike", "weight_corruption", "reward_collapse"),
         settings={"max_steps": 2 * STEPS},
     ),
     "explosion": Failure(

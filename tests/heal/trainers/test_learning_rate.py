@@ -46,7 +46,7 @@ def test_a_cut_reaches_the_live_optimizer_and_the_schedule_goes_on(kind, tmp_pat
 
     trainer, used = rates(lambda: tiny.plain(tmp_path / "healed", **settings))
     failures.nan_loss(trainer, at=7, times=1)
-    healed = Healed(trainer, nan_patience=1, lr_ramp_steps=0, lr_factor=0.25)
+    healed = Healed(trainer, rolls_back_after=1, lr_ramp_steps=0, lr_factor=0.25)
     assert healed.error is None
     now = [line["learning_rate"] for line in trainer.state.log_history if "loss" in line]
     assert now == logged  # the schedule is where it would have been, step by step
@@ -74,7 +74,7 @@ def test_so_it_does_under_a_scheduler_that_waits_for_a_metric(kind, tmp_path):
         )
     )
     failures.nan_loss(trainer, at=7, times=1)
-    healed = Healed(trainer, nan_patience=1, lr_ramp_steps=0, lr_factor=0.25)
+    healed = Healed(trainer, rolls_back_after=1, lr_ramp_steps=0, lr_factor=0.25)
     assert healed.error is None
     assert healed.output.global_step == 16
     assert used[-1] == pytest.approx(0.25 * trainer.optimizer.param_groups[0]["lr"])

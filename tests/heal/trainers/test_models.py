@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 from tests.heal.trainers import failures, tiny
 from tests.heal.trainers.runs import Healed, assert_same, bare, fingerprint, is_finite, weights
 
-HARM = {"nan_patience": 2}
+HARM = {"rolls_back_after": 2}
 
 
 def lora(model):

@@ -55,12 +55,12 @@ def test_an_undisturbed_loop_is_left_alone(tmp_path):
     assert_same(weights(alone), weights(healed.trainer))
 
 
-def test_its_bad_steps_are_refused_and_its_weights_rolled_back(tmp_path):
+def test_its_bad_steps_are_skipped(tmp_path):
     trainer = own_loop(tmp_path, bad=(9, 12, 13, 14))
     healed = Healed(trainer, nan_patience=3)
     assert is_finite(trainer)
     assert healed.healer.metrics()["healing/nan_count"] == 4
-    assert any("Rollback" in actions for _, actions in healed.told)
+    assert not any("Rollback" in actions for _, actions in healed.told)
     assert trainer.state.global_step == 12
 
 

@@ -97,9 +97,9 @@ def test_what_was_tried_survives_the_resume(tmp_path):
     """Else a run that is resumed again and again would heal for ever."""
     trainer = tiny.plain(tmp_path, **SAVING)
     failures.nan_loss(trainer, at=3, times=2)
-    healed = Healed(trainer, nan_patience=2)
+    healed = Healed(trainer, rolls_back_after=2)
     again = Healed(
-        tiny.plain(tmp_path, **SAVING), resume=str(tmp_path / "checkpoint-8"), nan_patience=2
+        tiny.plain(tmp_path, **SAVING), resume=str(tmp_path / "checkpoint-8"), rolls_back_after=2
     )
     for name in ("healing/recovery_attempts", "healing/nan_count"):
         assert again.healer.metrics()[name] == healed.healer.metrics()[name] >= 1
@@ -122,7 +122,7 @@ def test_what_the_log_told_survives_the_resume(tmp_path):
 def test_a_lowered_learning_rate_survives_the_resume(tmp_path):
     trainer = tiny.plain(tmp_path, **{**SAVING, "max_steps": 16})
     failures.nan_loss(trainer, at=5, times=2)
-    healed = Healed(trainer, nan_patience=2, lr_ramp_steps=1000)
+    healed = Healed(trainer, rolls_back_after=2, lr_ramp_steps=1000)
     assert healed.healer.lr_scale == pytest.approx(0.5, abs=0.02)
     again = Healed(
         tiny.plain(tmp_path, **{**SAVING, "max_steps": 16}),
