@@ -380,3 +380,37 @@ def test_an_alert_only_detector_changes_nothing():
 def test_an_unknown_detector_is_refused_by_name():
     with pytest.raises(ValueError, match="got 'losses'"):
         regression(disabled_detectors="losses").healer()
+
+
+def rising_rate(seed, healed):
+    """500 steps at a low rate, then a thousand times that, by a schedule that is known."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+    model.append(nn.Linear(64, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=2e-4, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1.0 if k < 500 else 1e3)
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randn(20, 5, generator=generator)
+    inputs = [torch.randn(64, 20, generator=generator) for _ in range(700)]
+    healer = None
+    if healed:
+        healer = Healer(model, optimizer, schedule, {"zclip_enabled": False}, run_dir=".")
+    for x in inputs if healer is None else healer.batches(inputs):
+        loss = nn.functional.cross_entropy(model(x), (x @ labels).argmax(1))
+        loss.backward()
+        if healer is None:
+            optimizer.step()
+            schedule.step()
+        else:
+            healer.step(loss)
+        optimizer.zero_grad()
+    if healer is not None:
+        healer.close()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_schedule_that_raises_the_rate_a_thousandfold_is_left_alone(seed):
+    expected = rising_rate(seed, healed=False)
+    assert_same(rising_rate(seed, healed=True), expected)
+    assert not events("recovery")
