@@ -233,7 +233,7 @@ def test_the_exit_code_follows_what_failed(tmp_path, monkeypatch, capsys, status
 
 def test_make_knows_it():
     done = subprocess.run(
-        ["make", "-n", "gpu-check", "PYTHON=python9", "GPU_CHECK=--quick"],
+        ["make", "-n", "--no-print-directory", "gpu-check", "PYTHON=python9", "GPU_CHECK=--quick"],
         cwd=ROOT,
         capture_output=True,
         text=True,
