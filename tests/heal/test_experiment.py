@@ -48,7 +48,7 @@ def bare_run(make):
 
 
 def suspected(setup, **options) -> Healer:
-    healer = setup.healer(run_dir=".", **options)
+    healer = setup.healer(run_dir=Path.cwd(), **options)
     healer.add_detector("suspicious", Suspicious())
     return healer
 
@@ -250,7 +250,7 @@ def one_huge_weight(setup):
 @pytest.mark.parametrize("step", [5, 23, 61])
 def test_damage_at_any_step_is_rolled_back_and_the_loss_comes_back(damage, step):
     setup = damaged(regression(), step, damage)
-    setup.run(160, run_dir=".")
+    setup.run(160, run_dir=Path.cwd())
     rolled = [e for e in events("recovery") if e["resumed_at"] < e["noticed_at"]]
     assert rolled
     assert all(event["resumed_at"] < step for event in rolled)
@@ -295,7 +295,7 @@ def test_weights_that_overflow_are_told_from_nan_data():
             param.mul_(1e25)
 
     setup = damaged(regression(), 40, overflow)
-    setup.run(120, run_dir=".")
+    setup.run(120, run_dir=Path.cwd())
     assert all(torch.isfinite(p).all() and p.abs().max() < 1e3 for p in setup.model.parameters())
     assert any(e["resumed_at"] < e["noticed_at"] for e in events("recovery"))
 
@@ -343,7 +343,7 @@ def new_head(setup):
 @pytest.mark.parametrize("says_so", [True, False])
 def test_a_head_that_is_replaced_is_no_damage(says_so):
     setup = regression()
-    healer = setup.healer(run_dir=".")
+    healer = setup.healer(run_dir=Path.cwd())
     for epoch in range(8):
         for batch in healer.batches(setup.loader):
             loss = setup.train_step(batch)
@@ -364,7 +364,7 @@ def test_a_detector_can_be_switched_off_or_set_to_report_only():
     off = damaged(
         regression(disabled_detectors="loss,gradient_explosion,health"), 40, scale_weights
     )
-    off.run(80, run_dir=".")
+    off.run(80, run_dir=Path.cwd())
     assert not events("experiment")
     assert not events("recovery")
 
@@ -372,7 +372,7 @@ def test_a_detector_can_be_switched_off_or_set_to_report_only():
 def test_an_alert_only_detector_changes_nothing():
     names = "loss,gradient_explosion,health,skipped_steps"
     setup = damaged(regression(alert_only_detectors=names), 40, scale_weights)
-    setup.run(80, run_dir=".")
+    setup.run(80, run_dir=Path.cwd())
     assert events("alert")
     assert not events("experiment")
 
@@ -394,7 +394,7 @@ def rising_rate(seed, healed):
     inputs = [torch.randn(64, 20, generator=generator) for _ in range(700)]
     healer = None
     if healed:
-        healer = Healer(model, optimizer, schedule, {"zclip_enabled": False}, run_dir=".")
+        healer = Healer(model, optimizer, schedule, {"zclip_enabled": False}, run_dir=Path.cwd())
     for x in inputs if healer is None else healer.batches(inputs):
         loss = nn.functional.cross_entropy(model(x), (x @ labels).argmax(1))
         loss.backward()
