@@ -158,6 +158,11 @@ class _Question:
     old_loss: float = math.nan
     now_loss: float | None = None
 
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether the loss is finite and the gradients are not: a forward pass tells nothing."""
+        return self.finding.cause is Cause.NONFINITE_GRADIENT
+
 
 class Experiment:
     """Settles suspicions, one at a time, at a bounded cost.
@@ -262,7 +267,7 @@ class Experiment:
         except (SnapshotCorrupt, KeyError) as error:
             self._note(f"experiment: {error}")
             snapshot = None
-        return Trial(self, self._state, snapshot, player)
+        return Trial(self, self._state, snapshot, player, question.needs_gradients)
 
     def note_losses(self, old: Tensor | float | None, now: Tensor | float | None = None) -> None:
         """Take in what a trial has shown.
@@ -298,7 +303,8 @@ class Experiment:
         if now is None:
             if record.step > question.trial_step:
                 return self._settle(Answer.UNDECIDED, "the step of the trial left no record")
-            now = record.loss if record.has_finite_loss else math.inf
+            is_bad = question.needs_gradients and record.has_nonfinite_gradient
+            now = record.loss if record.has_finite_loss and not is_bad else math.inf
         question.trial_step = -1
         question.due_at = record.step + 1
         if math.isnan(question.old_loss):
@@ -465,8 +471,10 @@ class Trial:
         state: TrainingState,
         snapshot: Snapshot | None,
         player: int | None,
+        wants_gradients: bool,
     ) -> None:
         self._experiment = experiment
+        self._wants_gradients = wants_gradients
         self._state = state
         self._live = state.everything()
         held = [key for key in self._live if key[0] in ("parameter", "buffer")]
@@ -495,10 +503,13 @@ class Trial:
     def forward(self, compute: Callable[[], Tensor | float]) -> float | None:
         """Return a loss computed without gradients; None if that failed. Generators are put back.
 
+        Where gradients are in question it is backpropagated, and infinite if they are not finite.
         With several ranks all of them call this, and a failure of one is a failure of all.
         """
         if not self.is_possible:
             return None
+        if self._wants_gradients:
+            return self._backward(compute)
         for mode in (torch.no_grad, torch.enable_grad):  # a loss may differentiate by itself
             try:
                 with mode():
@@ -509,6 +520,29 @@ class Trial:
                 self.rng.put_back()
         self._experiment._note(f"experiment: the forward pass failed: {problem!r}")
         return None
+
+    def _backward(self, compute: Callable[[], Tensor | float]) -> float | None:
+        try:
+            with torch.enable_grad():
+                loss = compute()
+                if isinstance(loss, Tensor) and loss.requires_grad:
+                    loss.backward()
+            return self.judged(float(loss))
+        except Exception as error:  # an experiment must not end a run
+            self._experiment._note(f"experiment: the backward pass failed: {error!r}")
+            return None
+        finally:
+            for param, _ in self._grads:
+                param.grad = None
+            self.rng.put_back()
+
+    def judged(self, loss: float) -> float:
+        """Return the loss of a body that has backpropagated; infinite if its gradients matter."""
+        if not self._wants_gradients:
+            return loss
+        grads = [getattr(p.grad, "_local_tensor", p.grad) for p, _ in self._grads]
+        is_bad = any(g is not None and not bool(g.isfinite().all()) for g in grads)
+        return math.inf if is_bad else loss
 
     def put_back(self) -> None:
         """Put today's weights back, and go on in the trial, to compute with them."""

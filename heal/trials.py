@@ -80,6 +80,8 @@ class BodyTrials:
         trial = self._trial
         assert trial is not None
         self._trial = None
+        if loss is not None:
+            loss = trial.judged(float(loss))
         trial.end()
         if self._guarded.scaler is not None:
             self._guarded.forget_scaling()
