@@ -81,7 +81,7 @@ class BodyTrials:
         assert trial is not None
         self._trial = None
         if loss is not None:
-            loss = trial.judged(float(loss))
+            loss = trial.judged(float(loss.detach() if isinstance(loss, Tensor) else loss))
         trial.end()
         if self._guarded.scaler is not None:
             self._guarded.forget_scaling()
