@@ -414,8 +414,8 @@ class Experiment:
         """Return which snapshots to compare with, and which optimizer's parameters to swap."""
         good = [s for s in self._run.ring.good_steps() if self._fits(s)]
         good = list(self._ranks.common(good))
-        if finding.cause is Cause.NOT_LEARNING:
-            return [(step, None) for step in good[-1:]]
+        if finding.cause is Cause.NOT_LEARNING:  # a player's loss is no measure of progress
+            return [(step, None) for step in good[-1:]] if len(self._state.optimizers) == 1 else []
         before = [s for s in good if s <= finding.bad_step] or good[-1:]
         players = len(self._state.optimizers)
         if players == 1:
