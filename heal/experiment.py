@@ -474,7 +474,7 @@ class Trial:
         wants_gradients: bool,
     ) -> None:
         self._experiment = experiment
-        self._wants_gradients = wants_gradients
+        self.wants_gradients = wants_gradients
         self._state = state
         self._live = state.everything()
         held = [key for key in self._live if key[0] in ("parameter", "buffer")]
@@ -508,7 +508,7 @@ class Trial:
         """
         if not self.is_possible:
             return None
-        if self._wants_gradients:
+        if self.wants_gradients:
             return self._backward(compute)
         for mode in (torch.no_grad, torch.enable_grad):  # a loss may differentiate by itself
             try:
@@ -538,7 +538,7 @@ class Trial:
 
     def judged(self, loss: float) -> float:
         """Return the loss of a body that has backpropagated; infinite if its gradients matter."""
-        if not self._wants_gradients:
+        if not self.wants_gradients:
             return loss
         grads = [getattr(p.grad, "_local_tensor", p.grad) for p, _ in self._grads]
         is_bad = any(g is not None and not bool(g.isfinite().all()) for g in grads)

@@ -213,12 +213,15 @@ class Attempts:
         loss: Tensor | None = None
         is_trial = self._experiment.is_due and not self._guarded.has_stages
         old_losses: list[float | None] = []
+        now_losses: list[float | None] = []
         for at in range(batches.count):
             rng = batches.turn(at)  # not tried: what the loader raises was judged there
             if is_trial:
-                old_losses.append(self._try_old_weights(train_step, batches.drawn[at]))
+                old, now = self._try_old_weights(train_step, batches.drawn[at])
+                old_losses.append(old)
+                now_losses.append(now)
                 if at == batches.count - 1:
-                    self._experiment.note_losses(_mean(old_losses))
+                    self._experiment.note_losses(_mean(old_losses), _mean(now_losses))
             if at == 0:
                 self._micro.begin_step(rng)
             else:
@@ -228,10 +231,20 @@ class Attempts:
                 return None, failure
         return loss, None
 
-    def _try_old_weights(self, train_step: TrainStep, batch: Any) -> float | None:
-        """Return the loss of a batch with the weights of a snapshot; nothing else changes."""
+    def _try_old_weights(
+        self, train_step: TrainStep, batch: Any
+    ) -> tuple[float | None, float | None]:
+        """Return the loss of a batch with the weights of a snapshot; nothing else changes.
+
+        Where gradients are in question also that with today's weights, computed alike: what makes
+        them NaN in the real step, such as a hook, need not be in a trial. Else None.
+        """
         with self._experiment.trial() as trial:
-            return trial.forward(lambda: train_step(own_copy(batch)))
+            old = trial.forward(lambda: train_step(own_copy(batch)))
+            if not trial.wants_gradients:
+                return old, None
+            trial.put_back()
+            return old, trial.forward(lambda: train_step(own_copy(batch)))
 
     def _try_add(
         self, train_step: TrainStep, so_far: list[Any], batches: StepBatches
