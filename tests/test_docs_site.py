@@ -75,7 +75,7 @@ def test_the_reference_has_all_that_a_healer_offers(site):
     page = (site / "api/heal/index.html").read_text()
     offered = [name for name in dir(heal.Healer) if not name.startswith("_")]
     assert {"step", "metrics", "resume", "close", "add_probe"} <= set(offered)
-    assert [name for name in offered if f'id="heal.loop.Healer.{name}"' not in page] == []
+    assert [name for name in offered if f'id="heal.healer.Healer.{name}"' not in page] == []
 
 
 def test_tables_of_results_are_on_the_page_of_benchmarks(site):
