@@ -98,7 +98,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "instants": helps(page.instants_table, with_probes=True),
         "added": helps(page.costs_table, with_probes=True),
     },
-    "heal/forecast/CARD.md": {"metrics": told.card_sentence},
+    "heal/lab/forecast/CARD.md": {"metrics": told.card_sentence},
 }
 
 

@@ -180,10 +180,10 @@ class HealingMemory:
 
     def resume(self, step: int, values: dict[str, Any]) -> None:
         """Go on at a step of another process, with what :meth:`values` returned there."""
+        self._recovery.resume(values["history"], values.get("untreated", ()))
         self._monitor.watch.load_state(values["healing"])
         self._run.resume(step, values["run"])
         self._monitor.forget()
-        self._recovery.resume(values["history"], values.get("untreated", ()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return it with the state of clipping and of the loss, which are tensors of their own."""

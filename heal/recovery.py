@@ -378,7 +378,10 @@ class Recovery:
 
     def _apply(self, action: Action) -> bool:
         try:
-            return action.apply(self._run)
+            has_effect = action.apply(self._run)
+            if isinstance(action, Rollback):
+                self._late.clear()  # found in steps that did not happen
+            return has_effect
         except CannotHeal:
             raise
         except Exception as error:  # a cure that fails must not kill; a rollback that fails must

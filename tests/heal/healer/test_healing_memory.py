@@ -10,6 +10,7 @@ import torch
 from heal.actions import ScaleLr, SkipBatches, TightenClip
 from heal.causes import Cause, Finding, Severity
 from heal.exit_codes import ExitCode
+from heal.monitor import Seen
 from heal.plain import plain as plain_value
 from tests.heal.linear_run import LAG, build, heard_of, nan_step, step_of
 from tests.heal.runs import roll_back_after_skipped
@@ -127,7 +128,7 @@ def test_what_was_found_while_saving_is_treated_after_the_resume():
         severity=Severity.WARN,
         evidence={"level": np.float32(0.5)},
     )
-    healer.recovery._late = [(3, [found, replace(found, cause=Cause.OVERFITTING)])]
+    healer.recovery._late = [Seen(3, [found, replace(found, cause=Cause.OVERFITTING)])]
     saved = json.loads(json.dumps(healer.memory.state_dict()["untreated"]))
     model, _, new = build()
     new.memory.load_state_dict({**healer.memory.state_dict(), "untreated": saved})

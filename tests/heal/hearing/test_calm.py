@@ -176,7 +176,7 @@ def test_nothing_else_waits_for_the_records():
     model, _, healer = build(snapshot_interval=7, check_interval=13, quarantine_steps=0)
     captured, checked, looked = [], [], []
     capture, post = healer.training.capture, healer.monitor._health.post
-    healer.training.capture = lambda *a: captured.append(healer.training.step) or capture(*a)
+    healer.training.capture = lambda **kw: captured.append(healer.training.step) or capture(**kw)
     healer.monitor._health.post = lambda step: checked.append(step) or post(step)
     healer.add_probe("look", lambda: looked.append(healer.last_step + 1), every=11)
     step_of(model, healer, 45)
