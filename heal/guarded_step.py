@@ -5,14 +5,16 @@ Everything is decided on the device. The host hears of it ``lag`` steps later.
 
 import math
 import statistics
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zclip
 from heal.buffers import BufferCopies
@@ -590,6 +592,40 @@ def _add_record_group(clipper: Clipper, ranks: Ranks) -> None:
     groups = clipper.groups
     if groups.record is None:
         clipper.distribute(groups.process, groups.pipeline, ranks.record_group)
+
+
+class OtherOptimizers:
+    """Notices steps of optimizers that are not the healer's, by torch's own global hook.
+
+    Args:
+        own: the healer's.
+
+    Attributes:
+        have_stepped: whether another one did.
+    """
+
+    _watchers: ClassVar[weakref.WeakSet["OtherOptimizers"]] = weakref.WeakSet()
+    _handle: ClassVar[Any] = None  # one hook serves all: torch walks through them in every step
+
+    def __init__(self, own: Iterable[Optimizer]) -> None:
+        self.have_stepped = False
+        self._mine = weakref.WeakSet(own)
+        self._watchers.add(self)
+        if OtherOptimizers._handle is None:
+            OtherOptimizers._handle = register_optimizer_step_pre_hook(self._note)
+
+    @classmethod
+    def _note(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for watcher in cls._watchers:
+            if not watcher.have_stepped and optimizer not in watcher._mine:
+                watcher.have_stepped = True
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._watchers.discard(self)
+        if not self._watchers and OtherOptimizers._handle is not None:
+            OtherOptimizers._handle.remove()
+            OtherOptimizers._handle = None
 
 
 # The limits of the clippers: tightened for some steps, then put back as they were.
