@@ -27,15 +27,19 @@ from zclip import ClippedOptimizer
 from zclip.clippers import Clipper, ClipResult
 from zclip.clippers.result import merge_verdicts
 from zclip.layout import (
+    BAD_STATE,
+    BAD_WEIGHT,
     BLOCKED,
     CLIPPED_NORM,
     FLAGS,
+    FOREIGN_WRITE,
     NORM,
     NUM_LOSS_STATE,
     NUM_STATS,
     NUM_VERDICT,
     WORST,
 )
+from zclip.optim import FusedOptimizer
 from zclip.schemas import wide_dtype
 from zclip.unscaling import adopt_unscaling
 
@@ -199,10 +203,12 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
 def watched(
     optimizer: Optimizer, config: HealingConfig, names: list[tuple[str, Tensor]]
 ) -> WatchedOptimizer:
-    """Wrap an optimizer; one that is clipped already keeps its clipper."""
+    """Wrap an optimizer; one that is clipped already keeps its clipper, as the wrapper's."""
     apply = "inplace"
     if isinstance(optimizer, zclip.ClippedOptimizer):
         clipper, apply, optimizer = optimizer.clipper, optimizer.apply, optimizer.inner
+    elif isinstance(optimizer, FusedOptimizer) and optimizer.clipper is not None:
+        clipper, optimizer.clipper = optimizer.clipper, None  # else gradients are clipped twice
     else:
         clipper = make_clipper(config)
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -362,6 +368,10 @@ Judged = tuple[Tensor, Tensor | None]
 """What goes out by mail: the verdict about a step, and what ranks told, if there are others."""
 
 
+BAD = BAD_WEIGHT | BAD_STATE
+STATE_NONFINITE, FOREIGN = int(Flag.STATE_NONFINITE), int(Flag.FOREIGN_WRITE)
+
+
 class GuardedStep:
     """One or more optimizers that step together or not at all.
 
@@ -419,6 +429,9 @@ class GuardedStep:
         if self.ranks.has_others and self.optimizers:
             # The first carries what ranks tell; each judges gradients that all ranks share.
             _add_record_group(self.optimizers[0].clipper, self.ranks)
+        # Each rank measures its own; only records that all ranks share may lead to an action.
+        inner = [] if self.ranks.has_others else [o.inner for o in self.optimizers]
+        self._measuring = [o for o in inner if isinstance(o, FusedOptimizer) and o.telemetry]
         self._no_scale = torch.full((1,), NO_LOSS_SCALE, device=device)
 
     def step(self, step: int, loss: Tensor | None, facts: HostFacts | None = None) -> bool:
@@ -451,6 +464,8 @@ class GuardedStep:
                     self.optimizers[o].step_if_allowed(result, scale, row=own)
             if scaled is not None:
                 scaled.update()
+            if self._measuring and judged is not None:
+                row = self._add_telemetry(judged[0], row)
         finally:  # also if the optimizer fails: ranks that count their mail differently are lost
             if judged is not None:
                 self.post(step, judged, row)
@@ -459,6 +474,21 @@ class GuardedStep:
             if scaled is not None:
                 scaled.forget()
         return judged is not None
+
+    def _add_telemetry(self, verdict: Tensor, row: list[float] | None) -> list[float] | None:
+        """Add to the flags what fused optimizers measured while they updated; nothing waits."""
+        for optimizer in self._measuring:
+            if optimizer.result is None:
+                continue
+            health = optimizer.result.health_flags
+            if row is not None and health.is_cpu:
+                bits = int(health)
+                row[FLAGS] += STATE_NONFINITE * bool(bits & BAD) + FOREIGN * bool(bits & ~BAD)
+            else:
+                flags = _moved(health, verdict.device)
+                is_bad = flags.remainder(FOREIGN_WRITE) > 0
+                verdict[FLAGS].add_(STATE_NONFINITE * is_bad + FOREIGN * (flags >= FOREIGN_WRITE))
+        return row
 
     def clip(
         self,

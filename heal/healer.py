@@ -607,6 +607,7 @@ class Healer:
         self.recovery.catch_up()
         self.experiment.clear()
         self.monitor.watch.start_over()
+        self.monitor.watch.expect_write(self.training.step)
         self.training.ring.note_settled()
         self._wants_snapshot = True
         self._busy_at = 0

@@ -410,6 +410,8 @@ class Monitor:
     def _seen(self, record: Record, findings: list[Finding]) -> Seen:
         for callback in self._callbacks:
             self._call(callback, record)
+        if record.flags is not NO_FLAG and record.has(Flag.STATE_NONFINITE):
+            self._wants_check = True
         settled = self._experiment.observe(record)
         findings = self._without_doubts(findings)
         if settled is not None:
@@ -568,6 +570,7 @@ class Monitor:
         self._unheard.clear()
         self.watch.note_rollback(self._run.step)
         self.watch.load_state(saved)
+        self.watch.expect_write(self._run.step)
         self.cluster.clear()
 
 
