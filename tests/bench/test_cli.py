@@ -57,6 +57,14 @@ def test_a_run_prints_a_table_and_writes_every_file(standard, tmp_path, capsys):
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_rival_that_overflows_is_wrong_and_the_files_are_whole(tmp_path):
+    words = ["--op", "grad_stats", "--values", "1e25", "--json", str(tmp_path / "made.json")]
+    assert run(*TINY, *words) == 0
+    (result,) = json.loads((tmp_path / "made.json").read_text())["results"]
+    assert result["contenders"]["torch foreach"]["is_wrong"]
+    assert not result["contenders"]["zclip"]["is_wrong"]
+
+
 def test_every_combination_that_was_asked_for_is_measured(tmp_path, capsys):
     path = tmp_path / "x.json"
     words = ["--op", "grad_stats", "rule", "--rule", "zclip", "--dtype", "float32", "bfloat16"]
