@@ -2,9 +2,10 @@
 
 python -m benchmarks.update_readme [RESULTS]
 
-Reads ``bench.json`` (``zclip-bench --save``), ``foreach*.json`` (the same with ``--backend foreach``)
-and ``loop.md`` (``bench_loop.py --save``) in the folder RESULTS. Rows that were noisy are left out:
-a noisy measurement is no result. If no row is left, the README stays as it is.
+Reads three kinds of files in the folder RESULTS: ``bench.json`` (``zclip-bench --save``),
+``foreach*.json`` (the same with ``--backend foreach``) and ``loop.md`` (``bench_loop.py --save``).
+Rows that were noisy are left out: a noisy measurement is no result. If no row is left, the README
+stays as it is.
 """
 
 import sys

@@ -98,7 +98,7 @@ def test_the_reference_has_every_public_name_and_no_raw_role(site, name):
 
 
 def offered_by(kind):
-    """Return the public methods and properties of a class that this project defines, inherited too."""
+    """Return the public methods and properties of a class, inherited from our classes too."""
     ours = [base for base in kind.__mro__ if base.__module__.split(".")[0] in PUBLIC]
     kinds = (types.FunctionType, classmethod, staticmethod, property)
     return {

@@ -53,7 +53,7 @@ def sentences(text):
         cells = line.split("|") if line.lstrip().startswith("|") else [line]
         for cell in cells:
             for sentence in ENDS.split(cell):
-                words = re.findall(r"[\w'’%.,/+×=-]*\w[\w'’%-]*", sentence or "")
+                words = re.findall(r"[\w'%.,/+=-]*\w[\w'%-]*", sentence or "")
                 if words:
                     yield len(words), " ".join(sentence.split())
 
