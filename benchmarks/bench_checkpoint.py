@@ -24,7 +24,7 @@ from torch import nn
 from heal import checkpoint
 from heal.checkpoint import CheckpointStore
 from heal.checkpoint.api import _state
-from heal.state.rng import RngState
+from heal.training_state import RngState
 
 MIB = 2**20
 BLOCK = 64 * MIB

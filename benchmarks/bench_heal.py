@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.tables import publish
 from heal import Healer, HealingConfig
-from heal.state.snapshots import SnapshotRing
-from heal.state.training_state import copy_by_kind
+from heal.snapshots import SnapshotRing
+from heal.training_state import copy_by_kind
 
 
 def mlp(width, layers, rows):

@@ -15,19 +15,19 @@ import torch
 from torch import nn
 
 from heal import HealingConfig
-from heal.forecast.watch import ForecastWatch
-from heal.probes import (
+from heal.guarded_step import GuardedStep
+from heal.lab.forecast.watch import ForecastWatch
+from heal.lab.probes import (
     Anchor,
     LyapunovMeter,
     fisher_diagonal,
     importance,
-    noise_scale,
     optimizer_health,
     oscillation,
     sharpness,
 )
-from heal.step.guarded_step import GuardedStep
-from heal.step.weight_anchor import WeightAnchor
+from heal.lab.probes import series as noise_scale
+from heal.lab.weight_anchor import WeightAnchor
 from heal.verdict import Record
 
 WIDTH, LAYERS, BATCH, ROUNDS = 256, 4, 32, 15

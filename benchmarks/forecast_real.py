@@ -1,4 +1,4 @@
-"""The shipped forecast beside real runs: trained by a Healer, broken by ``heal.chaos``.
+"""The shipped forecast beside real runs: trained by a Healer, broken by ``heal.testing``.
 
 python -m benchmarks.forecast_real [--seeds 2] [--save benchmarks/results]
 
@@ -19,8 +19,8 @@ from benchmarks import sequence_networks
 from benchmarks.failures import families
 from heal import Healer, HealingConfig
 from heal.causes import Cause
-from heal.chaos import Chaos, Fault
-from heal.forecast.watch import FIRST_STEP
+from heal.lab.forecast.watch import FIRST_STEP
+from heal.testing import Chaos, Fault
 from tools.forecast.corpus import damaged_at
 from tools.forecast.intervals import ratio_interval
 

@@ -392,7 +392,7 @@ For a gradient element of b bytes:
 | step | bytes | why |
 |---|---|---|
 | nothing to clip | b | pass 1 reads it; pass 2 sees a coefficient of 1 and returns |
-| clipped | 3b | read, read, write; pass 2 walks backwards, so what pass 1 read last is in the cache |
+| clipped | 3b | read, read, write; pass 2 walks backwards and finds some of it in the cache |
 | skipped | 2b | zeros are written without reading |
 | torch, TransformerEngine, apex | 3b | always |
 | Megatron's host path | b or 3b | the host waits for the norm in every step |
@@ -435,10 +435,11 @@ Assumptions:
 - A round of loads takes the memory's latency ({latencies} µs) and the instructions of the warps
   that share a scheduler.
 - {launch_us} µs pass from one kernel to the next.
-- After the last byte, version 0.1 takes {cas} µs for each block's ticket, because each success makes
-  all others try again. Version 0.2 takes {atomic} ns for each of two atomics.
-- A row takes {alone} cycles if one thread loads it and {added} if it is staged. Four loads of a slot
-  take {slot_round} cycles.
+- After the last byte, version 0.1 takes {cas} µs for each block's ticket,
+  because each success makes all others try again. Version 0.2 takes {atomic} ns for each of two
+  atomics.
+- A row takes {alone} cycles if one thread loads it and {added} if it is staged.
+  Four loads of a slot take {slot_round} cycles.
 - A host sync costs {sync_us:.0f} µs, not counting the queue that it empties.
 - Kernels of others stream perfectly and have no tail, which favours them.
 

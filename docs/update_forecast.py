@@ -16,8 +16,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.helps import page  # noqa: E402
 from docs import forecast_tables as told  # noqa: E402
 from docs.forecast_tables import results  # noqa: E402
-from heal.forecast.names import ABOUT  # noqa: E402
-from heal.forecast.score import shipped  # noqa: E402
+from heal.lab.forecast.features import ABOUT  # noqa: E402
+from heal.lab.forecast.score import shipped  # noqa: E402
 
 
 def features_table() -> str:
@@ -98,7 +98,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "instants": helps(page.instants_table, with_probes=True),
         "added": helps(page.costs_table, with_probes=True),
     },
-    "heal/forecast/CARD.md": {"metrics": told.card_sentence},
+    "heal/lab/forecast/CARD.md": {"metrics": told.card_sentence},
 }
 
 

@@ -10,7 +10,7 @@ from heal.config import HealingConfig
 
 NEEDS_TORCH: dict[str, str] = {
     "__version__": "zclip.version",
-    "Healer": "heal.loop",
+    "Healer": "heal.healer",
     "SelfHealingCallback": "heal.integrations.transformers",
     "SelfHealingLightningCallback": "heal.integrations.lightning",
     "SelfHealingTrainer": "heal.integrations.transformers",

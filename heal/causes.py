@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
-from heal.state.plain_values import plain
+from heal.plain import plain
 
 
 class Severity(IntEnum):

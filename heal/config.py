@@ -5,18 +5,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from heal.forecast.conformal import DEFAULT_SHARE
+from heal.lab.forecast.score import DEFAULT_SHARE
 from heal.settings import (
     ConfigError,
     check_names,
     checked,
     parsed,
+    read_settings,
     refuses_unknown,
     setting,
     settings_of,
     shown,
+    text_of,
+    write_settings,
 )
-from heal.settings_toml import read_settings, text_of, write_settings
 
 __all__ = ["ConfigError", "HealingConfig"]
 

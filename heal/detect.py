@@ -17,7 +17,7 @@ from heal.detectors.learning_rate import LrChange
 from heal.detectors.loss import LossChange
 from heal.detectors.pace import HostNews, ThroughputCollapse
 from heal.detectors.progress import NotLearning, OverfittingGap, Plateau
-from heal.forecast.watch import ForecastWatch
+from heal.lab.forecast.watch import ForecastWatch
 from heal.verdict import HealthRow, Record
 
 __all__ = ["Detector", "Finding", "Usual", "Watch"]

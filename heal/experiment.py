@@ -24,13 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from heal.buffers import Key
 from heal.causes import Cause, Finding, Severity
+from heal.ranks import Ranks
 from heal.run import TorchRun
-from heal.state.distinct import Key
-from heal.state.rng import RngState
-from heal.state.snapshots import Snapshot, SnapshotCorrupt
-from heal.state.training_state import TrainingState
-from heal.step.ranks import Ranks
+from heal.snapshots import Snapshot, SnapshotCorrupt
+from heal.training_state import RngState, TrainingState
 from heal.verdict import Record
 
 CLEAR_NOISE, CLEAR_RATIO = 1.0, 1.5

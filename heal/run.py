@@ -11,22 +11,19 @@ from typing import Any, Protocol
 import torch
 
 from heal.actions import CannotHeal
+from heal.buffers import Key
 from heal.causes import Cause
 from heal.config import HealingConfig
 from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
-from heal.state.constants import Constants
-from heal.state.corruption import find_corruption
-from heal.state.distinct import Key
-from heal.state.rng import RngState
-from heal.state.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
-from heal.state.training_state import RestoreFailed, StateMismatch, TrainingState
-from heal.step.activation_checkpointing import checkpoint_activations
-from heal.step.clip_limits import ClipLimits
-from heal.step.guarded_step import GuardedStep
-from heal.step.micro_batch import MicroBatcher
-from heal.step.schedules import Schedules
-from heal.step.weight_anchor import WeightAnchor
+from heal.guarded_step import ClipLimits, GuardedStep
+from heal.health import find_corruption
+from heal.integrity import Constants
+from heal.lab.weight_anchor import WeightAnchor
+from heal.lr_schedules import Schedules
+from heal.micro_batch import MicroBatcher, checkpoint_activations
+from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
+from heal.training_state import RestoreFailed, RngState, StateMismatch, TrainingState
 
 TRIES = 2  # times that a snapshot is written before an older one is taken
 
@@ -464,7 +461,7 @@ class TorchRun:
                 param.add_(noise * param.std() * std)
 
     def anchor_weights(self, strength: float, steps: int) -> bool:
-        """Hold the weights where they are; see :class:`heal.step.weight_anchor.WeightAnchor`."""
+        """Hold the weights where they are; see :class:`heal.lab.weight_anchor.WeightAnchor`."""
         return self.anchor.hold(strength, steps)
 
     def _verified(self, step: int) -> Iterator[Snapshot]:

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from heal.data.own_copy import own_copy
+from heal.data.stream import own_copy
 from heal.experiment import Experiment, Trial
-from heal.state.rng import RngState
-from heal.step.guarded_step import GuardedStep
-from heal.step.schedules import Schedules
+from heal.guarded_step import GuardedStep
+from heal.lr_schedules import Schedules
+from heal.training_state import RngState
 
 Forward = Callable[[Any], Tensor | float]
 

@@ -78,8 +78,8 @@ PUBLIC = {
         "heal",
         "heal.checkpoint",
         "heal.cluster",
-        "heal.probes",
-        "heal.chaos",
+        "heal.lab.probes",
+        "heal.testing",
         "heal.journal",
     ],
 }

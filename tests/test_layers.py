@@ -13,8 +13,11 @@ from zclip.reference import IDS
 
 ROOT = Path(__file__).parent.parent
 
-ABOVE = {"heal.treatment", "heal.healer", "heal.loop", "heal.integrations"}
+ABOVE = {"heal.recovery", "heal.attempts", "heal.maintenance", "heal.healer", "heal.integrations"}
 """What puts the rest of healing together."""
+
+STEP = {"heal.guarded_step", "heal.lr_schedules", "heal.micro_batch", "heal.ranks"}
+"""One optimizer step, guarded."""
 
 FORBIDDEN = {
     "zclip": {"heal"},
@@ -27,15 +30,33 @@ FORBIDDEN = {
     "zclip/ops.py": {"zclip.functional", "zclip.backends"},
     "zclip/clippers": {"zclip.optim", "zclip.mailbox", "zclip.backends", "zclip.functional"},
     "zclip/mailbox.py": {"zclip.clippers", "zclip.optim", "zclip.ops"},
-    "heal/state": {"heal.data", "heal.step", "heal.hearing", "heal.run", *ABOVE},
-    "heal/data": {"heal.step", "heal.hearing", "heal.run", *ABOVE},
-    "heal/step": {"heal.detect", "heal.policy", "heal.hearing", "heal.run", *ABOVE},
-    "heal/detectors": {"heal.state", "heal.data", "heal.step", "heal.hearing", *ABOVE},
+    "heal/training_state.py": {"heal.data", *STEP, "heal.monitor", "heal.run", *ABOVE},
+    "heal/snapshots.py": {"heal.data", *STEP, "heal.monitor", "heal.run", *ABOVE},
+    "heal/buffers.py": {"heal.data", *STEP, "heal.monitor", "heal.run", *ABOVE},
+    "heal/data": {*STEP, "heal.monitor", "heal.run", *ABOVE},
+    **{
+        f"{name.replace('.', '/')}.py": {
+            "heal.detect",
+            "heal.policy",
+            "heal.monitor",
+            "heal.run",
+            *ABOVE,
+        }
+        for name in sorted(STEP)
+    },
+    "heal/detectors": {
+        "heal.training_state",
+        "heal.snapshots",
+        "heal.data",
+        *STEP,
+        "heal.monitor",
+        *ABOVE,
+    },
     "heal/policy.py": {"heal.detect", "heal.detectors", "heal.journal", "heal.run", *ABOVE},
-    "heal/hearing": {"heal.healer", "heal.loop", "heal.integrations"},
-    "heal/journal": {"heal.state", "heal.step", "heal.hearing", "heal.run", *ABOVE},
-    "heal/healer": {"heal.loop", "heal.integrations"},
-    "heal/checkpoint": {"heal.step", "heal.hearing", "heal.run", *ABOVE},
+    "heal/monitor.py": {"heal.healer", "heal.integrations"},
+    "heal/journal.py": {"heal.training_state", *STEP, "heal.monitor", "heal.run", *ABOVE},
+    "heal/recovery.py": {"heal.healer", "heal.integrations"},
+    "heal/checkpoint": {*STEP, "heal.monitor", "heal.run", *ABOVE},
 }
 
 

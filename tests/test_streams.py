@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zclip
-from heal.state.side_stream import SideStream, host_memory
+from heal.snapshots import SideStream, host_memory
 from tests.fake_streams import ReadTooEarly, Stream, fake_streams
 from tests.own_rules import twice_the_average
 from zclip import mailbox

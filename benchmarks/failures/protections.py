@@ -13,7 +13,7 @@ from benchmarks.failures.families import STEPS, Training, make
 from benchmarks.failures.rows import ROWS, Row, creeping
 from heal import Healer, HealingConfig
 from heal.actions import CannotHeal, Refuse, Rollback, changes_training
-from heal.chaos import Chaos
+from heal.testing import Chaos
 
 SETTINGS: dict[str, Any] = {
     "snapshot_interval": 10,

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from heal.chaos import Fault
+from heal.testing import Fault
 
 AT = 50  # of 120 steps: well into training, with time left to recover
 

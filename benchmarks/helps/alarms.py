@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heal import probes
+from heal.lab import probes
 
 LOOK_STEPS = 10  # between two looks, as between two checks of weights with the forecast
 FIRST_LOOK = 50  # what is early has no past to be compared with

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.failures.families import Training
-from heal.chaos import Fault
+from heal.testing import Fault
 
 ONSET, LAST = 120, 220  # the fault is repaired at LAST: what was not undone can still be learned
 

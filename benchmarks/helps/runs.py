@@ -16,11 +16,11 @@ from benchmarks.helps.faults import INSTANT, SlowFault, doubled_at
 from heal import Healer, HealingConfig
 from heal.actions import CannotHeal, Plan, Refuse, Rollback, changes_training
 from heal.causes import Family
-from heal.chaos import Chaos
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
-from heal.forecast.features import CHECK_INTERVAL
-from heal.probes import Anchor, AnchoredRecovery
+from heal.lab.forecast.features import CHECK_INTERVAL
+from heal.lab.probes import Anchor, AnchoredRecovery
+from heal.testing import Chaos
 
 NOTHING = "nothing"
 CURES: dict[str, HealingConfig] = {

@@ -7,7 +7,7 @@ Safetensors and JSON, a checksum for every byte, COMMIT last, no pickle. The pag
 from importlib import import_module
 from typing import Any
 
-from heal.checkpoint.errors import (
+from heal.checkpoint.files import (
     CannotEncode,
     CannotReshard,
     CheckpointCorrupt,

@@ -10,10 +10,9 @@ from typing import Any, cast
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from heal.checkpoint.seeds import restore_rng
+from heal.checkpoint.contents import restore_rng
 from heal.checkpoint.store import CheckpointStore
-from heal.state.rng import RngState
-from heal.state.training_state import TrainingState
+from heal.training_state import RngState, TrainingState
 from zclip import ClippedOptimizer
 
 KEEP = 3

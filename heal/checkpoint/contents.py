@@ -1,24 +1,31 @@
 """Gives the tensors of a run names that outlive the process, and finds them again by these.
 
-:class:`heal.state.training_state.TrainingState` says what a run is made of; here it gets names that
+:class:`heal.training_state.TrainingState` says what a run is made of; here it gets names that
 do not hang on the order of parameters, on wrappers around the model, or on the number of ranks.
 """
 
 import contextlib
+import hashlib
+import os
+import random
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor
 
-from heal.checkpoint.chunks import Chunk, all_of, chunk_of
-from heal.checkpoint.encode import encode
-from heal.checkpoint.errors import CannotEncode
-from heal.state.distinct import Key
-from heal.state.plain_name import plain_name
-from heal.state.training_state import StateMismatch, TrainingState
+from heal.buffers import Key
+from heal.checkpoint.encode import Chunk, all_of, chunk_of, encode
+from heal.checkpoint.files import CannotEncode, CheckpointError
+from heal.checkpoint.manifest import committed
+from heal.checkpoint.plan import Ranks
+from heal.checkpoint.reading import CheckpointReader, Restored
+from heal.plain import plain_name
+from heal.training_state import StateMismatch, TrainingState
 
 
 @dataclass(slots=True)
@@ -317,3 +324,95 @@ def _make_sharded_state(state: TrainingState, names: Names, saved: Mapping[Key, 
                 stride=param.stride(),
             )
         optimizer.state[param][key[3]] = made
+
+
+# A checkpoint as torch's own state dicts, for whoever has no healer; no pickle is involved.
+
+
+def state_dicts(directory: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
+    """Return a checkpoint as torch's own state dicts; no pickle is involved.
+
+    Args:
+        directory: of the checkpoints.
+        step: which one; the newest if None.
+
+    Returns:
+        ``step``, ``model``, ``optimizers`` (a list), ``schedulers`` (a list) and ``extra``: what
+        ``load_state_dict`` of each takes; ``parameter_names``, by optimizer and
+        number. Parts that ranks saved are put together.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    restored = _read(directory, step)
+    names = restored.values["names"]
+    model = {
+        _name_of(text): tensor
+        for text, tensor in restored.tensors.items()
+        if text.startswith(("parameter/", "buffer/"))
+    }
+    for alias, target in names["aliases"].items():
+        model[alias] = model[target]
+    for name in names["non_persistent"]:
+        model.pop(name, None)
+    return {
+        "step": restored.step,
+        "model": model,
+        "optimizers": [_optimizer(restored, o) for o in range(len(names["groups"]))],
+        "schedulers": restored.values["training"]["schedulers"],
+        "parameter_names": [[n for g in groups for n in g] for groups in names["groups"]],
+        "extra": restored.values.get("extra"),
+    }
+
+
+def _optimizer(restored: Restored, o: int) -> dict[str, Any]:
+    training, groups = restored.values["training"], restored.values["names"]["groups"][o]
+    number = {name: i for i, name in enumerate([n for group in groups for n in group])}
+    state: dict[int, dict[str, Any]] = {
+        i: dict(plain) for i, plain in enumerate(training["state"][o]) if plain is not None
+    }
+    listed = []
+    for g, (names, settings) in enumerate(zip(groups, training["groups"][o], strict=True)):
+        listed.append({**settings, "params": [number[name] for name in names]})
+        prefix = f"group/{o}/{g}/"
+        listed[-1].update(
+            {t[len(prefix) :]: v for t, v in restored.tensors.items() if t.startswith(prefix)}
+        )
+    for text, tensor in restored.tensors.items():
+        kind, *rest = text.split("/")
+        if kind == "state" and int(rest[0]) == o:
+            state.setdefault(number[unquote(rest[1])], {})[unquote(rest[2])] = tensor
+    return {"state": state, "param_groups": listed}
+
+
+def _read(directory: str | os.PathLike[str], step: int | None) -> Restored:
+    found = [f for f in committed(Path(directory)) if step is None or f.step == step]
+    if not found:
+        which = "" if step is None else f" of step {step}"
+        raise CheckpointError(f"{directory} has no finished checkpoint{which}")
+    return CheckpointReader(found[-1].path).read_whole()
+
+
+def _name_of(text: str) -> str:
+    return unquote(text.split("/", 1)[1])
+
+
+# Random generators after a load, also where there are more ranks than were saved.
+
+
+def restore_rng(restored: Restored, ranks: Ranks) -> None:
+    """Set the generators as they were; a rank that is new gets a stream of its own.
+
+    The state of another rank would give it the same random numbers, and so the same dropout, as
+    that rank has.
+    """
+    if ranks.rank == restored.rank:
+        restored.values["rng"].put_back()
+        return
+    text = f"{restored.save_id} {ranks.rank}".encode()
+    seed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")
+    torch.manual_seed(seed)  # of all devices
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)

@@ -16,10 +16,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from heal.checkpoint.api import save
-from heal.checkpoint.errors import CheckpointError
-from heal.checkpoint.files import TEMPORARY, flush_folder
-from heal.checkpoint.state_dicts import state_dicts
-from heal.state.plain_name import plain_name
+from heal.checkpoint.contents import state_dicts
+from heal.checkpoint.files import TEMPORARY, CheckpointError, flush_folder
+from heal.plain import plain_name
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizers", "optimizer", "optimizer_state_dict", "optim")

@@ -7,16 +7,17 @@ taken from a file. This file imports no torch.
 """
 
 import hashlib
+import os
 import re
-from dataclasses import dataclass
+import stat
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from heal.checkpoint import strict_json
-from heal.checkpoint.errors import CheckpointCorrupt
-from heal.checkpoint.files import read_file
-from heal.checkpoint.page import FORMAT, VERSION, Page
+from heal.checkpoint.files import CheckpointCorrupt, flush_folder, put_aside, read_file, remove_file
+from heal.checkpoint.strict_json import FORMAT, VERSION, Page
 
 COMMIT = "COMMIT"
 MAX_MANIFEST = 256 * 2**20  # bytes; a thousand times what a large model needs
@@ -246,3 +247,75 @@ def _entry(page: Page, name: str, listed: Any, world_size: int) -> Entry:
     if type(offset) is not int or offset < 0:
         page.refuse(f"{where} is at byte {str(offset)[:40]}")
     return Entry(held_by, dtype, sizes, *part, checksum, offset)
+
+
+# The folders of a store: one per save, named after its step, never written to twice.
+
+
+NAME = re.compile(r"step-(\d{6,14})(?:-r(\d{1,4}))?")
+ABANDONED = ".abandoned"
+OURS = re.compile(r"rank-\d{5}\.safetensors|manifest-\d{5}\.json|COMMIT|failed-\d{5}|\.tmp-.*")
+"""Files that we write; a folder that holds others is not removed."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class StepFolder:
+    """The folder of one save; a step that is saved again after a rollback gets another one."""
+
+    step: int
+    retry: int = 0
+    path: Path = field(default=Path(), compare=False)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the save was finished; says nothing about the bytes."""
+        try:
+            return stat.S_ISREG(os.lstat(self.path / COMMIT).st_mode)
+        except OSError:
+            return False
+
+
+def folder_for(directory: Path, step: int, retry: int = 0) -> StepFolder:
+    """Return the folder that a save goes to."""
+    name = f"step-{step:06d}" + (f"-r{retry}" if retry else "")
+    return StepFolder(step, retry, directory / name)
+
+
+def list_folders(directory: Path) -> list[StepFolder]:
+    """Return the folders of all saves, finished or not, oldest first; links are not followed."""
+    found = []
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                match = NAME.fullmatch(entry.name)
+                if match and entry.is_dir(follow_symlinks=False):
+                    step, retry = int(match[1]), int(match[2] or 0)
+                    found.append(StepFolder(step, retry, Path(entry.path)))
+    except FileNotFoundError:
+        return []
+    return sorted(found)
+
+
+def committed(directory: Path) -> list[StepFolder]:
+    """Return the folders of finished saves, oldest first."""
+    return [folder for folder in list_folders(directory) if folder.is_committed]
+
+
+def abandon(folder: StepFolder) -> None:
+    """Put a folder aside: its steps were taken back, so that it must not be resumed from."""
+    put_aside(folder.path, folder.path.name + ABANDONED)
+
+
+def remove_folder(folder: StepFolder) -> None:
+    """Remove a save. COMMIT goes first, so that a crash leaves no half of one that looks whole.
+
+    Raises:
+        OSError: a file cannot be removed, or is none of ours.
+    """
+    remove_file(folder.path / COMMIT)
+    flush_folder(folder.path)
+    for name in os.listdir(folder.path):
+        if OURS.fullmatch(name):
+            remove_file(folder.path / name)
+    os.rmdir(folder.path)
+    flush_folder(folder.path.parent)

@@ -5,18 +5,64 @@ write. So replicas share the work, and what differs between ranks is kept for ea
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from heal.checkpoint import strict_json
-from heal.checkpoint.errors import NoSpace, SaveFailed, StillWriting
-from heal.checkpoint.files import free_bytes
-from heal.checkpoint.folders import StepFolder, folder_for, list_folders
-from heal.checkpoint.manifest import Entry
-from heal.checkpoint.ranks import Ranks
+from heal.checkpoint.files import CheckpointError, NoSpace, SaveFailed, StillWriting, free_bytes
+from heal.checkpoint.manifest import Entry, StepFolder, committed, folder_for, list_folders
 from heal.checkpoint.shards import placed
+
+# The few words that ranks exchange about checkpoints: bytes, gathered, without pickle.
+
+
+class Ranks:
+    """All ranks of a process group, or this process alone if there is none.
+
+    Every rank has to call :meth:`gather`, in the same order.
+
+    Args:
+        group: the default group if None.
+
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if together else 0
+        self.size = dist.get_world_size(group) if together else 1
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Return what every rank says, by rank."""
+        if self.size == 1:
+            return [payload]
+        device = self._device()
+        length = torch.tensor([len(payload)], device=device)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length, group=self._group)
+        sizes = [int(size) for size in lengths]
+        longest = max(1, *sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        if payload:
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        mine = mine.to(device)
+        said = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(said, mine, group=self._group)
+        return [bytes(t.tolist()[:size]) for t, size in zip(said, sizes, strict=True)]
+
+    def _device(self) -> torch.device:
+        if "gloo" in str(dist.get_backend_config(self._group)):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
 
 SPARE_BYTES = 16 * 2**20  # left free for manifests, the journal, and whoever else writes
 MAX_RETRY = 9999
@@ -134,3 +180,67 @@ def _entry(listed: Any) -> Entry:
     held_by, dtype, shape, whole, start, checksum, offset = listed
     bounds, begins = (None if v is None else tuple(v) for v in (whole, start))
     return Entry(held_by, dtype, tuple(shape), bounds, begins, checksum, offset)
+
+
+# Which checkpoint all ranks use: the newest that every one of them can read.
+
+
+Found = TypeVar("Found")
+NONE = [-1, 0]
+
+
+def newest_common(
+    directory: Path,
+    ranks: Ranks,
+    read: Callable[[StepFolder], Found],
+    note: Callable[[str], None],
+    most: int | None = None,
+) -> tuple[StepFolder, Found] | None:
+    """Return the newest checkpoint that every rank can read, and what was read of it.
+
+    Every rank has to call this. One collective if the newest is good everywhere; one more for
+    each that some rank could not read: all fall back together.
+
+    Args:
+        directory: of the store.
+        ranks: who has to agree.
+        read: reads and verifies this rank's part.
+        note: told of every checkpoint that was passed over.
+        most: the latest step that will do.
+    """
+    bound: StepFolder | None = None
+    kept: tuple[StepFolder, Found] | None = None
+    while True:
+        if kept is None or (bound is not None and bound < kept[0]):
+            kept = _newest_readable(directory, read, note, bound, most)
+        mine = NONE if kept is None else [kept[0].step, kept[0].retry]
+        said = [strict_json.from_bytes(word, directory) for word in ranks.gather(_word(mine))]
+        lowest = min(map(tuple, said))
+        if lowest == tuple(NONE):
+            return None
+        if all(tuple(word) == lowest for word in said):
+            return kept
+        bound = StepFolder(*lowest)
+        if kept is not None and bound < kept[0]:
+            note(f"{kept[0].path.name}: another rank cannot read it; trying an older one")
+
+
+def _newest_readable(
+    directory: Path,
+    read: Callable[[StepFolder], Found],
+    note: Callable[[str], None],
+    bound: StepFolder | None,
+    most: int | None,
+) -> tuple[StepFolder, Found] | None:
+    for folder in reversed(committed(directory)):
+        if (bound is not None and folder > bound) or (most is not None and folder.step > most):
+            continue
+        try:
+            return folder, read(folder)
+        except (CheckpointError, OSError, MemoryError) as error:
+            note(f"{folder.path.name} cannot be used: {error}")
+    return None
+
+
+def _word(folder: list[int]) -> bytes:
+    return strict_json.to_bytes(folder)

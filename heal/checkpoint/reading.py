@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heal.checkpoint.chunks import Chunk
-from heal.checkpoint.encode import decode, torch_dtype
-from heal.checkpoint.errors import CannotReshard, CheckpointCorrupt, CheckpointRefused
+from heal.checkpoint.encode import Chunk, decode, torch_dtype
+from heal.checkpoint.files import CannotReshard, CheckpointCorrupt, CheckpointRefused
 from heal.checkpoint.manifest import (
     Commit,
     Entry,

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from heal.checkpoint.encode import torch_dtype
-from heal.checkpoint.errors import CannotEncode, CheckpointCorrupt
-from heal.checkpoint.files import open_file, read_into, write_file
+from heal.checkpoint.files import CannotEncode, CheckpointCorrupt, open_file, read_into, write_file
 from heal.checkpoint.manifest import ITEM_BYTES, Entry, shard_name
-from heal.state.measured import fingerprints
+from heal.integrity import fingerprints
 
 ALIGNMENT = 8  # of the header, as the format asks for
 BATCH_BYTES = 64 * 2**20  # that are read and checked in one go

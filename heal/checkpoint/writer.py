@@ -13,17 +13,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from heal.checkpoint.errors import SaveFailed
-from heal.checkpoint.files import make_folder, read_file, remove_file, write_file
-from heal.checkpoint.folders import StepFolder, remove_folder
+from heal.checkpoint.files import SaveFailed, make_folder, read_file, remove_file, write_file
 from heal.checkpoint.manifest import (
     COMMIT,
     MAX_COMMIT,
     MAX_MANIFEST,
     Commit,
     Manifest,
+    StepFolder,
     digest,
     manifest_name,
+    remove_folder,
     shard_name,
 )
 from heal.checkpoint.plan import SavePlan

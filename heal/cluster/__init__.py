@@ -11,17 +11,17 @@ from heal.cluster.slurm import SLURMInfo, get_slurm_info, log_job_info, resolve_
 
 NEEDS_TORCH: dict[str, str] = {
     "Attempt": "heal.cluster.launch",
-    "GpuHealth": "heal.cluster.gpu_health",
-    "GroupHealth": "heal.cluster.group_health",
+    "GpuHealth": "heal.cluster.health",
+    "GroupHealth": "heal.cluster.health",
     "HangReport": "heal.cluster.watchdog",
     "HangWatchdog": "heal.cluster.watchdog",
     "Mismatch": "heal.cluster.fingerprints",
     "ReplicaCheck": "heal.cluster.fingerprints",
     "ShutdownHandler": "heal.cluster.shutdown",
-    "Straggler": "heal.cluster.stragglers",
-    "StragglerWatch": "heal.cluster.stragglers",
-    "check_gpu_health": "heal.cluster.gpu_health",
-    "check_nccl_health": "heal.cluster.group_health",
+    "Straggler": "heal.cluster.watch",
+    "StragglerWatch": "heal.cluster.watch",
+    "check_gpu_health": "heal.cluster.health",
+    "check_nccl_health": "heal.cluster.health",
     "init_process_group": "heal.cluster.launch",
 }
 """Names that need torch, and their modules: loaded on first use."""

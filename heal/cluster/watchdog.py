@@ -1,17 +1,290 @@
 """Notices that training has stopped moving, and says where every rank is and who did not come."""
 
+import faulthandler
 import json
 import os
+import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from heal.cluster.progress_board import ProgressBoard, Standing, blame
-from heal.cluster.stacks import dump_stacks
+from heal.cluster.groups import own_store
+from heal.json_lines import now
+
+# Calls that may never return, made by a thread that nobody has to wait for.
+
+
+class Patience:
+    """Asks somebody who may have died, such as a store, and gives up after a while.
+
+    Args:
+        seconds: to wait for an answer.
+
+    Attributes:
+        silent: whether the last call has not come back; until it does, no other is made.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.silent = False
+        self._seconds = seconds
+        self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def ask(self, call: Callable[[], Any], otherwise: Any = None) -> Any:
+        """Return the answer; ``otherwise`` if there is none in time, or the call failed."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._serve, args=(self._calls,), name="heal-store", daemon=True
+            )
+            self._thread.start()
+        try:
+            if self.silent:
+                self._answers.get_nowait()  # the answer of long ago, if it has come by now
+            self._calls.put(call)
+            self.silent = True
+            answer = self._answers.get(timeout=self._seconds)
+            self.silent = False
+        except queue.Empty:
+            return otherwise
+        return otherwise if isinstance(answer, _Failed) else answer
+
+    def close(self) -> None:
+        """End the thread, once the call that it makes has come back."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread, self._calls = None, queue.SimpleQueue()
+
+    def _serve(self, calls: "queue.SimpleQueue[Callable[[], Any] | None]") -> None:
+        while (call := calls.get()) is not None:
+            try:
+                self._answers.put(call())
+            except Exception:  # a store whose host is gone raises many kinds
+                self._answers.put(_Failed())
+
+
+class _Failed:
+    """Stands for an answer that was an exception."""
+
+
+# Where every rank says how far it is, and how to tell from that who the others wait for.
+
+
+CALL = "call"
+LOOKS_AT_STACK = 3  # a thread that runs may change its frames under our eyes, once in a long while
+STORE_SECONDS = 3.0  # a store that takes longer to answer is taken for dead
+WAITING = (
+    "torch/distributed/",
+    "torch/autograd/graph.py",
+    "torch/nn/parallel/",
+    "torch/cuda/",
+    "heal/cluster/groups.py",
+    "heal/cluster/health.py",
+    "zclip/mailbox.py",
+)
+"""Where a rank is that waits for others, or for its device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One rank, as its watchdog last told.
+
+    Attributes:
+        rank: of the process.
+        step: of its last beat; -1 before the first.
+        count: of its watchdog's looks at the clock: if it stands still, so does the process.
+        at: the innermost line of its main thread; "" if it was never heard of.
+        waits: whether that line waits for other ranks or for the device.
+        stopped: whether the count stood still while others counted on.
+    """
+
+    rank: int
+    step: int = -1
+    count: int = -1
+    at: str = ""
+    waits: bool = False
+    stopped: bool = False
+
+    def __str__(self) -> str:
+        if not self.at:
+            return f"rank {self.rank}: never heard of"
+        state = "does not run (stopped or dead)" if self.stopped else "runs"
+        return f"rank {self.rank}: {state}, step {self.step}, at {self.at}"
+
+
+class ProgressBoard:
+    """One entry per rank in a shared store, and a bell.
+
+    The store may live on the very rank that hangs: every question is asked with patience, and one
+    that is not answered leaves the watchdog with what it knows of itself.
+
+    Args:
+        store: of torch.distributed; None if there is nobody to tell.
+        rank: of this process.
+        world_size: how many ranks there are.
+        hosted: whether a launcher keeps the store; else rank 0 does.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, hosted: bool = False) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = world_size
+        self._hosted = hosted
+        self._own = Standing(rank)
+        self._patience = Patience(STORE_SECONDS)
+
+    def post(self, step: int, thread: int) -> str | None:
+        """Write our entry; return what another rank called out, None if none did."""
+        at, waits = where_is(thread)
+        self._own = Standing(self._rank, step, self._own.count + 1, at, waits)
+        return self._exchange()
+
+    def count_on(self) -> None:
+        """Show that we live, and leave the rest as it was when the alarm came."""
+        self._own = replace(self._own, count=self._own.count + 1)
+        self._exchange()
+
+    def call(self, news: str) -> str:
+        """Call out to all ranks; return whose call was first."""
+        first: str = self._ask(
+            lambda: bytes(self._store.compare_set(_key(CALL), "", news)).decode(), news
+        )
+        return first
+
+    def read(self) -> list[Standing]:
+        """Return the entries of all ranks; only ours where the store does not answer."""
+        unknown = [Standing(rank) for rank in range(self._size)]
+        standings: list[Standing] = self._ask(self._read_all, unknown)
+        standings[self._rank] = self._own
+        return standings
+
+    def silent_host(self) -> int | None:
+        """Return the rank that keeps the store, if the store does not answer; None if it does."""
+        return 0 if self._patience.silent and not self._hosted else None
+
+    def leave(self, others: Sequence[int]) -> None:
+        """Wait until all ``others`` have read too, for what ends with us may be what they read."""
+        keys = [_key(f"left/{rank}") for rank in others]
+        until = time.monotonic() + STORE_SECONDS
+        self._ask(lambda: self._store.set(_key(f"left/{self._rank}"), ""))
+        while not self._ask(lambda: self._store.check(keys), True) and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Ask nothing more, and let go of the thread that asked."""
+        self._patience.close()
+
+    def _ask(self, call: Callable[[], Any], otherwise: Any = None) -> Any:
+        return otherwise if self._store is None else self._patience.ask(call, otherwise)
+
+    def _exchange(self) -> str | None:
+        own = self._own
+        entry = {"step": own.step, "count": own.count, "at": own.at, "waits": own.waits}
+
+        def exchange() -> str | None:
+            self._store.set(_key(self._rank), json.dumps(entry))
+            if self._store.check([_key(CALL)]):
+                return bytes(self._store.get(_key(CALL))).decode()
+            return None
+
+        called: str | None = self._ask(exchange)
+        return called
+
+    def _read_all(self) -> list[Standing]:
+        standings = []
+        for rank in range(self._size):
+            known = self._store.check([_key(rank)])
+            entry = json.loads(self._store.get(_key(rank))) if known else {}
+            standings.append(Standing(rank, **entry))
+        return standings
+
+
+def _key(name: int | str) -> str:
+    return f"heal/watchdog/{name}"
+
+
+def blame(
+    earlier: Sequence[Standing], later: Sequence[Standing]
+) -> tuple[tuple[Standing, ...], tuple[int, ...]]:
+    """Return where each rank is, and which ranks the others wait for.
+
+    In this order: ranks whose process stands still; ranks at an earlier step than the furthest;
+    ranks whose main thread does not wait while that of another does. Ranks that all look alike are
+    not blamed.
+    """
+    standings = [
+        replace(after, stopped=after.count == before.count)
+        for before, after in zip(earlier, later, strict=True)
+    ]
+    furthest = max(s.step for s in standings)
+    for guilty in (
+        [s.rank for s in standings if s.stopped],
+        [s.rank for s in standings if s.step < furthest],
+        [s.rank for s in standings if not s.waits],
+    ):
+        if 0 < len(guilty) < len(standings):
+            return tuple(standings), tuple(guilty)
+    return tuple(standings), ()
+
+
+def where_is(thread: int) -> tuple[str, bool]:
+    """Return the innermost line of a thread that is not torch's, and whether it waits."""
+    stack: traceback.StackSummary | None = None
+    for _ in range(LOOKS_AT_STACK):
+        frame = sys._current_frames().get(thread)
+        if frame is None:
+            return "the end of the thread", False
+        try:
+            stack = traceback.extract_stack(frame)
+            break
+        except Exception:  # the thread runs on, and its frames may be others by the time
+            continue
+    if not stack:
+        return "a place that cannot be read", False
+    files = [entry.filename.replace("\\", "/") for entry in stack]
+    waits = any(place in files[-1] for place in WAITING)
+    ours = [e for e, f in zip(stack, files, strict=True) if "/torch/" not in f] or list(stack)
+    return f"{ours[-1].filename}:{ours[-1].lineno} in {ours[-1].name}", waits
+
+
+# Writes down where every thread of this process is.
+
+
+def dump_stacks(run_dir: str | os.PathLike[str] | None, why: str, rank: int | None = None) -> str:
+    """Append the Python stacks of all threads to ``<why>.rank<r>.txt``; never raises.
+
+    Args:
+        run_dir: folder of the file, made if needed; standard error if None.
+        why: first part of the file's name.
+        rank: of this process; the environment's ``RANK`` if None.
+
+    Returns:
+        The path of the file, or "standard error".
+    """
+    if run_dir is not None:
+        rank = rank if rank is not None else int(os.environ.get("RANK", "0") or 0)
+        path = Path(run_dir) / f"{why}.rank{rank}.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"{now()} rank {rank} pid {os.getpid()}: {why}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+            return str(path)
+        except OSError as error:
+            print(f"heal: cannot write {path}: {error}", file=sys.stderr)
+    try:
+        faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+    except (OSError, ValueError):
+        return "nowhere"  # no standard error either: whoever took it wants silence
+    return "standard error"
+
 
 LOOKS_PER_TIMEOUT = 20
 SHORTEST_LOOK, LONGEST_LOOK = 0.05, 5.0  # seconds between two looks at the clock
@@ -105,7 +378,7 @@ class HangWatchdog:
         """Return a watchdog that talks through the store of the default process group, if any."""
         import torch.distributed as dist
 
-        from heal.cluster.side_group import own_store
+        from heal.cluster.groups import own_store
 
         if dist.is_available() and dist.is_initialized():
             arguments |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
@@ -193,3 +466,36 @@ class HangWatchdog:
                 file.write(f"{self.report}\n")
         except OSError as error:
             print(f"heal: cannot write {path}: {error}", file=sys.stderr)
+
+
+# Why a rank left, for the ranks that only notice that it is gone.
+
+
+KEY = "heal/left"
+MESSAGE_SECONDS = 3.0  # a store whose host is gone never answers
+
+
+def post(rank: int, reason: str, exit_code: int) -> None:
+    """Leave a message in the store of the default group; the first one counts."""
+    told = json.dumps({"rank": rank, "reason": reason, "exit_code": int(exit_code)})
+    _ask(lambda: own_store().compare_set(KEY, "", told))
+
+
+def read() -> dict[str, Any] | None:
+    """Return the message of the rank that left first; None if there is none."""
+
+    def look() -> dict[str, Any] | None:
+        store = own_store()
+        page = json.loads(bytes(store.get(KEY))) if store.check([KEY]) else None
+        return page if isinstance(page, dict) else None
+
+    found: dict[str, Any] | None = _ask(look)
+    return found
+
+
+def _ask(call: Any) -> Any:
+    patience = Patience(MESSAGE_SECONDS)
+    try:
+        return patience.ask(call)
+    finally:
+        patience.close()

@@ -4,23 +4,30 @@ It draws from a loader exactly as a ``for`` loop would, and from no generator of
 a run that needs no healing sees the same batches with it as without.
 """
 
+import copy
+import dataclasses
 import weakref
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from heal.actions import CannotHeal
-from heal.data.epoch_start import (
+from heal.data.loader_pass import (
+    AfterError,
     EpochStart,
+    LoaderPass,
+    OnError,
+    PassReader,
     advance_epochs,
     generator_states,
+    is_stateful,
     set_epochs,
     start_of,
     tell_next_epoch,
 )
-from heal.data.loader_pass import LoaderPass, is_stateful
-from heal.data.pass_reader import AfterError, OnError, PassReader
+from heal.training_state import RngState
 
 LOG_LENGTH = 10_000  # batches whose step is remembered, to find those that did harm
 NUM_PLACES = 256  # batches whose place is remembered, to name the samples of one that fails
@@ -378,3 +385,99 @@ class BatchStream:
         set_epochs(origin.loader, position.start.epochs)  # not in the state that a loader keeps
         own = position.loader_state, position.generators, position.is_over
         self._read_from(origin, position.epoch).go_to(position.index, *own)
+
+
+# The batches of one step, drawn one by one as a bare loop draws them.
+
+
+class NoMoreBatches(Exception):
+    """A step asks for a batch, and there is none."""
+
+
+class StepBatches:
+    """Draws each batch when its turn comes, and keeps it in case the step is tried again.
+
+    A shuffle, or a dataset, may draw from the generators that dropout draws from: all batches drawn
+    before the first forward would change the random numbers of a step.
+
+    Args:
+        source: yields batches.
+        count: how many the step has.
+
+    Attributes:
+        drawn: those that had their turn.
+    """
+
+    def __init__(self, source: Iterator[Any], count: int) -> None:
+        self.count = count
+        self.drawn: list[Any] = []
+        self._source = source
+        self._rng: list[RngState] = []  # as each batch was drawn, before its forward
+
+    def turn(self, at: int) -> RngState:
+        """Draw a batch; or, in another attempt, put generators back to when it was drawn.
+
+        Returns:
+            The generators as the forward of the batch finds them.
+
+        Raises:
+            NoMoreBatches: the source has no more.
+        """
+        if at < len(self.drawn):
+            self._rng[at].put_back()
+        else:
+            self.drawn.extend(islice(self._source, 1))
+            if at == len(self.drawn):
+                raise NoMoreBatches
+            self._rng.append(RngState.now())
+        return self._rng[at]
+
+    def draw_rest(self) -> None:
+        """Draw what the step would still have had: it is given up as a whole."""
+        for at in range(len(self.drawn), self.count):
+            self.turn(at)
+
+
+# A batch that its user may change: new containers, the same tensors.
+
+
+def own_copy(batch: Any) -> Any:
+    """Return the batch with dicts, lists and dataclasses of its own, at every depth.
+
+    A train step that pops the labels, and then fails, must find them when it is tried again. What
+    cannot be copied is returned as it is: it may fail when tried again, but not before.
+    """
+    try:
+        return _copied(batch)
+    except Exception:  # containers of other libraries
+        return batch
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (dict, UserDict)):
+        mapping: Any = copy.copy(value)  # for constructors want other things: BatchEncoding
+        for key, entry in value.items():
+            own = _copied(entry)
+            if own is not entry:
+                mapping[key] = own
+        return mapping
+    if isinstance(value, list):
+        entries: Any = copy.copy(value)
+        entries[:] = [_copied(entry) for entry in value]
+        return entries
+    if isinstance(value, tuple):
+        return _copied_tuple(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        instance = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # Past frozen: what is in a frozen one can be changed all the same.
+            object.__setattr__(instance, field.name, _copied(getattr(value, field.name)))
+        return instance
+    return value
+
+
+def _copied_tuple(value: tuple[Any, ...]) -> Any:
+    entries = [_copied(entry) for entry in value]
+    if all(own is entry for own, entry in zip(entries, value, strict=True)):
+        return value
+    return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)

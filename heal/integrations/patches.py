@@ -1,6 +1,11 @@
 """Attributes set on one object for a while, and put back as they were, whatever happens."""
 
+from collections.abc import Iterable
 from typing import Any
+
+from torch.nn import Module
+
+from heal.healer import Healer
 
 _ABSENT = object()
 
@@ -27,3 +32,33 @@ class Patches:
                 setattr(owner, name, value)
             elif name in vars(owner):
                 delattr(owner, name)
+
+
+# Models that the callbacks of a trainer keep beside the trained one, as moving averages are.
+
+
+WRITTEN_IN_TRAINING = {
+    "SyncRefModelCallback": "ref_model",  # of TRL: follows the policy every so many steps
+    "WeightAveraging": "_average_model",  # of Lightning, and EMAWeightAveraging after it
+    "StochasticWeightAveraging": "_average_model",
+}
+"""Callbacks, by the names of their classes, and where they keep a model that they write."""
+
+
+def hold_models_of(callbacks: Iterable[Any], healer: Healer) -> None:
+    """Have snapshots hold the models that known callbacks write; name those of others once."""
+    trained = {id(param) for param in healer.model.parameters()}
+    for callback in callbacks:
+        kinds = {kind.__name__ for kind in type(callback).__mro__}
+        written = {WRITTEN_IN_TRAINING[kind] for kind in kinds & WRITTEN_IN_TRAINING.keys()}
+        for attribute, value in vars(callback).items():
+            if not isinstance(value, Module) or any(id(p) in trained for p in value.parameters()):
+                continue
+            name = f"{type(callback).__name__}.{attribute}"
+            if attribute in written:
+                healer.add_state(name, value.state_dict, value.load_state_dict)
+            else:
+                healer.parts.notes.add(
+                    f"{name} is a model that no snapshot holds: if training changes it, a rollback "
+                    "leaves it as it is; healer.add_state has it returned too"
+                )

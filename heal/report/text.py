@@ -6,7 +6,7 @@ from typing import Any
 
 from heal.report.collect import RunReport
 from heal.report.data import report_data
-from heal.report.tables import OUTCOMES
+from heal.report.page import OUTCOMES
 from heal.report.words import count, duration
 
 MIN_WIDTH, MAX_WIDTH = 40, 100

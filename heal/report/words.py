@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from heal.causes import ABOUT, Cause, Family
-from heal.journal.json_lines import number
+from heal.json_lines import number
 
 TITLES = {
     "nonfinite_gradient": "Gradients were not numbers",

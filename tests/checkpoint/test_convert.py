@@ -5,7 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from heal.checkpoint import CheckpointError, convert
-from heal.checkpoint.state_dicts import state_dicts
+from heal.checkpoint.contents import state_dicts
 from tests.checkpoint.scenes import assert_same, run, saved_at
 
 

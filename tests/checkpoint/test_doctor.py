@@ -2,8 +2,8 @@ import os
 
 import pytest
 
+from heal import doctor
 from heal.cli import main
-from heal.doctor import checkpoint as doctor
 from tests.checkpoint.scenes import saved_at
 
 

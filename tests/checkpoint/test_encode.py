@@ -11,9 +11,9 @@ from torch.optim import lr_scheduler
 
 from heal.checkpoint import CannotEncode, CheckpointRefused, strict_json
 from heal.checkpoint.encode import MAX_DEPTH, decode, encode
-from heal.data.epoch_start import EpochStart
+from heal.data.loader_pass import EpochStart
 from heal.data.stream import DataPosition
-from heal.state.rng import RngState
+from heal.training_state import RngState
 
 HERE = Path("manifest.json")
 

@@ -69,7 +69,8 @@ SCRIPT = """
     assert libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None) == 0
     folder = sys.argv[1].encode()
     assert libc.mount(b"tmpfs", folder, b"tmpfs", 0, b"size=200k") == 0
-    from heal.checkpoint import CheckpointStore, SaveFailed, plan
+    from heal.checkpoint import CheckpointStore, SaveFailed
+    from heal.checkpoint import plan
     from tests.checkpoint.scenes import run
     plan.SPARE_BYTES = 0
     there = run()

@@ -15,7 +15,7 @@ from heal.actions import CannotHeal
 from heal.checkpoint import CheckpointRefused, CheckpointStore, NoSpace, SaveFailed
 from heal.exit_codes import ExitCode
 from heal.settings import ConfigError
-from heal.state.training_state import StateMismatch
+from heal.training_state import StateMismatch
 from tests.checkpoint.scenes import run, saved_at
 from tests.checkpoint.test_hostile import changed
 from tests.heal.runs import fingerprint, regression

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from heal.checkpoint import CheckpointCorrupt, CheckpointRefused
-from heal.checkpoint.folders import list_folders
-from heal.checkpoint.manifest import digest
+from heal.checkpoint.manifest import digest, list_folders
 from heal.checkpoint.reading import CheckpointReader
 from tests.checkpoint.scenes import saved_at
 

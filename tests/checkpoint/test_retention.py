@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heal.checkpoint import CheckpointStore
-from heal.checkpoint.folders import StepFolder, list_folders
-from heal.checkpoint.retention import retain, surplus
+from heal.checkpoint.manifest import StepFolder, list_folders
+from heal.checkpoint.store import retain, surplus
 from tests.checkpoint.scenes import run, saved_at
 
 

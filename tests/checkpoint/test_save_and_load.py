@@ -8,7 +8,7 @@ from torch import nn
 
 from heal import checkpoint
 from heal.checkpoint import CheckpointStore, NoSpace, SaveFailed, plan
-from heal.state.training_state import StateMismatch
+from heal.training_state import StateMismatch
 from tests.checkpoint.scenes import assert_same, files_of, run, saved_at
 
 

@@ -13,8 +13,8 @@ from heal import checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, writer
 from heal.checkpoint.api import _state
 from heal.checkpoint.contents import Contents, collect
-from heal.checkpoint.ranks import Ranks
-from heal.state.rng import RngState
+from heal.checkpoint.plan import Ranks
+from heal.training_state import RngState
 from tests.checkpoint.scenes import assert_same, run
 
 

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from heal import Healer, HealingConfig, checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, writer
 from heal.checkpoint.api import _state
-from heal.checkpoint.ranks import Ranks
-from heal.checkpoint.seeds import restore_rng
-from heal.healer.recompute import Origin
-from heal.state.rng import RngState
+from heal.checkpoint.contents import restore_rng
+from heal.checkpoint.plan import Ranks
+from heal.recompute import Origin
+from heal.training_state import RngState
 
 torch.set_num_threads(1)
 

@@ -8,17 +8,17 @@ import pytest
 
 from heal import HealingConfig
 from heal.cli import main
-from heal.cluster import gpu_health
-from heal.doctor.cluster import (
+from heal.cluster import health as gpu_health
+from heal.doctor import (
+    Finding,
     check_backend,
     check_cluster,
+    check_config,
     check_folder,
     check_gpu,
     check_launcher,
     check_master,
 )
-from heal.doctor.config import check_config
-from heal.doctor.finding import Finding
 from tests.cluster.fake_nvml import FakeNvml
 
 RANKS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
 
 
 def test_a_clock_that_is_off_is_noticed(tmp_path, monkeypatch):
-    from heal.doctor import cluster
+    from heal import doctor as cluster
 
     real = cluster.time.time
     monkeypatch.setattr(cluster.time, "time", lambda: real() + 100)

@@ -8,8 +8,9 @@ import pynvml as real
 import pytest
 import torch
 
-from heal.cluster import check_gpu_health, gpu_health
-from heal.cluster.gpu_health import GpuWatch
+from heal.cluster import check_gpu_health
+from heal.cluster import health as gpu_health
+from heal.cluster.health import GpuWatch
 from tests.cluster.fake_nvml import FakeNvml
 
 

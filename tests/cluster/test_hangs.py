@@ -7,8 +7,7 @@ import traceback
 
 import pytest
 
-from heal.cluster.progress_board import Standing, blame, where_is
-from heal.cluster.watchdog import HangWatchdog
+from heal.cluster.watchdog import HangWatchdog, Standing, blame, where_is
 from heal.exit_codes import ExitCode
 from tests.cluster import ranks
 from tests.cluster.jobs import Job

@@ -16,8 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from heal.cluster import resolve_resume_path
-from heal.cluster.attempt import NobodyCame, agree_on_attempt
-from heal.cluster.launch import find_place
+from heal.cluster.launch import NobodyCame, agree_on_attempt, find_place
 from tests.cluster import ranks, trainer
 from tests.cluster.jobs import SECONDS, Job, end, read_json, read_step, torchrun
 

@@ -3,7 +3,7 @@
 import pytest
 
 from heal.cluster import SLURMInfo, get_slurm_info, log_job_info, resolve_resume_path
-from heal.cluster.hostlist import expand_hostlist
+from heal.cluster.slurm import expand_hostlist
 
 JOB = {
     "SLURM_JOB_ID": "4711",

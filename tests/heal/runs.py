@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from heal import Healer, HealingConfig
 from heal.actions import CannotHeal, Rollback, ScaleLr, SkipBatches
-from heal.chaos import Chaos
 from heal.history import NONFINITE
+from heal.testing import Chaos
 
 torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heal.actions import changes_training
-from heal.chaos import KINDS, Chaos, Fault
+from heal.testing import KINDS, Chaos, Fault
 from tests.heal.runs import language, regression
 
 STEPS = 110

@@ -1,8 +1,7 @@
 import pytest
 
 from heal import HealingConfig
-from heal.cli import main
-from heal.commands import COMMANDS
+from heal.cli import COMMANDS, main
 
 
 def test_init_prints_settings_that_can_be_read_back(capsys):
@@ -49,4 +48,4 @@ def test_every_command_explains_itself(name, capsys):
 
 def test_commands_stand_in_order_and_have_a_line_of_help():
     assert list(COMMANDS) == sorted(COMMANDS)
-    assert all(line and not line.endswith(".") for _, line in COMMANDS.values())
+    assert all(c.line and not c.line.endswith(".") for c in COMMANDS.values())

@@ -9,10 +9,10 @@ import torch
 from rich.console import Console
 
 from heal import HealingConfig
-from heal.chaos import KINDS, Fault, Strike
 from heal.cli import main
-from heal.demo import outcome_table
-from heal.drill import STANDARD, Drill, Outcome, parse_fault, standard_faults
+from heal.testing import KINDS, Fault, Strike
+from heal.testing.demo import outcome_table
+from heal.testing.drill import STANDARD, Drill, Outcome, parse_fault, standard_faults
 from tests.heal.runs import regression
 
 
@@ -176,7 +176,7 @@ def test_a_drill_of_nothing_says_so(target, capsys):
 
 @pytest.mark.slow
 def test_the_demonstration_notices_every_fault_and_ends_near_the_undisturbed_loss(tmp_path):
-    from heal.demo import console_for, demonstrate
+    from heal.testing.demo import console_for, demonstrate
 
     found = demonstrate(400, 0, tmp_path, console_for(plain=True), progress=False)
     assert all(outcome.detected_at is not None for outcome in found.outcomes)

@@ -15,8 +15,8 @@ from heal import HealingConfig
 from heal.actions import (
     Rollback,
 )
-from heal.chaos import Chaos, Fault
 from heal.exit_codes import ExitCode
+from heal.testing import Chaos, Fault
 from tests.heal.runs import (
     QUICK,
     assert_same,
@@ -255,7 +255,7 @@ def test_a_grad_scaler_that_searches_its_scale_is_no_alarm():
 SCRIPT = """
 import os, sys
 from heal.actions import CannotHeal
-from heal.chaos import Chaos, Fault
+from heal.testing import Chaos, Fault
 from tests.heal.runs import regression
 setup = regression()
 healer = setup.healer(run_dir=sys.argv[2])

@@ -13,9 +13,9 @@ from heal.actions import (
     ShrinkBatch,
     SkipBatches,
 )
-from heal.chaos import Fault
 from heal.exceptions import qualified_name
 from heal.exit_codes import ExitCode
+from heal.testing import Fault
 from tests.heal.runs import halted, regression, strike
 
 FOREVER = 10**6

@@ -12,7 +12,7 @@ from heal.actions import (
     ScaleLr,
     SkipBatches,
 )
-from heal.chaos import Fault
+from heal.testing import Fault
 from tests.heal.runs import regression, strike
 
 

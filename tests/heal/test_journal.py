@@ -13,8 +13,15 @@ from heal.actions import CannotHeal, Refuse, Rollback, action_to_json
 from heal.causes import ABOUT, Cause, Severity
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
-from heal.journal import ExitReason, Journal, exit_reason, read_all, read_events, write_postmortem
-from heal.journal.notes import Notes
+from heal.journal import (
+    ExitReason,
+    Journal,
+    Notes,
+    exit_reason,
+    read_all,
+    read_events,
+    write_postmortem,
+)
 
 ROOT = Path(__file__).parents[2]
 SEED_FIELDS = {
@@ -76,7 +83,7 @@ def test_every_rank_has_a_file_of_its_own(tmp_path, monkeypatch):
 
 
 def test_events_of_the_same_moment_come_in_the_order_of_their_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr("heal.journal.journal.now", lambda: "2026-01-01T00:00:00Z")
+    monkeypatch.setattr("heal.journal.now", lambda: "2026-01-01T00:00:00Z")
     for rank in (2, 0, 1):
         Journal(tmp_path, rank=rank).event("same", 0)
     assert [event["rank"] for event in read_all(tmp_path.iterdir())] == [0, 1, 2]

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import zclip
 from heal import HealingConfig
 from heal.actions import CannotHeal, Rollback
+from heal.guarded_step import GuardedStep, WatchedOptimizer
 from heal.integrations.lightning import SelfHealingLightningCallback
 from heal.integrations.lightning.steps import HealedSteps
-from heal.step.guarded_step import GuardedStep
-from heal.step.watched_optimizer import WatchedOptimizer
 from tests.heal.runs import QUICK, roll_back_after_skipped
 from tests.heal.test_trackers import Recorder
 

@@ -7,10 +7,10 @@ from torch import nn
 from heal import HealingConfig
 from heal.actions import CannotHeal, ScaleLr
 from heal.causes import Cause, Severity
-from heal.chaos import Fault
 from heal.diagnose import Diagnosis
-from heal.journal.journal import Journal
-from heal.treatment import Treatment
+from heal.journal import Journal
+from heal.recovery import Treatment
+from heal.testing import Fault
 from tests.heal.fake_run import FakeRun
 from tests.heal.runs import regression, strike
 

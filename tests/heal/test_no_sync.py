@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from heal import Healer, HealingConfig
-from heal.state import snapshots as snapshots_module
+from heal import snapshots as snapshots_module
 from tests.fake_cuda import WAITS, fake_cuda
 from zclip import mailbox
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from heal.chaos import Chaos, Fault, slow_faults
+from heal.testing import Chaos, Fault, slow_faults
 from tests.heal.runs import regression
 from tools.forecast import scenarios
 

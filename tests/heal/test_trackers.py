@@ -13,9 +13,16 @@ import pytest
 
 from heal.causes import Cause, Severity
 from heal.diagnose import Diagnosis
-from heal.integrations.trackers import KNOWN, Level, attach, make_trackers
-from heal.integrations.trackers.fan_out import PATIENCE, alert_for, finite_numbers
-from heal.integrations.trackers.tensorboard import TensorBoardTracker
+from heal.integrations.trackers import (
+    KNOWN,
+    PATIENCE,
+    Level,
+    TensorBoardTracker,
+    alert_for,
+    attach,
+    finite_numbers,
+    make_trackers,
+)
 from heal.journal import Journal
 from tests.heal.runs import regression
 
@@ -219,7 +226,7 @@ def test_names_objects_and_nothing_are_taken():
 
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setattr("heal.integrations.trackers.choose.find_spec", lambda name: None)
+    monkeypatch.setattr("heal.integrations.trackers.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"'mlflow' needs the package mlflow.*pip install mlflow"):
         make_trackers("mlflow")
 

@@ -7,7 +7,7 @@ import torch
 
 from heal import Healer, HealingConfig
 from heal.actions import Rollback
-from heal.chaos import Chaos, Fault
+from heal.testing import Chaos, Fault
 from tests.heal.runs import regression
 
 

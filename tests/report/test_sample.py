@@ -1,9 +1,8 @@
 import math
 import random
 
-from heal.report.collect import read_run
+from heal.report.collect import COLUMNS, Sampler, keep, read_run
 from heal.report.page import make_page
-from heal.report.sample import COLUMNS, Sampler, keep
 from tests.report.journals import act, long_metrics, started, trouble, write
 
 LOSS = COLUMNS.index("loss")

@@ -5,8 +5,8 @@ import pytest
 from heal import actions
 from heal.causes import Cause
 from heal.report.collect import read_run
-from heal.report.incident import KIND_OF_ACTION
-from heal.report.summary import summarise
+from heal.report.data import summarise
+from heal.report.story import KIND_OF_ACTION
 from heal.report.words import TITLES, action_words, clean, duration, show
 from tests.report.journals import (
     act,

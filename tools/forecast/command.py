@@ -106,7 +106,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from heal.forecast.score import SHIPPED, read
+    from heal.lab.forecast.score import SHIPPED, read
     from tools.forecast import card, evaluate
     from tools.forecast.results import results_of
 

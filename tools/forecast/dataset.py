@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.forecast.features import CHECK_INTERVAL, NAMES, Features
-from heal.forecast.watch import FIRST_STEP
+from heal.lab.forecast.features import CHECK_INTERVAL, NAMES, Features
+from heal.lab.forecast.watch import FIRST_STEP
 from tools.forecast.corpus import damaged_at, failed
 from tools.forecast.scenarios import SLOW
 from tools.forecast.simulate import Streams

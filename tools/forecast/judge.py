@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.forecast.hysteresis import Hysteresis
-from heal.forecast.score import LARGEST_LOGIT, Model
-from heal.forecast.watch import FIRST_STEP
+from heal.lab.forecast.score import LARGEST_LOGIT, Hysteresis, Model
+from heal.lab.forecast.watch import FIRST_STEP
 from tools.forecast.dataset import Dataset
 from tools.forecast.scenarios import INSTANT
 

@@ -1,7 +1,7 @@
 """Trains many tiny networks at once, and keeps what a healer would have heard of each.
 
 For speed it has optimizers, a z-score clip and faults of its own, for all runs of a group together;
-tests hold them to those of torch, of :mod:`zclip` and of :mod:`heal.chaos.faults`.
+tests hold them to those of torch, of :mod:`zclip` and of :mod:`heal.testing.faults`.
 """
 
 from dataclasses import dataclass, field
@@ -172,7 +172,7 @@ class Trainer:
             self.params[name] = param - _wide(lr * keep, param) * change
 
     def drift(self, factor: Tensor) -> None:
-        """Multiply all weights, as :mod:`heal.chaos.faults` does, run by run."""
+        """Multiply all weights, as :mod:`heal.testing.faults` does, run by run."""
         for name, param in self.params.items():
             self.params[name] = param * _wide(factor, param)
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.forecast import conformal
-from heal.forecast.features import NAMES
-from heal.forecast.score import Model
+from heal.lab.forecast import score as conformal
+from heal.lab.forecast.features import NAMES
+from heal.lab.forecast.score import Model
 from tools.forecast.calibration import HORIZON, steps_within, table
 from tools.forecast.dataset import Dataset
 from tools.forecast.judge import evidence

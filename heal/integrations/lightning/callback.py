@@ -1,20 +1,84 @@
 """The callback: builds a healer when training starts, and follows what it does."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from heal.actions import CannotHeal
 from heal.config import HealingConfig
 from heal.exit_codes import ExitCode
-from heal.integrations.beside_model import hold_models_of
-from heal.integrations.lightning.checks import check_start
-from heal.integrations.lightning.loggers import LoggersTracker
-from heal.integrations.lightning.schedules import LightningSchedule
-from heal.integrations.lightning.steps import HealedSteps
-from heal.integrations.trackers import make_trackers
-from heal.loop import Healer
+from heal.healer import Healer
+from heal.integrations.lightning.steps import HealedSteps, LightningSchedule
+from heal.integrations.patches import hold_models_of
+from heal.integrations.trackers import Level, make_trackers
 from zclip.integrations.lightning import Callback
+
+# The Trainer's own loggers as a tracker.
+
+
+class LoggersTracker:
+    """Sends numbers to Lightning's loggers, which have no alerts; Python's log has those.
+
+    Args:
+        loggers: those of the Trainer; begun and ended by it.
+    """
+
+    def __init__(self, loggers: Sequence[Any]) -> None:
+        self._loggers = list(loggers)
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Do nothing: the Trainer has started them."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log numbers, with the healer's count of steps."""
+        for logger in self._loggers:
+            logger.log_metrics(dict(metrics), step)
+
+    def alert(self, level: Level, title: str, text: str) -> None:
+        """Do nothing: the journal logs every recovery and alert by itself."""
+
+    def close(self) -> None:
+        """Do nothing: the Trainer ends them."""
+
+
+# What cannot be healed under Lightning is said when training starts.
+
+
+FOREIGN_STEPS = ("DeepSpeedStrategy", "FSDPStrategy", "XLAStrategy", "XLAFSDPStrategy")
+"""Strategies that keep gradients or weights where they cannot be measured."""
+
+
+def check_start(config: HealingConfig, trainer: Any, module: Any) -> None:
+    """Raise if this run cannot be healed.
+
+    Raises:
+        ValueError: names what does not fit, what was wanted, and what to do.
+    """
+    if config.data == "replay":
+        raise ValueError(
+            'data is "replay", which needs to rewind the loader, and that is Lightning\'s; '
+            'wanted data="skip", or Healer.run instead of the Trainer'
+        )
+    strategy = type(trainer.strategy).__name__
+    if strategy in FOREIGN_STEPS:
+        raise ValueError(
+            f"strategy is {strategy}, which keeps gradients to itself; wanted a single device, "
+            "DDPStrategy or ModelParallelStrategy (FSDP2)"
+        )
+    if len(trainer.optimizers) != 1:
+        raise ValueError(
+            f"{len(trainer.optimizers)} optimizers step by themselves in manual optimization, and "
+            "a rollback between them has no meaning; wanted one optimizer. To clip and refuse "
+            "without rollback return zclip.wrap(optimizer) from configure_optimizers"
+        )
+    others = [type(c).__name__ for c in trainer.callbacks]
+    if "ZClipLightningCallback" in others and config.zclip_enabled:
+        raise ValueError(
+            "ZClipLightningCallback would clip a second time; leave it out, or set "
+            "zclip_enabled=False"
+        )
+    if others.count("SelfHealingLightningCallback") > 1:
+        raise ValueError("SelfHealingLightningCallback is there twice; wanted one")
 
 
 class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type is left open

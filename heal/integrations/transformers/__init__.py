@@ -10,7 +10,6 @@ except ImportError:
         "SelfHealingTrainer needs transformers: pip install 'zclip-heal[hf]'"
     ) from None
 
-from heal.integrations.transformers.callback import SelfHealingCallback
-from heal.integrations.transformers.trainer import SelfHealingTrainer
+from heal.integrations.transformers.trainer import SelfHealingCallback, SelfHealingTrainer
 
 __all__ = ["SelfHealingCallback", "SelfHealingTrainer"]

@@ -1,5 +1,6 @@
 """The trainer's batches as a stream that can be rewound, skipped, and read past a bad sample."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -8,11 +9,87 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import send_to_device
+from torch import Tensor
+from torch.optim import Optimizer
 
-from heal.data.epoch_start import EpochStart, generator_states, set_generators
+from heal.actions import CannotHeal, Plan, ScaleLr
+from heal.causes import Cause
+from heal.config import HealingConfig
+from heal.data.loader_pass import EpochStart, generator_states, set_generators
 from heal.data.stream import BatchStream, Place
-from heal.integrations.transformers.prepared import batches_of_steps
-from heal.state.rng import RngState
+from heal.diagnose import Diagnosis
+from heal.exit_codes import ExitCode
+from heal.integrations.patches import Patches
+from heal.recovery import Hook
+from heal.training_state import RngState
+
+# Small questions about a trainer that is ready to train, and small answers for it.
+
+
+def batches_passed_over(trainer: Any) -> int:
+    """Return how many batches of its first epoch a trainer leaves out because it was resumed."""
+    args = trainer.args
+    loader: Any = getattr(trainer.callback_handler, "train_dataloader", None)
+    if args.ignore_data_skip or not trainer.state.global_step:
+        return 0
+    try:
+        steps = max(1, -(-len(loader) // args.gradient_accumulation_steps))
+    except TypeError:  # a loader without a length has one long epoch
+        steps = trainer.state.max_steps
+    return int(trainer.state.global_step % steps * args.gradient_accumulation_steps)
+
+
+def batches_of_steps(trainer: Any, steps: int) -> int | None:
+    """Return how many batches so many steps take from the first one on; None if nobody can say."""
+    loader: Any = getattr(trainer.callback_handler, "train_dataloader", None)
+    try:
+        length = len(loader)
+    except TypeError:
+        return None
+    per_step = trainer.args.gradient_accumulation_steps
+    epochs, rest = divmod(steps, max(1, -(-length // per_step)))
+    return int(epochs * length + rest * per_step)
+
+
+def raise_lr_at_chance(factor: float, config: HealingConfig) -> Hook:
+    """Return a hook that answers a plateau at chance with a higher learning rate."""
+
+    def hook(diagnosis: Diagnosis, plan: Plan) -> Plan | None:
+        if diagnosis.cause is Cause.PLATEAU and diagnosis.evidence.get("at_chance"):
+            return (ScaleLr(factor, config.lr_floor, config.lr_ramp_steps),)
+        return None
+
+    return hook
+
+
+def known_to_schedulers(step: Callable[..., None]) -> Callable[..., None]:
+    """Mark a step as one that notes that it was called, or schedulers warn that it does not."""
+
+    def noted(closure: Any = None) -> None:
+        step(closure)
+
+    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return noted
+
+
+def inner_optimizer(trainer: Any) -> Optimizer:
+    """Return the torch optimizer within what accelerate made of it.
+
+    Raises:
+        TypeError: it is not one that can be guarded.
+    """
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"the trainer's optimizer is {type(optimizer).__name__}; wanted a torch Optimizer, "
+            "whose steps can be refused. DeepSpeed steps by itself and cannot be healed"
+        )
+    return optimizer
+
+
+def is_preemption(error: BaseException | None) -> bool:
+    """Tell whether a run was stopped from outside and would go on if started again."""
+    return isinstance(error, CannotHeal) and error.exit_code == int(ExitCode.PREEMPTED)
 
 
 class TrainerBatches:
@@ -307,3 +384,185 @@ def _drop(batches: Iterator[Any]) -> None:
         raise
     except Exception:
         return
+
+
+# The trainer's loop over an epoch, begun again at the place that a rollback returned to.
+#
+# How many batches a step has, when gradients are synchronised and when an epoch is over follows
+# from counters that are local to that loop. With ``data = "replay"`` the data goes back, and so
+# must they: else a step of the replay would have other batches than it had the first time.
+
+
+RESUMED = "a rollback"  # where a path of a checkpoint would stand; nothing is read from it
+
+
+class ReplayedEpochs:
+    """Stands in for ``trainer._run_epoch``; after a rollback it runs the epochs since once more.
+
+    Args:
+        trainer: whose loop it is.
+        patches: where changes to the trainer are noted, to be undone by the owner.
+    """
+
+    def __init__(self, trainer: Any, patches: Patches) -> None:
+        self._trainer = trainer
+        self._run_epoch: Callable[..., None] = trainer._run_epoch
+        self._on_epoch_end: Callable[..., Any] = trainer.callback_handler.on_epoch_end
+        self._returns = False
+        patches.set(trainer, "_run_epoch", self.run)
+        patches.set(trainer.callback_handler, "on_epoch_end", self.on_epoch_end)
+
+    def leave(self, control: Any) -> None:
+        """Leave the loop after this step, because the trainer was returned to an earlier one."""
+        self._returns = control.should_epoch_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any) -> Any:
+        """Tell the callbacks, unless the epoch was left for a replay and did not end."""
+        return control if self._returns else self._on_epoch_end(args, state, control)
+
+    def run(self, *, epoch: int, steps_in_epoch: int, **given: Any) -> None:
+        """Run an epoch, and those before it that a rollback took back, to their ends."""
+        trainer = self._trainer
+        self._run_epoch(epoch=epoch, steps_in_epoch=steps_in_epoch, **given)
+        while self._returns and not trainer.control.should_training_stop:
+            self._returns = trainer.control.should_epoch_stop = False
+            place = trainer.state.epoch or 0.0
+            first = int(place)
+            passed = round((place - first) * steps_in_epoch)
+            self._run_rest(first, passed, steps_in_epoch, given)
+            for number in range(first + 1, epoch + 1):
+                if self._returns or trainer.control.should_training_stop:
+                    break
+                trainer.control = trainer.callback_handler.on_epoch_begin(
+                    trainer.args, trainer.state, trainer.control
+                )
+                self._run_rest(number, 0, steps_in_epoch, given)
+        self._returns = False
+
+    def _run_rest(self, epoch: int, passed: int, steps_in_epoch: int, given: Any) -> None:
+        """Run an epoch from a batch on, as a trainer does that was resumed there."""
+        patches = Patches()
+        patches.set(self._trainer, "_load_rng_state", lambda checkpoint: None)  # we put it back
+        patches.set(self._trainer.args, "ignore_data_skip", False)
+        own = {
+            "resume_from_checkpoint": RESUMED if passed else None,
+            "epochs_trained": epoch,
+            "steps_trained_in_current_epoch": passed,
+        }
+        try:
+            self._run_epoch(epoch=epoch, steps_in_epoch=steps_in_epoch, **{**given, **own})
+        finally:
+            patches.put_back()
+
+
+# Where a trainer is: the counters, sums and buffers that it keeps beside weights and optimizer.
+
+
+SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+"""What the trainer adds up between two lines of its log."""
+
+BEST = ("best_metric", "best_model_checkpoint", "best_global_step")
+"""What the trainer's state holds of its best evaluation, which may be of a step that is undone."""
+
+ONLINE = (
+    "_step",
+    "_buffered_inputs",
+    "_metrics",
+    "_current_train_step_time",
+    "_total_train_tokens",
+)
+"""What trainers of TRL keep from step to step: generations to train on, numbers to log."""
+
+
+class TrainerPosition:
+    """Saves the place of a trainer as plain values, and returns it to such a place.
+
+    Args:
+        trainer: whose ``state`` and sums are meant.
+        replays: whether data are rewound as well, so that epochs are counted back.
+
+    Attributes:
+        replays: whether data are rewound as well.
+        was_set_back: whether the trainer was returned since the last :meth:`settle`.
+    """
+
+    def __init__(self, trainer: Any, replays: bool) -> None:
+        self._trainer = trainer
+        self.replays = replays
+        self._epochs_ahead = 0.0  # the loop's own count of epochs cannot be set back
+        self._ahead = 0.0  # by the rollback of this step
+        self.was_set_back = False
+
+    def save(self) -> dict[str, Any]:
+        """Return the place; a sum on the device is copied there."""
+        trainer, state = self._trainer, self._trainer.state
+        running = getattr(trainer, "_tr_loss", None)
+        return {
+            "global_step": state.global_step,
+            "epoch": state.epoch,
+            "tokens": state.num_input_tokens_seen,
+            "flos": state.total_flos,
+            "logged": len(state.log_history),
+            "best": {name: getattr(state, name) for name in BEST if hasattr(state, name)},
+            "running_loss": running.detach().clone() if isinstance(running, Tensor) else None,
+            "sums": {name: getattr(trainer, name) for name in SUMS if hasattr(trainer, name)},
+            "online": {
+                name: _copied(getattr(trainer, name)) for name in ONLINE if hasattr(trainer, name)
+            },
+        }
+
+    @torch.no_grad()
+    def put_back(self, saved: dict[str, Any]) -> None:
+        """Return to a place. Lines of the log about steps that are undone are taken out."""
+        trainer, state = self._trainer, self._trainer.state
+        if self.replays and state.epoch is not None:
+            self._ahead += state.epoch - (saved["epoch"] or 0.0)
+        state.global_step, state.epoch = saved["global_step"], saved["epoch"]
+        state.num_input_tokens_seen, state.total_flos = saved["tokens"], saved["flos"]
+        del state.log_history[saved["logged"] :]
+        for name, value in saved["best"].items():
+            setattr(state, name, value)
+        if saved["running_loss"] is not None:
+            trainer._tr_loss.copy_(saved["running_loss"])
+        for name, value in saved["sums"].items():
+            setattr(trainer, name, value)
+        for name, value in saved["online"].items():
+            setattr(trainer, name, _copied(value))
+        self.was_set_back = True
+
+    def correct_epoch(self) -> None:
+        """Count epochs by the data seen: the trainer's loop counts what was undone as well."""
+        state = self._trainer.state
+        self._epochs_ahead, self._ahead = self._epochs_ahead + self._ahead, 0.0
+        if self._epochs_ahead and state.epoch is not None:
+            state.epoch -= self._epochs_ahead
+
+    def settle(self, control: Any, is_loop_set_back: bool = False) -> bool:
+        """After a step: tell whether it was undone, and if so keep it from being logged or saved.
+
+        A stop that the undone step had reached is taken back too.
+
+        Args:
+            control: of the trainer.
+            is_loop_set_back: whether the trainer's loop follows, so that it counts epochs right.
+        """
+        if not self.was_set_back:
+            return False
+        self.was_set_back = False
+        if is_loop_set_back:
+            self._ahead = 0.0
+        control.should_log = control.should_save = control.should_evaluate = False
+        if self._trainer.state.global_step < self._trainer.state.max_steps:
+            control.should_training_stop = False
+        return True
+
+
+def _copied(value: Any) -> Any:
+    """Containers anew, tensors shared: buffered generations are replaced, never written to."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item) for item in value)
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        made.update((key, _copied(item)) for key, item in value.items())
+        return made
+    return value

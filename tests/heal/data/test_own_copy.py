@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from heal.data.own_copy import own_copy
-from heal.step.micro_batch import MicroBatcher
+from heal.data.stream import own_copy
+from heal.micro_batch import MicroBatcher
 from tests.heal.data.test_split import Encoding
 
 X, Y = torch.randn(8, 2), torch.randn(8)

@@ -1,7 +1,7 @@
 """Models whose verdict is known: of one feature, with one weight."""
 
-from heal.forecast.features import NAMES
-from heal.forecast.score import Model
+from heal.lab.forecast.features import NAMES
+from heal.lab.forecast.score import Model
 
 
 def model_of(feature="loss_climb", weight=6.0, bias=-2.0, limit=2.0, **changes):

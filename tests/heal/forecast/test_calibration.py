@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from heal.forecast.names import NAMES
+from heal.lab.forecast.features import NAMES
 from tests.heal.forecast.models import model_of
 from tools.forecast import calibration, dataset
 from tools.forecast.intervals import ratio_interval

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from heal.forecast.score import SHIPPED, from_json, read, shipped
+from heal.lab.forecast.score import SHIPPED, from_json, read, shipped
 from tools.forecast import command, corpus, train
 
 pytest.importorskip("sklearn")

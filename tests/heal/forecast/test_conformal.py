@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from heal.forecast import conformal
+from heal.lab.forecast import score as conformal
 
 
 @pytest.mark.parametrize("share", conformal.SHARES)

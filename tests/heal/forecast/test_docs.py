@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from heal.forecast.names import NAMES
+from heal.lab.forecast.features import NAMES
 
 ROOT = Path(__file__).parents[3]
 

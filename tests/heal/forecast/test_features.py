@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from heal.forecast.features import ABOUT, LIMIT, NAMES, Features
+from heal.lab.forecast.features import ABOUT, LIMIT, NAMES, Features
 from heal.verdict import Flag, Record
 from tests.heal.detectors.streams import healthy_streams, learning_curve, records
 

@@ -8,8 +8,8 @@ import pytest
 
 from heal.actions import CannotHeal
 from heal.causes import Cause, Finding, Severity
-from heal.chaos import Chaos, Fault
-from heal.forecast import watch as watch_module
+from heal.lab.forecast import watch as watch_module
+from heal.testing import Chaos, Fault
 from tests.heal.forecast.models import model_of
 from tests.heal.runs import assert_same, fingerprint, regression
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heal.forecast import score
-from heal.forecast.features import NAMES
-from heal.forecast.score import SHIPPED, Model, ModelError, from_json, read, shipped
+from heal.lab.forecast import score
+from heal.lab.forecast.features import NAMES
+from heal.lab.forecast.score import SHIPPED, Model, ModelError, from_json, read, shipped
 from tests.heal.forecast.models import model_of
 from tools.forecast.calibration import chances
 from tools.forecast.card import digest

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from heal.forecast.names import NAMES
-from heal.forecast.score import from_json
+from heal.lab.forecast.features import NAMES
+from heal.lab.forecast.score import from_json
 from tools.forecast import calibration, corpus, dataset, evaluate, judge, results, train
 
 pytest.importorskip("sklearn")

@@ -11,9 +11,9 @@ from heal.actions import Rollback, TakeSnapshot, TightenClip, WatchClosely
 from heal.causes import Cause, Severity
 from heal.config import HealingConfig
 from heal.diagnose import diagnose
-from heal.forecast.hysteresis import CLEAR_MARGIN, QUIET_STEPS, Hysteresis
-from heal.forecast.watch import FIRST_STEP, ForecastWatch, State
 from heal.history import History
+from heal.lab.forecast.score import CLEAR_MARGIN, QUIET_STEPS, Hysteresis
+from heal.lab.forecast.watch import FIRST_STEP, ForecastWatch, State
 from heal.policy import decide
 from heal.verdict import Flag, HealthRow, Record
 from tests.heal.detectors.streams import records

@@ -11,15 +11,15 @@ from torch import nn
 from heal.actions import CannotHeal, Halt
 from heal.causes import Cause, Severity
 from heal.journal import read_events
-from heal.probes import (
+from heal.lab.probes import (
     LyapunovMeter,
     NoiseScale,
     fisher_diagonal,
     importance,
-    noise_scale,
     optimizer_health,
     sharpness,
 )
+from heal.lab.probes import series as noise_scale
 from tests.heal.runs import assert_same, fingerprint, regression
 
 

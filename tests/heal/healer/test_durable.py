@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from heal.actions import CannotHeal, Rollback
 from heal.checkpoint import writer
 from heal.exit_codes import ExitCode
-from heal.state.training_state import StateMismatch
+from heal.training_state import StateMismatch
 from tests.forked import run_forked
 from tests.heal.runs import assert_same, fingerprint, language, regression
 

@@ -9,8 +9,8 @@ from heal import HealingConfig
 from heal.actions import CannotHeal
 from heal.causes import Cause
 from heal.detect import Usual, Watch
-from heal.hearing.calm import TOGETHER, Calm
-from heal.step.ranks import HostFacts
+from heal.monitor import TOGETHER, Calm
+from heal.ranks import HostFacts
 from heal.verdict import Flag, Record
 from tests.heal.linear_run import LAG, build, step_of
 from zclip.layout import (

@@ -4,7 +4,7 @@ import pytest
 
 from heal.actions import Rollback
 from heal.causes import Cause
-from heal.chaos import Chaos, Fault
+from heal.testing import Chaos, Fault
 from tests.heal.runs import regression
 
 

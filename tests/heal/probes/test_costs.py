@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import heal.probes
-from heal.forecast.watch import ForecastWatch
+import heal.lab.probes
+from heal.lab.forecast.watch import ForecastWatch
 
 PATH = Path(__file__).parents[3] / "benchmarks" / "bench_probes.py"
 NOT_MEASURED = {  # what probes return, and what only arranges them
@@ -29,7 +29,7 @@ def bench():
 
 def test_every_probe_and_the_action_has_its_cost_measured(bench):
     told = bench.measure(rounds=1)
-    for name in {*heal.probes.__all__, "AnchorWeights", "forecast"} - NOT_MEASURED:
+    for name in {*heal.lab.probes.__all__, "AnchorWeights", "forecast"} - NOT_MEASURED:
         assert any(row.startswith(name) for row in told), name
     assert all(row["cpu_us"] > 0 for row in told.values())
 

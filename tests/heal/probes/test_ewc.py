@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from heal.chaos import Chaos, Fault
-from heal.probes.ewc import Anchor, AnchoredRecovery
+from heal.lab.probes.consolidation import Anchor, AnchoredRecovery
+from heal.testing import Chaos, Fault
 from tests.heal.probes.problems import Quadratic
 from tests.heal.runs import regression
 

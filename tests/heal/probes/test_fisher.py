@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from heal.probes import fisher_diagonal, importance
+from heal.lab.probes import fisher_diagonal, importance
 from tests.heal.probes.problems import Line, Noisy
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from heal.probes import LyapunovMeter
+from heal.lab.probes import LyapunovMeter
 from tests.heal.probes.problems import Quadratic
 
 

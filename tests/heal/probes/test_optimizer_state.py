@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zclip
-from heal.probes import optimizer_health
+from heal.lab.probes import optimizer_health
 
 
 def stepped(make, steps=20, size=4, gradient=3.0):

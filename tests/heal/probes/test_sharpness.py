@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from heal.probes import sharpness
+from heal.lab.probes import sharpness
 from tests.heal.probes.problems import Diagonal, Line, Noisy, Quadratic
 
 

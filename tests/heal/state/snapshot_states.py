@@ -4,9 +4,8 @@ import torch
 from torch import nn
 
 import zclip
-from heal.state.rng import RngState
-from heal.state.snapshots import SnapshotRing
-from heal.state.training_state import TrainingState
+from heal.snapshots import SnapshotRing
+from heal.training_state import RngState, TrainingState
 
 
 class Net(nn.Module):

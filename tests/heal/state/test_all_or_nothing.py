@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from heal import training_state
 from heal.actions import CannotHeal
-from heal.chaos import Fault
-from heal.state import training_state
-from heal.state.training_state import RestoreFailed
+from heal.testing import Fault
+from heal.training_state import RestoreFailed
 from tests.heal.runs import fingerprint, regression, strike
 from tests.heal.state.snapshot_states import build, train
 
@@ -125,7 +125,7 @@ def test_without_room_for_a_copy_a_failed_restore_says_that_the_state_is_mixed(m
     saved = {key: tensor.clone() for key, tensor in state.tensors().items()}
     values = state.values()
     train(state, 4)
-    monkeypatch.setattr("heal.state.undo.available_bytes", lambda: 0)
+    monkeypatch.setattr("heal.training_state.available_bytes", lambda: 0)
     fails = iter([True])
     fail_after_half(monkeypatch, lambda: next(fails, False))
     with pytest.raises(RestoreFailed, match="no host memory") as caught:

@@ -7,13 +7,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zclip
 from heal import Healer, HealingConfig
+from heal.buffers import BufferCopies
 from heal.causes import Cause
 from heal.detectors.health import StateHealth
-from heal.hearing.health import HealthCheck
-from heal.state.buffer_copies import BufferCopies
-from heal.state.snapshots import SnapshotRing
-from heal.state.training_state import TrainingState
-from heal.step.ranks import Ranks
+from heal.health import HealthCheck
+from heal.ranks import Ranks
+from heal.snapshots import SnapshotRing
+from heal.training_state import TrainingState
 
 QUICK = {"snapshot_interval": 10, "check_interval": 10, "quarantine_steps": 4}
 

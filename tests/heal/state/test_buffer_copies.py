@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from heal import Healer
-from heal.chaos import Chaos, Fault
-from heal.state.buffer_copies import SMALL_BYTES, BufferCopies
-from heal.step.micro_batch import MicroBatcher
+from heal.buffers import SMALL_BYTES, BufferCopies
+from heal.micro_batch import MicroBatcher
+from heal.testing import Chaos, Fault
 from tests.heal.runs import quick, regression
 
 AT = 12

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from heal import Healer
+from heal import integrity as constants_module
 from heal.actions import CannotHeal, Rollback
-from heal.chaos import Chaos, Fault
-from heal.state import constants as constants_module
-from heal.state.constants import Constants
-from heal.state.training_state import TrainingState
+from heal.integrity import Constants
+from heal.testing import Chaos, Fault
+from heal.training_state import TrainingState
 from tests.heal.runs import quick, regression
 
 

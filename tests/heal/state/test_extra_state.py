@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from heal.actions import Rollback
-from heal.state.extra_state import extra_states
+from heal.extra_state import extra_states
 from tests.heal.runs import assert_same, fingerprint, regression
 
 STEPS = 60

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from heal.state.buffer_copies import SMALL_BYTES, BufferCopies
+from heal.buffers import SMALL_BYTES, BufferCopies
 from tests.heal.runs import regression, roll_back_after_skipped
 
 EVALUATED, STEPS = 7, 60

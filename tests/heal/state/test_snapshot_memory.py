@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from heal.state.measured import count_bad
-from heal.state.snapshots import SnapshotRing
-from heal.state.training_state import TrainingState
+from heal.integrity import count_bad
+from heal.snapshots import SnapshotRing
+from heal.training_state import TrainingState
 from tests.heal.state.snapshot_states import build, take, train
 
 
@@ -85,10 +85,10 @@ def test_tied_weights_and_views_are_copied_once():
 def test_too_little_memory_degrades_and_says_so(monkeypatch):
     state, ring = build()
     num_bytes = sum(t.nbytes for t in state.tensors().values())
-    monkeypatch.setattr("heal.state.snapshots.available_bytes", lambda: num_bytes)
+    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: num_bytes)
     assert not take(state, ring, 0)
     assert "free host memory" in ring.degraded
-    monkeypatch.setattr("heal.state.snapshots.available_bytes", lambda: 2.5 * num_bytes)
+    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: 2.5 * num_bytes)
     assert take(state, ring, 5)
     ring.note_clean(5), ring.note_clean(6)
     assert take(state, ring, 10)
@@ -98,7 +98,7 @@ def test_too_little_memory_degrades_and_says_so(monkeypatch):
 def test_the_system_is_asked_for_memory_until_all_are_there_that_are_wanted(monkeypatch):
     state, ring = build()[0], SnapshotRing(10, 2, 2.0, 0)
     asked = []
-    monkeypatch.setattr("heal.state.snapshots.available_bytes", lambda: asked.append(1) or 1 << 40)
+    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: asked.append(1) or 1 << 40)
     for step in range(0, 50, 10):
         assert take(state, ring, step)
         ring.note_clean(step)
@@ -111,7 +111,7 @@ def test_memory_that_is_short_for_the_second_leaves_one(monkeypatch):
     state, ring = build()[0], SnapshotRing(10, 2, 2.0, 0)
     assert take(state, ring, 0)
     ring.note_clean(0)
-    monkeypatch.setattr("heal.state.snapshots.available_bytes", lambda: 0)
+    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: 0)
     assert take(state, ring, 10)
     assert len(ring._kept) == 1
     assert "1 snapshots" in ring.degraded

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 import zclip
-from heal.state.rng import RngState
-from heal.state.snapshots import SnapshotCorrupt, SnapshotRing
-from heal.state.training_state import StateMismatch, TrainingState, copied
+from heal.snapshots import SnapshotCorrupt, SnapshotRing
+from heal.training_state import RngState, StateMismatch, TrainingState, copied
 from tests.heal.state.snapshot_states import OPTIMIZERS, assert_same, build, bytes_of, take, train
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from heal.state.buffer_copies import SMALL_BYTES
-from heal.step.activation_checkpointing import checkpoint_activations
+from heal.buffers import SMALL_BYTES
+from heal.micro_batch import checkpoint_activations
 
 
 class Averaging(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedules
 
-from heal.step.learning_rate import LearningRates
+from heal.lr_schedules import LearningRates
 from tests.fake_cuda import fake_cuda
 from tests.heal.runs import regression
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from heal.step.micro_batch import MicroBatcher
+from heal.micro_batch import MicroBatcher
 
 torch.set_num_threads(1)
 

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zclip
 from heal import Healer
 from heal.actions import AnchorWeights
-from heal.chaos import Chaos, Fault
-from heal.healer.recompute import CannotRecompute
 from heal.journal import read_events
+from heal.recompute import CannotRecompute
+from heal.testing import Chaos, Fault
 from tests.heal.runs import assert_same, fingerprint, quick, regression
 
 
@@ -236,7 +236,7 @@ def test_an_anchor_that_cannot_be_made_is_no_reason_to_stop(monkeypatch, tmp_pat
     def fails(optimizer, mean):
         raise torch.OutOfMemoryError("no room for a copy")
 
-    monkeypatch.setattr("heal.step.weight_anchor._held", fails)
+    monkeypatch.setattr("heal.lab.weight_anchor._held", fails)
     chaos = Chaos(healer, [Fault("corrupt_weight", at=50)])
     healer.run(chaos.wrap(setup.train_step), setup.loader, 80, progress=False)
     events = read_events(tmp_path / "events.jsonl")[0]
@@ -250,7 +250,7 @@ def test_an_anchor_that_cannot_be_made_is_no_reason_to_stop(monkeypatch, tmp_pat
 def test_an_anchor_that_cannot_be_made_leaves_none_of_before(monkeypatch):
     _, healer = one_weight()
     healer.parts.run.anchor_weights(0.5, 10)
-    monkeypatch.setattr("heal.step.weight_anchor._held", lambda optimizer, mean: 1 / 0)
+    monkeypatch.setattr("heal.lab.weight_anchor._held", lambda optimizer, mean: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         healer.parts.run.anchor_weights(0.5, 10)
     assert healer.optimizers[0].pull is None

@@ -7,8 +7,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from heal.data.stream import BatchStream
-from heal.integrations.transformers.batches import TrainerBatches
-from heal.integrations.transformers.prepared import batches_of_steps
+from heal.integrations.transformers.batches import TrainerBatches, batches_of_steps
 from tests.heal.trainers import failures, tiny
 from tests.heal.trainers.runs import Healed
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heal.step.guarded_step import GuardedStep
-from heal.step.watched_optimizer import WatchedOptimizer
+from heal.guarded_step import GuardedStep, WatchedOptimizer
 from tests.heal.trainers import tiny
 from tests.heal.trainers.runs import Healed, bare
 from zclip.mailbox import Mailbox

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from heal import HealingConfig
 from heal.actions import CannotHeal
 from heal.exit_codes import ExitCode
-from heal.hearing.log_watch import LogWatch
+from heal.monitor import LogWatch
 from tests.heal.trainers import failures, tiny
 from tests.heal.trainers.runs import (
     Healed,

@@ -1,0 +1,410 @@
+"""Tries to take a step, and heals what the attempt raises."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from heal.actions import Backoff, CannotHeal, CheckpointActivations, Plan, Rollback, ShrinkBatch
+from heal.causes import ABOUT, Cause, Family
+from heal.cluster import watchdog as last_message
+from heal.data.loader_pass import AfterError
+from heal.data.stream import BatchStream, StepBatches, own_copy
+from heal.diagnose import Diagnosis, diagnose_exception
+from heal.durable import Durable, Remedy
+from heal.exceptions import message_of, qualified_name
+from heal.exit_codes import ExitCode
+from heal.experiment import Experiment
+from heal.guarded_step import GuardedStep
+from heal.journal import Journal
+from heal.micro_batch import MicroBatcher, TrainStep
+from heal.policy import EXIT_CODES, MAX_HALVINGS
+from heal.recovery import Treatment
+from heal.run import TorchRun
+from heal.verdict import Flag
+
+Failure = tuple[Diagnosis, Exception]
+
+TOLD_AS = {
+    Cause.OUT_OF_MEMORY: Flag.OUT_OF_MEMORY,
+    Cause.DATA_ERROR: Flag.DATA_ERROR,
+    Cause.NETWORK_ERROR: Flag.NETWORK_ERROR,
+    Cause.STORAGE_ERROR: Flag.NETWORK_ERROR,
+}
+"""How other ranks hear of what one of them met with; of all else as an unknown error."""
+
+NOT_FOR_ALL = (Cause.COLLECTIVE_ERROR, Cause.DEVICE_ERROR)
+"""After these there is no message by which others could be told."""
+
+READ_WAITS = 3
+"""Waits for a batch that the disk does not give; then its file is at fault, and others may not."""
+
+
+MAX_WORDS = 300  # characters of an exception's message that other ranks are told
+
+
+CURES: dict[Family, tuple[type, ...]] = {
+    Family.MEMORY: (ShrinkBatch, CheckpointActivations),
+    Family.WAIT: (Backoff,),
+}
+"""What makes it worth trying the same batches again; a plan of the policy has one, or halts."""
+
+NOBODY_CUTS = "this loop does not cut its batches; iterate healer.pieces(batch), or use healer.run"
+
+
+class Owner(Protocol):
+    """What is needed of the healer."""
+
+    def step(self, loss: Tensor | None = None) -> None: ...
+    def close(self, error: BaseException | None = None) -> None: ...
+    def report(self, flag: Flag) -> None: ...
+
+
+class Attempts:
+    """Forward, backward and step; again in smaller pieces, after a wait or not at all.
+
+    With other ranks nothing is tried again: the failure is told in the record of the step, which
+    all ranks refuse, and the cure is one that all of them take, some steps later.
+    """
+
+    def __init__(
+        self,
+        run: TorchRun,
+        guarded: GuardedStep,
+        micro: MicroBatcher,
+        treatment: Treatment,
+        stream: BatchStream,
+        journal: Journal,
+        healer: Owner,
+        experiment: Experiment,
+    ) -> None:
+        self._experiment = experiment
+        self._run = run
+        self._guarded = guarded
+        self._ranks = guarded.ranks
+        self._micro = micro
+        self._treatment = treatment
+        self._stream = stream
+        self._journal = journal
+        self._healer = healer
+        self.is_stepping = False
+        self._fatal: Exception | None = None
+        self._waited_after, self._read_waits = (-1, -1), 0
+        self._bad_files: set[str] = set()
+        self.durable: Durable | None = None
+
+    def take_step(self, train_step: TrainStep, batches: StepBatches) -> bool:
+        """Do one step; False if its batches were given up.
+
+        Raises:
+            NoMoreBatches: there are none.
+            CannotHeal: healing is at its end.
+            Exception: what was raised, if there is no cure for its kind.
+        """
+        while True:
+            for optimizer in self._guarded.optimizers:
+                optimizer.zero_grad()
+            loss, failure = self._try_all(train_step, batches)
+            if failure is not None:
+                # The except block is left: nothing holds the frames whose tensors must be freed.
+                self._micro.undo()
+                if self._ranks.has_others:
+                    batches.draw_rest()  # others do: all must be at one place in the data
+                    self._stand_in(failure, train_step, batches.count)
+                elif self.heal(*failure):
+                    continue
+                else:
+                    if not self._stream.will_rewind:
+                        batches.draw_rest()
+                    return False
+            failure = self._try_step(loss)
+            if failure is None:
+                self._worked()
+                return True
+            self.heal(*failure)  # never tried again: some weights may be updated already
+            return False
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Heal what the body raises: the batch is given up, or the error goes on if it must."""
+        self._micro.begin()
+        failure: Failure | None = None
+        try:
+            yield
+        except CannotHeal:
+            raise
+        except Exception as error:
+            failure = self.judge(error, "step" if self.is_stepping else "forward")
+        if failure is None:
+            self._worked()
+            return
+        if failure[0].family is Family.DATA:
+            failure[0].evidence.update(self._stream.identity())
+            failure[0].evidence["ordinal"] = self._stream.ordinal - 1
+        elif failure[0].family is Family.MEMORY:
+            self._micro.cannot_cut = "" if self._micro.caller_cuts else NOBODY_CUTS
+            failure[0].evidence["cannot_be_cut"] = self._micro.cannot_cut
+        if not self.is_stepping:
+            self._micro.undo()
+            if self._ranks.has_others:
+                self._leave(*failure)
+        self.is_stepping = False
+        self.heal(*failure)
+
+    def loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:
+        """Heal what the loader raised, and say what becomes of the batch.
+
+        Args:
+            error: what it raised.
+            epoch: counted from 0.
+            index: of the batch; None if the epoch could not be opened. That has no cure but to
+                wait: there is no batch to give up, nor one that could be told of to other ranks.
+        """
+        judged = self.judge(error, "open") if index is None else self.judge_read(error)
+        diagnosis, error = judged
+        diagnosis.evidence["epoch"] = epoch
+        if index is None:
+            if diagnosis.family is not Family.WAIT or self._ranks.has_others:
+                raise error
+        else:
+            diagnosis.evidence.update(batch=index, samples=self._samples_of(index))
+            if self._ranks.has_others:
+                self._tell(diagnosis, error)
+                return AfterError.STAND_IN
+        return AfterError.TRY_AGAIN if self.heal(diagnosis, error) else AfterError.PASS_OVER
+
+    def _samples_of(self, index: int) -> list[Any] | None:
+        return self._stream.samples_of(index)
+
+    def step_failed(self, error: Exception) -> None:
+        """Tell other ranks that the optimizer stopped half-way here; they go on until they hear.
+
+        Raises:
+            CannotHeal: nobody can be told.
+        """
+        diagnosis, error = self.judge(error, "step")
+        self._tell(diagnosis, error)
+        self._healer.report(Flag.STEP_FAILED)
+
+    def explained(self, halt: CannotHeal) -> CannotHeal:
+        """Return a halt of all ranks with the rank that failed and what it raised.
+
+        All ranks halt in the same step, so that each can tell the others.
+        """
+        log = self._treatment.log
+        if not log or log[-1][1].evidence.get("flag") != Flag.UNKNOWN_ERROR.name:
+            return halt
+        own = "" if self._fatal is None else _in_words(self._fatal)
+        told = self._ranks.gather(own)
+        failed = [f"rank {rank} raised {text}" for rank, text in enumerate(told) if text]
+        explained = CannotHeal(f"{halt}: {'; '.join(failed)}", halt.exit_code)
+        explained.__cause__ = self._fatal
+        return explained
+
+    def _try_all(
+        self, train_step: TrainStep, batches: StepBatches
+    ) -> tuple[Tensor | None, Failure | None]:
+        """Forward and backward of every batch, as soon as it is drawn, until one fails."""
+        loss: Tensor | None = None
+        is_trial = self._experiment.is_due and not self._guarded.has_stages
+        old_losses: list[float | None] = []
+        now_losses: list[float | None] = []
+        for at in range(batches.count):
+            rng = batches.turn(at)  # not tried: what the loader raises was judged there
+            if is_trial:
+                old, now = self._try_old_weights(train_step, batches.drawn[at])
+                old_losses.append(old)
+                now_losses.append(now)
+                if at == batches.count - 1:
+                    self._experiment.note_losses(_mean(old_losses), _mean(now_losses))
+            if at == 0:
+                self._micro.begin_step(rng)
+            else:
+                self._micro.note_drawn(rng)
+            loss, failure = self._try_add(train_step, batches.drawn[: at + 1], batches)
+            if failure is not None:
+                return None, failure
+        return loss, None
+
+    def _try_old_weights(
+        self, train_step: TrainStep, batch: Any
+    ) -> tuple[float | None, float | None]:
+        """Return the loss of a batch with the weights of a snapshot; nothing else changes.
+
+        Where gradients are in question also that with today's weights, computed alike: what makes
+        them NaN in the real step, such as a hook, need not be in a trial. Else None.
+        """
+        with self._experiment.trial() as trial:
+            old = trial.forward(lambda: train_step(own_copy(batch)))
+            if not trial.wants_gradients:
+                return old, None
+            trial.put_back()
+            return old, trial.forward(lambda: train_step(own_copy(batch)))
+
+    def _try_add(
+        self, train_step: TrainStep, so_far: list[Any], batches: StepBatches
+    ) -> tuple[Tensor | None, Failure | None]:
+        try:
+            return self._micro.add(so_far, batches.count, train_step, self._scale()), None
+        except Exception as error:
+            diagnosis, raised = self.judge(error, self._micro.phase)
+        if diagnosis.family is Family.DATA:
+            back = len(batches.drawn) - 1 - self._micro.batch_at
+            diagnosis.evidence.update(self._stream.identity(back))
+            diagnosis.evidence["ordinal"] = self._stream.ordinal - 1 - back
+        elif diagnosis.family is Family.MEMORY and self._micro.cannot_cut:
+            diagnosis.evidence["cannot_be_cut"] = self._micro.cannot_cut
+        return None, (diagnosis, raised)
+
+    def _scale(self) -> Callable[[Tensor], Tensor]:
+        scaler = self._guarded.scaler
+        return scaler.scale if scaler is not None else (lambda loss: loss)
+
+    def _try_step(self, loss: Tensor | None) -> Failure | None:
+        try:
+            self._healer.step(loss)
+        except CannotHeal:
+            raise
+        except Exception as error:
+            return self.judge(error, "step")
+        return None
+
+    def _stand_in(self, failure: Failure, train_step: TrainStep, count: int) -> None:
+        """Tell all ranks of a failure, and send what they wait for. Halt if that is too late."""
+        if failure[0].cause in NOT_FOR_ALL:
+            self.heal(*failure)  # the group is broken already: halt
+        if not self._micro.messages.can_be_matched(count * self._micro.pieces):
+            self._leave(*failure)
+        self._tell(*failure)
+        try:
+            self._micro.stand_in(train_step, self._scale())
+        except Exception as error:
+            self._leave(*self.judge(error, self._micro.phase))
+
+    def _tell(self, diagnosis: Diagnosis, error: Exception) -> None:
+        if diagnosis.cause in NOT_FOR_ALL:
+            self.heal(diagnosis, error)
+        flag = TOLD_AS.get(diagnosis.cause, Flag.UNKNOWN_ERROR)
+        if flag is Flag.UNKNOWN_ERROR:
+            self._fatal = error
+        self._journal.event("rank_failed", self._run.step, diagnosis=diagnosis.to_json())
+        self._healer.report(flag)
+
+    def _leave(self, diagnosis: Diagnosis, error: Exception) -> None:
+        """Halt this rank and break the group, so that the others halt now and not in minutes."""
+        diagnosis.evidence["halted"] = "other ranks waited for gradients that cannot be sent"
+        self._journal.recovery(diagnosis, [])
+        then, code = self._after_restart(diagnosis)
+        reason = (
+            f"{diagnosis.cause.value} at step {diagnosis.step} on rank {self._journal.rank} "
+            f"({_in_words(error)}) after other ranks began to wait for this one; {then}"
+        )
+        last_message.post(self._journal.rank, reason, code)
+        self._ranks.abort()
+        halt = CannotHeal(reason, code)
+        halt.__cause__ = error  # the postmortem tells what was raised first
+        self._healer.close(halt)
+        raise halt
+
+    def _after_restart(self, diagnosis: Diagnosis) -> tuple[str, ExitCode]:
+        """Have the next start do otherwise; return what to do, and the exit code that says so."""
+        own = EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE)
+        evidence = diagnosis.evidence
+        error = f"{evidence['type']}: {evidence['message']}"
+        remedy = Remedy(diagnosis.step, self._journal.rank, diagnosis.cause.value, error)
+        if diagnosis.family is Family.DATA and "ordinal" in evidence:
+            remedy = replace(remedy, batches=[int(evidence["ordinal"])])
+            then = "start the job again: it will leave this batch out"
+        elif diagnosis.family is Family.MEMORY:
+            if not self._micro.shrink():
+                return "the micro-batch is as small as it may be", own
+            remedy = replace(remedy, micro=self._micro.state())
+            then = f"start the job again: it will cut batches into {self._micro.pieces} pieces"
+        else:
+            return "nothing is known that the next start could do otherwise", own
+        if self.durable is None:
+            return "give a checkpoint_dir, so that the next start can do otherwise", own
+        if not self.durable.may_leave(remedy):
+            return "the same step failed after as many restarts as data errors may come", own
+        if not self.durable.leave(remedy):
+            return "the disk did not take what the next start would need to do otherwise", own
+        return then, ExitCode.DISTRIBUTED
+
+    def judge(self, error: Exception, phase: str) -> Failure:
+        """Say what an exception of this step means, and let go of the memory that it holds."""
+        diagnosis = diagnose_exception(
+            error, step=self._run.step, phase=phase, is_alone=self._ranks.is_alone
+        )
+        if diagnosis.family is Family.MEMORY:
+            # The traceback holds the frames, and these the tensors that fill the memory.
+            error = error.with_traceback(None)
+            error.__context__ = error.__cause__ = None
+        return diagnosis, error
+
+    def judge_read(self, error: Exception) -> Failure:
+        """Say what an exception of the loader means; a disk that was waited for is not to blame.
+
+        One file that cannot be read costs its batch, within the limits of bad data.
+        """
+        diagnosis, error = self.judge(error, "data")
+        if diagnosis.cause is not Cause.STORAGE_ERROR:
+            return diagnosis, error
+        if self._waited_after != self._stream.newest:
+            self._waited_after, self._read_waits = self._stream.newest, 0
+        file = str(getattr(error, "filename", None) or "")
+        is_spent = self._read_waits >= READ_WAITS or self._treatment.would_halt(diagnosis)
+        if not is_spent and file not in self._bad_files:
+            self._read_waits += 1
+            return diagnosis, error
+        if file:
+            self._bad_files.add(file)  # it is not waited for again in the next epoch
+        cause, evidence = Cause.DATA_ERROR, {**diagnosis.evidence, "waits": self._read_waits}
+        about = ABOUT[cause].reference
+        return replace(diagnosis, cause=cause, evidence=evidence, reference=about), error
+
+    def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
+        """Carry out the plan; True if the same batches should be tried again."""
+        try:
+            plan = self._treatment.carry_out(diagnosis)
+            undone = any(isinstance(action, Rollback) for action in plan)
+            is_cured = self._is_cured(diagnosis.family, plan)
+            is_counted = diagnosis.family in (Family.DATA, Family.NUMERIC)  # by the policy
+            if not (undone or is_cured or is_counted):
+                self._treatment.give_up_batch(diagnosis)
+        except CannotHeal as halt:
+            if diagnosis.cause is Cause.UNKNOWN:
+                raise error from None
+            halt = self._as_told(halt) if diagnosis.cause in NOT_FOR_ALL else halt
+            halt.__cause__ = error
+            self._healer.close(halt)
+            raise halt from error
+        return is_cured and not undone
+
+    def _as_told(self, halt: CannotHeal) -> CannotHeal:
+        """Return the halt of the rank that left, where it is why a collective failed here."""
+        left = last_message.read() if self._ranks.has_others else None
+        if left is None or left.get("rank") == self._journal.rank:
+            return halt
+        return CannotHeal(str(left["reason"]), int(left["exit_code"]))
+
+    def _is_cured(self, family: Family, plan: Plan) -> bool:
+        """Whether the same batches may do now: a hook may have left out the cure, or repeat it."""
+        incident = self._treatment.history.open_incident(family)
+        is_endless = incident is not None and len(incident.plans) > MAX_HALVINGS + 1
+        is_cure = any(isinstance(action, CURES.get(family, ())) for action in plan)
+        return is_cure and not is_endless
+
+    def _worked(self) -> None:
+        self._micro.note_clean()
+        self._treatment.note_batch_worked()
+
+
+def _mean(losses: Sequence[float | None]) -> float | None:
+    known = [loss for loss in losses if loss is not None]
+    return sum(known) / len(known) if len(known) == len(losses) else None
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{qualified_name(error)}: {message_of(error)[:MAX_WORDS]}"

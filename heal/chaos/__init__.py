@@ -1,6 +1,0 @@
-"""Breaks a run on purpose: faults by step or by rate, seeded, for drills and tests."""
-
-from heal.chaos.chaos import Chaos
-from heal.chaos.faults import KINDS, Fault, Strike
-
-__all__ = ["KINDS", "Chaos", "Fault", "Strike"]

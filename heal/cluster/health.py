@@ -1,0 +1,339 @@
+"""What the driver knows about a GPU and training does not: ECC, XID, throttling, memory."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from heal.cluster.groups import has_peers, own_store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+FULL = 0.98  # share of the memory in use from which the next allocation is likely to fail
+THROTTLES = {
+    "HwSlowdown": "slowed down by the hardware",
+    "HwThermalSlowdown": "too hot, slowed down by the hardware",
+    "HwPowerBrakeSlowdown": "slowed down by the power supply",
+    "SwThermalSlowdown": "too hot, slowed down by the driver",
+}
+"""Reasons for a slow clock that are faults; idling and power caps are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHealth:
+    """One look at one GPU. What the driver does not tell is None.
+
+    Attributes:
+        available: whether NVML answered at all; if not, ``reason`` says why, and nothing else is
+            known. That is not a fault.
+        ok: no fault found.
+        reason: every fault in words, or why there is no answer; "" if all is well.
+        ecc_errors: that could not be corrected, since the driver was loaded.
+        xids: critical errors since the look before, by NVIDIA's numbers.
+        pending_repair: memory rows wait to be remapped, or could not be.
+        throttled: names of the faults that slow the clock down.
+        memory_used: share of the memory in use, by all processes.
+        temperature: in degrees Celsius.
+    """
+
+    available: bool
+    ok: bool = True
+    reason: str = ""
+    ecc_errors: int | None = None
+    xids: tuple[int, ...] = ()
+    pending_repair: bool | None = None
+    throttled: tuple[str, ...] = ()
+    memory_used: float | None = None
+    temperature: int | None = None
+
+
+class GpuWatch:
+    """Looks at one GPU again and again; XIDs are told only to those who registered before.
+
+    Args:
+        device: index as torch counts; the current one if None.
+    """
+
+    def __init__(self, device: int | None = None) -> None:
+        self._nvml: Any = None
+        self._unavailable = ""
+        self._events: Any = None
+        try:
+            self._nvml = import_module("pynvml")
+            self._nvml.nvmlInit()
+            self._handle = self._find(device)
+        except ImportError:
+            self._unavailable = "pynvml is not installed; pip install nvidia-ml-py"
+        except Exception as error:  # no driver, no GPU, no permission: all are "not available"
+            self._unavailable = f"NVML does not answer: {error}"
+        if not self._unavailable:
+            self._events = self._ask(self._register)
+
+    def look(self) -> GpuHealth:
+        """Return what is known now; never raises, and never waits for the device."""
+        if self._unavailable:
+            return GpuHealth(available=False, reason=f"not available: {self._unavailable}")
+        ecc = self._ask(self._ecc_errors)
+        pending = self._ask(self._pending_repair)
+        throttled = self._ask(self._throttled) or ()
+        xids = self._ask(self._xids) or ()
+        memory = self._ask(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle))
+        used = None if memory is None or not memory.total else memory.used / memory.total
+        faults = []
+        if ecc:
+            faults.append(f"{ecc} ECC errors that could not be corrected")
+        if xids:
+            faults.append(f"XID {', '.join(map(str, xids))}")
+        if pending:
+            faults.append("memory rows wait for repair: reset the GPU")
+        faults += [THROTTLES[name] for name in throttled]
+        if used is not None and used > FULL:
+            faults.append(f"{used:.1%} of the memory is in use")
+        return GpuHealth(
+            available=True,
+            ok=not faults,
+            reason="; ".join(faults),
+            ecc_errors=ecc,
+            xids=xids,
+            pending_repair=pending,
+            throttled=throttled,
+            memory_used=used,
+            temperature=self._ask(self._temperature),
+        )
+
+    def _find(self, device: int | None) -> Any:
+        """By UUID where torch tells it: CUDA_VISIBLE_DEVICES renumbers for torch only."""
+        if torch.cuda.is_available():
+            index = torch.cuda.current_device() if device is None else device
+            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+            if uuid is not None:
+                return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        return self._nvml.nvmlDeviceGetHandleByIndex(device or 0)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """Return an answer; None where this GPU or this driver has none."""
+        with suppress(self._nvml.NVMLError, AttributeError):
+            return question()
+        return None
+
+    def _register(self) -> Any:
+        events = self._nvml.nvmlEventSetCreate()
+        kind = self._nvml.nvmlEventTypeXidCriticalError
+        self._nvml.nvmlDeviceRegisterEvents(self._handle, kind, events)
+        return events
+
+    def _xids(self) -> tuple[int, ...]:
+        found: list[int] = []
+        if self._events is None:
+            return ()
+        with suppress(self._nvml.NVMLError_Timeout):  # no more events
+            while True:
+                event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
+                found.append(int(event.eventData))
+        return tuple(found)
+
+    def _ecc_errors(self) -> int:
+        nvml = self._nvml
+        kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        return int(nvml.nvmlDeviceGetTotalEccErrors(self._handle, kind, since))
+
+    def _pending_repair(self) -> bool:
+        _, _, pending, failed = self._nvml.nvmlDeviceGetRemappedRows(self._handle)
+        return bool(pending or failed)
+
+    def _throttled(self) -> tuple[str, ...]:
+        nvml = self._nvml
+        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
+        return tuple(
+            name for name in THROTTLES if reasons & getattr(nvml, f"nvmlClocksEventReason{name}")
+        )
+
+    def _temperature(self) -> int:
+        nvml = self._nvml
+        return int(nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU))
+
+
+_watches: dict[int | None, GpuWatch] = {}
+
+
+def check_gpu_health(device: int | None = None) -> GpuHealth:
+    """Look at a GPU through NVML; says "not available" where there is none, and never raises.
+
+    Args:
+        device: index as torch counts; the current one if None.
+    """
+    if device not in _watches:
+        _watches[device] = GpuWatch(device)
+    return _watches[device].look()
+
+
+# Is every rank still there, and does the network between the devices still carry numbers?
+
+
+TIMEOUT_SECONDS = 10.0
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0002, 0.02  # seconds between two looks at a ping under way
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHealth:
+    """What a ping brought back.
+
+    Attributes:
+        ok: every rank answered in time, and the sum was right.
+        seconds: from the start of the ping to its answer, or to the timeout.
+        missing: ranks that did not come to the ping.
+        reason: in words; "" if all is well.
+    """
+
+    ok: bool
+    seconds: float
+    missing: tuple[int, ...] = ()
+    reason: str = ""
+
+
+class GroupPing:
+    """Pings the ranks of a group, over a group of its own so that training is not disturbed.
+
+    Everybody adds a one on its device: what works is the path that gradients take, gloo or NCCL.
+    A ping that failed leaves its group behind in an unknown state, and no other is sent.
+
+    Args:
+        group: the ranks that have to answer; all of them if None.
+        timeout_seconds: how long they may take.
+
+    Raises:
+        ValueError: the timeout is not positive.
+    """
+
+    def __init__(
+        self, group: "ProcessGroup | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        if not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds is {timeout_seconds!r}; wanted more than 0")
+        self._group = group
+        self._timeout = timeout_seconds
+        self._count = 0
+        self._began = 0.0
+        self._failed = ""
+        self._under_way: Any = None
+        self._peers: tuple[Any, Any, Tensor] | None = None
+
+    def connect(self) -> None:
+        """Make the group now; else the first ping does, which a rank that is gone would hold up."""
+        if has_peers(self._group):
+            self._connect()
+
+    def ping(self) -> GroupHealth:
+        """Wait until all have answered, or the time is up; all ranks have to call it alike."""
+        self.start()
+        return self.finish()
+
+    def start(self) -> None:
+        """Send a ping and go on; all ranks have to call it alike."""
+        if self._under_way is not None:
+            self.finish()
+        if self._failed or not has_peers(self._group):
+            return
+        side, store, one = self._connect()
+        self._count += 1
+        self._began = time.monotonic()
+        store.set(f"{self._count}/{dist.get_rank()}", "here")
+        one.fill_(1)
+        try:
+            self._under_way = dist.all_reduce(one, group=side, async_op=True)
+        except RuntimeError as error:
+            self._failed = f"the ping could not be sent: {error}"
+
+    def finish(self) -> GroupHealth:
+        """Return what came back of the ping that was sent; waits if it is still under way."""
+        if self._under_way is None:
+            reason = f"an earlier ping failed: {self._failed}" if self._failed else ""
+            return GroupHealth(not self._failed, 0.0, (), reason)
+        _, store, one = self._connect()
+        work, self._under_way = self._under_way, None
+        began = time.monotonic()
+        try:
+            arrived = self._wait(work, began)
+        except RuntimeError as error:  # gloo raises at once if a peer's connection is closed
+            return self._failure(store, f"the ping failed: {error}")
+        if not arrived:
+            return self._failure(store, f"no answer within {self._timeout:g} s")
+        size, total = dist.get_world_size(self._group), int(one.item())
+        if total != size:
+            return self._failure(store, f"{size} ranks sent a 1 and the sum is {total}")
+        # Only now, for a rank that still waits may look for it: the keys of the ping before.
+        store.delete_key(f"{self._count - 1}/{dist.get_rank()}")
+        return GroupHealth(True, time.monotonic() - self._began)
+
+    def _wait(self, work: Any, began: float) -> bool:
+        pause = SHORTEST_PAUSE
+        while not work.is_completed():
+            if time.monotonic() - began > self._timeout:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        work.wait()  # raises if it ended badly
+        return True
+
+    def _failure(self, store: Any, reason: str) -> GroupHealth:
+        self._failed = reason
+        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        missing = tuple(r for r in ranks if not store.check([f"{self._count}/{r}"]))
+        if missing:
+            reason += f"; missing: rank {', '.join(map(str, missing))}"
+        return GroupHealth(False, time.monotonic() - self._began, missing, reason)
+
+    def _connect(self) -> tuple[Any, Any, Tensor]:
+        """Make group and number when first needed, by all ranks together."""
+        if self._peers is None:
+            group = self._group or dist.group.WORLD
+            ranks = dist.get_process_group_ranks(group)
+            backend = dist.get_backend(group)
+            device = torch.device(
+                torch.accelerator.current_accelerator() or "cpu" if backend != "gloo" else "cpu"
+            )
+            side = dist.new_group(
+                ranks, backend=backend, use_local_synchronization=self._group is not None
+            )
+            store = PrefixStore(f"heal/ping/{side.group_name}", own_store())
+            self._peers = side, store, torch.ones(1, dtype=torch.int32, device=device)
+        return self._peers
+
+
+_pings: dict[Any, GroupPing] = {}
+
+
+def check_nccl_health(
+    timeout_seconds: float = TIMEOUT_SECONDS, group: "ProcessGroup | None" = None
+) -> GroupHealth:
+    """Ping every rank once, over NCCL or gloo, whichever the group has; never hangs.
+
+    All ranks have to call it at the same place, say every hundred steps. It waits for the slowest,
+    on a GPU also for what is enqueued before it.
+
+    Args:
+        timeout_seconds: how long the answer may take.
+        group: the ranks that have to answer; all of them if None.
+
+    Example:
+        >>> health = check_nccl_health(timeout_seconds=10.0)
+        >>> if not health.ok:
+        ...     raise SystemExit(f"{health.reason}")
+    """
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    key = (world, group)
+    if key not in _pings:
+        for other in [k for k in _pings if k[0] is not world]:
+            del _pings[other]  # of a world that is gone
+        _pings[key] = GroupPing(group, timeout_seconds)
+    _pings[key]._timeout = timeout_seconds
+    return _pings[key].ping()

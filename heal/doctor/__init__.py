@@ -1,1 +1,0 @@
-"""Checks of checkpoints, settings and clusters, for ``heal doctor``: each returns findings."""

@@ -1,0 +1,481 @@
+"""The checkpoints of a healed run: when they are saved, what is in them, how a run goes on.
+
+How they are written and read is in :mod:`heal.checkpoint`. A save that fails is told and counted;
+training goes on.
+"""
+
+import copy
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heal.actions import CannotHeal
+from heal.causes import Cause
+from heal.checkpoint import strict_json
+from heal.checkpoint.contents import Names, keyed, restore_rng, wanted_chunk
+from heal.checkpoint.files import (
+    CheckpointError,
+    StillWriting,
+    make_folder,
+    read_file,
+    remove_file,
+    write_file,
+)
+from heal.checkpoint.manifest import committed
+from heal.checkpoint.plan import Ranks
+from heal.checkpoint.reading import CheckpointReader, Restored
+from heal.checkpoint.store import CheckpointStore
+from heal.config import HealingConfig
+from heal.data.stream import BatchStream
+from heal.exit_codes import ExitCode
+from heal.guarded_step import GuardedStep
+from heal.history import History
+from heal.journal import Journal, Notes
+from heal.monitor import Listener
+from heal.plain import plain
+from heal.recovery import Treatment
+from heal.run import TorchRun
+from heal.snapshots import Snapshot
+from heal.training_state import RngState, StateMismatch, TrainingState
+
+# What a rank that must leave in the middle of a step asks of the run that is started next.
+#
+# A resumed run is bit by bit the run that died, so that it would meet the same batch again. The
+# rank that could not use it says so in a file beside the checkpoints, and every rank of the next
+# start leaves the batch out, or cuts its batches finer.
+
+
+NAME = re.compile(r"remedy-(\d+)-rank(\d+)-(\d+)\.json")
+MAX_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What to do otherwise from a step on.
+
+    Attributes:
+        step: that could not be taken.
+        rank: that could not take it.
+        cause: of :class:`heal.causes.Cause`, by its value.
+        error: what was raised.
+        batches: to leave out, by the number of batches drawn before each.
+        micro: how finely to cut, as :meth:`heal.micro_batch.MicroBatcher.state` tells it.
+    """
+
+    step: int
+    rank: int
+    cause: str
+    error: str = ""
+    batches: list[int] = field(default_factory=list)
+    micro: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, page: Any) -> "Remedy":
+        """Return what a file says.
+
+        Raises:
+            ValueError: it says something else.
+        """
+        try:
+            remedy = cls(**page)
+            numbers = [remedy.step, remedy.rank, *remedy.batches, *remedy.micro.values()]
+            if not all(isinstance(number, int) for number in numbers):
+                raise TypeError("expected whole numbers")
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"not a remedy: {error}") from None
+        return remedy
+
+
+class Remedies:
+    """The files of one checkpoint folder.
+
+    Args:
+        directory: of the checkpoints; all ranks see it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def add(self, remedy: Remedy) -> bool:
+        """Write a remedy; False if the disk does not take it."""
+        there = self.read()
+        count = sum(1 for other in there if (other.step, other.rank) == (remedy.step, remedy.rank))
+        name = f"remedy-{remedy.step}-rank{remedy.rank}-{count}.json"
+        try:
+            make_folder(self._directory)
+            write_file(self._directory / name, [strict_json.to_bytes(asdict(remedy))])
+        except OSError:
+            return False
+        return True
+
+    def read(self) -> list[Remedy]:
+        """Return all that can be read, in the order of their steps."""
+        found = []
+        for path in self._paths():
+            try:
+                page = strict_json.from_bytes(read_file(path, MAX_BYTES), path)
+                found.append(Remedy.from_json(page))
+            except (CheckpointError, OSError, ValueError):
+                continue  # torn or forged: the run meets the batch again, and says so again
+        return sorted(found, key=lambda remedy: (remedy.step, remedy.rank))
+
+    def forget_before(self, step: int) -> None:
+        """Remove those of steps that are done; what cannot be removed does no harm."""
+        for path in self._paths():
+            match = NAME.fullmatch(path.name)
+            if match and int(match[1]) < step:
+                try:
+                    remove_file(path)
+                except OSError:
+                    continue
+
+    def _paths(self) -> list[Path]:
+        try:
+            names = os.listdir(self._directory)
+        except OSError:
+            return []
+        return [self._directory / name for name in sorted(names) if NAME.fullmatch(name)]
+
+
+# What healing knows of a run, for checkpoints: ours, those of a trainer and those of Lightning.
+
+
+VERSION = 2
+
+
+class HealingMemory:
+    """What was tried, what the detectors remember, and what healing changed about the run.
+
+    Without it a run that was resumed would have all its attempts again, and try what has failed.
+
+    Args:
+        run: the step that comes next, and what healing changed.
+        guarded: clips and watches the loss.
+        listener: the detectors, and what they found that is not treated yet.
+        treatment: what was tried.
+    """
+
+    def __init__(
+        self, run: TorchRun, guarded: GuardedStep, listener: Listener, treatment: Treatment
+    ) -> None:
+        self._run = run
+        self._guarded = guarded
+        self._listener = listener
+        self._treatment = treatment
+
+    def values(self) -> dict[str, Any]:
+        """Return it as plain values, for whoever saves the tensors of clipping anyway."""
+        self._listener.catch_up()  # the detectors are saved with all that they can know
+        return {
+            "healing": self._listener.watch.state(),
+            "untreated": self._listener.untreated(),
+            "history": self._treatment.history.state(),
+            "run": plain(self._run.state()),
+        }
+
+    def resume(self, step: int, values: dict[str, Any]) -> None:
+        """Go on at a step of another process, with what :meth:`values` returned there."""
+        self._treatment.history = History.from_state(values["history"])
+        self._listener.watch.load_state(values["healing"])
+        self._run.resume(step, values["run"])
+        self._listener.treat_later(values.get("untreated", ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it with the state of clipping and of the loss, which are tensors of their own."""
+        return {
+            "version": VERSION,
+            "step": self._run.step,
+            "clip": [optimizer.clipper.state_dict() for optimizer in self._guarded.optimizers],
+            "loss": self._guarded.watch.state.clone(),
+            **self.values(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` returned; weights and optimizer are as they were then.
+
+        Raises:
+            ValueError: it is of another version of this library.
+            Exception: it cannot be used. All is as it was, for who goes on then learns anew.
+        """
+        version = state.get("version", 1)  # that of Lightning had none
+        if version != VERSION:
+            raise ValueError(f"healing state is of version {version}; wanted {VERSION}")
+        before = copy.deepcopy(self.state_dict())
+        try:
+            self._load(state)
+        except Exception:
+            self._load(before)
+            raise
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for optimizer, clip in zip(self._guarded.optimizers, state["clip"], strict=True):
+            optimizer.clipper.load_state_dict(clip)
+        self._guarded.watch.state.copy_(state["loss"])
+        self.resume(int(state["step"]), state)
+
+
+NEEDED = ("data", "unwanted", "healing", "history", "run")
+"""Plain values of a run beside those of its training state."""
+
+LOG = logging.getLogger("heal")
+
+
+class Durable:
+    """Saves a run to disk every so many steps, and brings it back.
+
+    Args:
+        directory: of the checkpoints; all ranks see it.
+        config: how often, how many, in a thread or not.
+        state: what training changes.
+        run: the step that comes next, and what healing changed.
+        stream: the position in the data.
+        memory: what healing knows of the run.
+        journal: told of every save.
+        notes: told of what failed.
+        group: the ranks that save together; all if None.
+
+    Attributes:
+        failures: how many saves failed.
+        is_failing: whether the newest save failed.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: HealingConfig,
+        state: TrainingState,
+        run: TorchRun,
+        stream: BatchStream,
+        memory: HealingMemory,
+        journal: Journal,
+        notes: Notes,
+        group: Any = None,
+    ) -> None:
+        self.failures = 0
+        self.is_failing = False
+        self.store = CheckpointStore(
+            directory,
+            keep=config.checkpoint_keep,
+            asynchronous=config.checkpoint_async,
+            ranks=Ranks(group),
+        )
+        self._interval = config.checkpoint_interval
+        self._asynchronous = config.checkpoint_async
+        self._state = state
+        self._run = run
+        self._stream = stream
+        self._memory = memory
+        self._journal = journal
+        self._notes = notes
+        self._saved_step = -1
+        self._remedies = Remedies(self.store.directory)
+        self._most_in_a_row = config.max_consecutive_data_errors
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether it is time to save; how earlier saves ended may be told a little later."""
+        return self._interval > 0 and step % self._interval == 0
+
+    def after_step(self) -> None:
+        """Save if it is time, and tell how earlier saves ended; waits for no disk."""
+        self._tell_news()
+        if self._interval and self._run.step % self._interval == 0:
+            self._contained(lambda: self._save(asynchronous=None))
+
+    def save(self) -> None:
+        """Save now, and return when it is on the disk; every rank has to call this.
+
+        Raises:
+            SaveFailed: it is not; training can go on.
+        """
+        self.store.wait()
+        self._tell_news()
+        self._save(asynchronous=False)
+
+    def save_last(self) -> None:
+        """Save the end of a run, unless that was just done; a failure is told, not raised."""
+        self.finish()
+        if self._saved_step != self._run.step:
+            self._contained(self.save)
+
+    def saved_before(self, halt: CannotHeal, may_save: bool = True) -> CannotHeal:
+        """Save before a stop that was asked for; return the stop, with another code if that failed.
+
+        Args:
+            halt: with the exit code that says "run me again".
+            may_save: whether all ranks are here to save together.
+        """
+        if may_save:
+            self.save_last()
+        else:
+            self.finish()
+        if self._saved_step == self._run.step:
+            return halt
+        known = self.store.steps()
+        newest = f"the newest checkpoint is of step {known[0]}" if known else "no checkpoint exists"
+        return CannotHeal(
+            f"{halt}; the state of step {self._run.step} could not be saved, {newest}",
+            ExitCode.NOT_SAVED,
+        )
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk, and tell how that ended."""
+        self.store.wait()
+        self._tell_news()
+
+    def resume(self) -> int:
+        """Go on from the newest checkpoint that is whole on every rank; every rank has to call.
+
+        Returns:
+            The step that comes next; 0 if there is no checkpoint.
+
+        Raises:
+            StateMismatch: the checkpoint is of another run; nothing was changed.
+        """
+        restored = self.store.load_state(self._state, needs=NEEDED)
+        for note in self.store.notes:
+            self._notes.add(note)
+        if restored is None:
+            if self.store.passed_over:
+                self._notes.add(
+                    f"none of the {len(self.store.passed_over)} checkpoints in "
+                    f"{self.store.directory} can be used: training starts at step "
+                    f"{self._run.step}, and they are left as they are"
+                )
+            self._apply_remedies(self._run.step)
+            return self._run.step
+        values = restored.values
+        position = values["data"]
+        if restored.world_size != self.store.ranks.size:
+            position = self._moved(position, restored)
+        self._memory.resume(restored.step, values)
+        self._stream.resume(position, values["unwanted"])
+        restore_rng(restored, self.store.ranks)
+        self._saved_step = restored.step
+        self._journal.event("resumed", restored.step, world_size=restored.world_size)
+        self._apply_remedies(restored.step)
+        return restored.step
+
+    def may_leave(self, remedy: Remedy) -> bool:
+        """Return whether a restart may still help: as often as data errors may come in a row."""
+        same = [other for other in self._remedies.read() if other.step == remedy.step]
+        is_of_data = remedy.cause == Cause.DATA_ERROR.value
+        return not is_of_data or len(same) < self._most_in_a_row
+
+    def leave(self, remedy: Remedy) -> bool:
+        """Have the next start do otherwise; False if that cannot be written."""
+        self._journal.event("remedy", remedy.step, remedy=asdict(remedy))
+        return self._remedies.add(remedy)
+
+    def _apply_remedies(self, step: int) -> None:
+        """Do otherwise what a rank could not do when this run was last tried; alike on all."""
+        if self.store.ranks.rank == 0:
+            self._remedies.forget_before(step)
+        own = [asdict(remedy) for remedy in self._remedies.read() if remedy.step >= step]
+        told = self.store.ranks.gather(strict_json.to_bytes(own))
+        # Disks may show a new file late on some ranks; what one of them sees, all do.
+        pages = [page for text in told for page in strict_json.from_bytes(text, Path())]
+        for remedy in sorted(map(Remedy.from_json, pages), key=lambda r: (r.step, r.rank)):
+            self._stream.leave_out(remedy.batches)
+            if remedy.micro.get("pieces", 0) > self._run.micro_batches:
+                self._run.cut_as(remedy.micro)
+            done = "its batch is left out" if remedy.batches else "batches are cut finer"
+            self._notes.add(
+                f"rank {remedy.rank} could not take step {remedy.step} when the run was last "
+                f"started ({remedy.error}): {done}"
+            )
+
+    # What the run asks when it has to go back.
+
+    def steps(self) -> list[int]:
+        """Return the steps of checkpoints, newest first; that of a save under way counts."""
+        return self.store.saved_or_begun()
+
+    def snapshot(self, step: int) -> Snapshot | None:
+        """Return the checkpoint of a step in the form of a snapshot; None if it is damaged.
+
+        Waits for a save under way: where the run goes must not depend on the speed of the disk.
+        """
+        self.store.wait()
+        ranks, names = self.store.ranks, Names(self._state)
+        for folder in reversed(committed(self.store.directory)):
+            if folder.step != step:
+                continue
+            try:
+                restored = CheckpointReader(folder.path).read(
+                    ranks.rank, ranks.size, lambda name: wanted_chunk(self._state, names, name)
+                )
+                restored.check_values(("training", *NEEDED))
+                tensors = keyed(self._state, names, restored.tensors)
+            except (CheckpointError, StateMismatch, OSError) as error:
+                self._notes.add(f"{folder.path.name} cannot be used: {error}")
+                continue
+            values = {**restored.values["training"], **restored.values}
+            nothing = torch.zeros(0, dtype=torch.int64), torch.zeros((), dtype=torch.float64)
+            return Snapshot(step, tensors, values, *nothing, landed=None, is_good=True)
+        return None
+
+    def abandon_after(self, step: int) -> None:
+        """Put checkpoints of later steps aside: the run went back before them."""
+        try:
+            self.store.abandon_after(step)
+        except OSError as error:
+            self._notes.add(f"checkpoints after step {step} are not part of the run: {error}")
+        self._saved_step = -1
+
+    def _save(self, asynchronous: bool | None) -> None:
+        step = self._run.step
+        path = self.store.save_state(step, self._state, self._values(), asynchronous=asynchronous)
+        self._saved_step = step
+        if asynchronous is False or not self._asynchronous:
+            self._worked(step, path)
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            "rng": RngState.now(),
+            "data": self._stream.position(),
+            "unwanted": self._stream.unwanted(),
+            **self._memory.values(),
+        }
+
+    def _contained(self, save: Callable[[], None]) -> None:
+        try:
+            save()
+        except StillWriting as error:
+            self._journal.event("checkpoint_skipped", self._run.step, reason=str(error))
+        except (CheckpointError, OSError) as error:
+            self._failed(self._run.step, error)
+
+    def _tell_news(self) -> None:
+        for report in self.store.news():
+            if report.error is not None:
+                self._failed(report.step, report.error)
+            elif self.store.ranks.rank == 0:
+                self._worked(report.step, report.path)
+
+    def _worked(self, step: int, path: Path) -> None:
+        self._journal.event("checkpoint", step, path=str(path))
+        if self.is_failing:
+            LOG.warning("heal: checkpoint of step %d is saved: saving works again", step)
+        self.is_failing = False
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self.failures += 1
+        self.is_failing = True
+        self._saved_step = -1
+        self._journal.event("checkpoint_failed", step, error=str(error))
+        self._notes.add(f"checkpoint of step {step} failed: {error}")
+
+    def _moved(self, position: Any, restored: Restored) -> Any:
+        """The same share of the epoch, where samples are dealt out to another number of ranks."""
+        old, new = restored.world_size, self.store.ranks.size
+        self._notes.add(
+            f"saved by {old} ranks, resumed by {new}: the epoch goes on at the same share of its "
+            "samples, which are dealt out anew"
+        )
+        return replace(position, index=position.index * old // new, loader_state=None)

@@ -1,0 +1,699 @@
+"""The optimizer's step, guarded: clip, watch the loss, step unless refused, mail the verdict.
+
+Everything is decided on the device. The host hears of it ``lag`` steps later.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+import zclip
+from heal.buffers import BufferCopies
+from heal.config import HealingConfig
+from heal.integrity import MEASURED
+from heal.lab.weight_anchor import Pull
+from heal.ranks import HAS_FAILED, NUM_LANES, HostFacts, Ranks
+from heal.verdict import Flag
+from zclip import ClippedOptimizer
+from zclip.clippers import Clipper, ClipResult
+from zclip.clippers.result import merge_verdicts
+from zclip.layout import (
+    BLOCKED,
+    CLIPPED_NORM,
+    FLAGS,
+    NORM,
+    NUM_LOSS_STATE,
+    NUM_STATS,
+    NUM_VERDICT,
+    WORST,
+)
+from zclip.schemas import wide_dtype
+from zclip.unscaling import adopt_unscaling
+
+# Gradients that no kernel of ours measures, sparse and complex ones: what has them is left out.
+#
+# They are stepped unguarded: not clipped, and NaN in them is seen only once it is in the weights or
+# in the loss. All else about the step is judged as ever, and what is refused is refused for them
+# too.
+
+
+Groups = list[dict[str, Any]]
+
+
+class Unmeasured:
+    """Those parameters of one optimizer whose gradient was seen to be of such a kind."""
+
+    def __init__(self) -> None:
+        self._params: list[Tensor] = []
+        self._measured: Groups = []
+        self._seen: list[tuple[int, int]] = []  # the groups, by identity and length
+
+    def add_from(self, groups: Groups) -> list[tuple[Tensor, str]]:
+        """Look for more of them; return each with what its gradient is."""
+        known = {id(p) for p in self._params}
+        found = [
+            (param, kind)
+            for group in groups
+            for param in group["params"]
+            if id(param) not in known and (kind := _kind(param.grad))
+        ]
+        self._params += [param for param, _ in found]
+        self._seen = []
+        return found
+
+    def left_out_of(self, groups: Groups) -> Groups:
+        """Return the groups without them; the same lists as long as nothing joins or leaves."""
+        seen = [(id(group), len(group["params"])) for group in groups]
+        if seen != self._seen:
+            known = {id(p) for p in self._params}
+            self._measured = [
+                {"params": [p for p in group["params"] if id(p) not in known]} for group in groups
+            ]
+            self._seen = seen
+        for measured, group in zip(self._measured, groups, strict=True):
+            measured.update((key, value) for key, value in group.items() if key != "params")
+        return self._measured
+
+    def stand_in(self) -> ClipResult | None:
+        """Return a result for a step in which nothing else has a gradient; None if they have none.
+
+        It allows the step, and has NaN where a norm was not measured.
+        """
+        device = next((p.device for p in self._params if p.grad is not None), None)
+        if device is None:
+            return None
+        verdict = torch.zeros(NUM_VERDICT, device=device)
+        for column, value in ((NORM, math.nan), (CLIPPED_NORM, math.nan), (WORST, -1.0)):
+            verdict[column].fill_(value)
+        stats = torch.zeros(0, NUM_STATS, dtype=wide_dtype(device), device=device)
+        return ClipResult(verdict[NORM], stats, stats[:, 0], verdict)
+
+
+def _kind(grad: Tensor | None) -> str:
+    """Say what keeps a gradient from being measured; empty if nothing does."""
+    if grad is None:
+        return ""
+    if grad.layout is not torch.strided:
+        return str(grad.layout).removeprefix("torch.")
+    return "" if grad.dtype in MEASURED else str(grad.dtype).removeprefix("torch.")
+
+
+# One optimizer of a guarded step: clipped at one time, stepped at another, between them judged.
+
+
+class WatchedOptimizer(zclip.ClippedOptimizer):
+    """A clipped optimizer that clips now and steps later, once all are judged together.
+
+    Attributes:
+        note: told once of each parameter that cannot be guarded.
+        pull: set for some steps after a rollback, if asked for; it is added before clipping.
+    """
+
+    note: Callable[[str], None] = staticmethod(lambda text: None)
+    pull: Pull | None = None
+    _unmeasured: Unmeasured | None = None  # a copy finds out by itself
+
+    def clip(
+        self,
+        loss: Tensor | None = None,
+        extra: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+    ) -> ClipResult | None:
+        """Clip without the step and without mail; None if there are no gradients."""
+        if self.pull is not None:
+            self.pull.add_to_gradients(grad_scale)
+        groups = self.inner.param_groups
+        if self._unmeasured is not None:
+            groups = self._unmeasured.left_out_of(groups)
+        try:
+            result = self.measure(groups, loss, grad_scale, extra)
+        except (TypeError, RuntimeError):
+            left_out = self._leave_out()
+            if left_out is None:
+                raise
+            groups = left_out.left_out_of(self.inner.param_groups)
+            result = self.measure(groups, loss, grad_scale, extra)
+        self.steps += 1
+        if result is None and self._unmeasured is not None:
+            return self._unmeasured.stand_in()
+        return result
+
+    def _leave_out(self) -> Unmeasured | None:
+        """Leave out what cannot be measured from now on; None if there is nothing new."""
+        unmeasured = self._unmeasured or Unmeasured()
+        found = unmeasured.add_from(self.param_groups)
+        if not found:
+            return None
+        self._unmeasured = unmeasured
+        names = {id(param): name for name, param in self.named_parameters}
+        for param, kind in found:
+            name = names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
+            self.note(
+                f"the gradient of {name} is {kind}, which cannot be measured: it is stepped "
+                "unguarded, not clipped and not watched for NaN"
+            )
+        return unmeasured
+
+    def step_if_allowed(
+        self,
+        result: ClipResult,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        row: list[float] | None = None,
+    ) -> None:
+        """Step unless the result says that it is refused.
+
+        A verdict in host memory is simply read: that is no wait, and cheaper than to have the
+        optimizer look at it.
+
+        Args:
+            result: what :meth:`clip` returned.
+            grad_scale: what it was given.
+            found_inf: 0-dim; refused if it is not 0.
+            row: the verdict, if it was read already.
+        """
+        is_read = row is not None or result.verdict.is_cpu
+        if self.apply == "inplace" and found_inf is None and is_read:
+            if not self.was_skipped(result.verdict.tolist() if row is None else row):
+                self._step_inner()
+            return
+        super().step_if_allowed(result, grad_scale, found_inf)
+
+    def _step_inner(self) -> None:
+        if self.lr_scale == 1.0:
+            self.inner.step()
+            return
+        with self.scaled_lr():
+            self.inner.step()
+
+
+def watched(
+    optimizer: Optimizer, config: HealingConfig, names: list[tuple[str, Tensor]]
+) -> WatchedOptimizer:
+    """Wrap an optimizer; one that is clipped already keeps its clipper."""
+    apply = "inplace"
+    if isinstance(optimizer, zclip.ClippedOptimizer):
+        clipper, apply, optimizer = optimizer.clipper, optimizer.apply, optimizer.inner
+    else:
+        clipper = make_clipper(config)
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    is_complete = own <= {id(p) for _, p in names}
+    return WatchedOptimizer(
+        optimizer,
+        clipper,
+        apply=apply,
+        named_parameters=names if is_complete else None,  # all: others may join it later
+        lag=config.lag,
+    )
+
+
+def make_clipper(config: HealingConfig) -> Clipper:
+    """Return the clipper that the settings ask for; without one, norms are still measured."""
+    if not config.zclip_enabled:
+        return zclip.GlobalNorm(math.inf)
+    limit = config.max_grad_norm or None  # a script that did not clip must not begin to
+    return zclip.ZClip(z_thresh=config.zclip_z_threshold, max_grad_norm=limit)
+
+
+# The loss, judged on the device: NaN and Inf are refused there, rises are left to the host.
+
+
+LOSS_DECAY = 0.99  # the running mean of the loss remembers about a hundred steps
+LOSS_WARMUP_STEPS = 25  # losses to absorb before any is called a spike, as many as ZClip's norms
+
+JUDGED = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+"""Dtypes of a loss that can be judged as they are."""
+
+_watch = torch.ops.zclip.watch_loss_.default
+
+
+def judgeable(loss: Any, note: Callable[[str], None]) -> Tensor | None:
+    """Return a loss as one number that can be judged; None if it cannot, which is told once.
+
+    Raises:
+        TypeError: it is neither a number nor a tensor.
+    """
+    number: Tensor = loss if isinstance(loss, Tensor) else _as_tensor(loss)
+    if number.dtype in JUDGED and not number.dim():
+        return number
+    if number.numel() and not number.dtype.is_complex:
+        number = number.detach()
+        number = number if number.dtype in JUDGED else number.float()
+        return number.mean() if number.numel() > 1 else number
+    what = str(number.dtype).removeprefix("torch.") if number.numel() else "empty"
+    note(f"the loss is {what}, which cannot be judged: it is not watched; wanted one real number")
+    return None
+
+
+def _as_tensor(loss: Any) -> Tensor:
+    for make in (float, torch.as_tensor):
+        try:
+            return torch.as_tensor(make(loss))
+        except (TypeError, ValueError, RuntimeError):
+            continue
+    raise TypeError(f"loss is {type(loss).__name__}; wanted a tensor, a number or None")
+
+
+class LossWatch:
+    """The running statistics of the loss, on the device of the parameters."""
+
+    def __init__(self, factor: float, device: torch.device) -> None:
+        self.factor = factor
+        self.state = torch.zeros(NUM_LOSS_STATE, dtype=wide_dtype(device), device=device)
+
+    def judge(self, loss: Tensor, verdict: Tensor) -> None:
+        """Write into the verdict what the loss says. Rises are left to the host, which has time."""
+        if loss.dim() and loss.numel() != 1:
+            loss = loss.mean()
+        if loss.device != self.state.device:
+            loss = loss.to(self.state.device, non_blocking=True)
+        with_graph = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # as no_grad() does, in a tenth of its time
+        try:
+            _watch(self.state, loss, verdict, self.factor, 0, LOSS_DECAY, LOSS_WARMUP_STEPS)
+        finally:
+            torch._C._set_grad_enabled(with_graph)
+
+    def judge_together(self, ranks: Ranks, summed: Tensor, verdict: Tensor) -> None:
+        """As :meth:`judge`, by the mean over all ranks; refuse too if one of them failed."""
+        self.judge(ranks.mean_loss(summed, self.state), verdict)
+        verdict[BLOCKED].clamp_(min=summed[HAS_FAILED].clamp(max=1.0).to(verdict.dtype))
+
+
+# What a GradScaler knows of gradients: how much too large they are, and whether they overflowed.
+#
+# ``GradScaler.step`` refuses each optimizer by itself, which for several may be half a step. So the
+# scaler is asked here for all that it does before and after, and the step between is ours.
+
+
+class ScaledGradients:
+    """The gradients of one step, before they are clipped.
+
+    Args:
+        scaler: a GradScaler that is enabled.
+        optimizers: as they are stepped.
+
+    Attributes:
+        scales: for each optimizer by what its gradients are yet to be divided; None if by nothing.
+        overflows: 0-dim float32, on any device: not 0 where the scaler found NaN or Inf.
+
+    Raises:
+        RuntimeError: the scaler has stepped one of them already in this iteration.
+    """
+
+    def __init__(self, scaler: Any, optimizers: list[Any]) -> None:
+        self._scaler = scaler
+        self.scales: list[Tensor | None] = []
+        self.overflows: list[Tensor] = []
+        for optimizer in optimizers:
+            self.scales.append(self._prepare(optimizer))
+            self.overflows += self._state_of(optimizer)["found_inf_per_device"].values()
+
+    def update(self) -> None:
+        """Have the scale grow, or back off where the scaler found something."""
+        states = self._scaler._per_optimizer_states.values()
+        if any(state["found_inf_per_device"] for state in states):  # else update() would raise
+            self._scaler.update()
+
+    def forget(self) -> None:
+        """Let the scaler begin anew: the next gradients are scaled, also if this step failed."""
+        self._scaler._per_optimizer_states.clear()
+
+    def _prepare(self, optimizer: ClippedOptimizer) -> Tensor | None:
+        adopt_unscaling(self._scaler, optimizer, optimizer.inner)
+        stage = self._state_of(optimizer)["stage"]
+        if stage is OptState.STEPPED:
+            raise RuntimeError(
+                f"{type(optimizer.inner).__name__} was stepped by the GradScaler already; wanted "
+                "healer.step to do it, once"
+            )
+        if stage is OptState.UNSCALED:
+            return None
+        if optimizer.guards_on_device:  # as the scaler does: float16 parameters are allowed here
+            self._scaler._check_inf_per_device(optimizer)
+            scale: Tensor = self._scaler._get_scale_async()
+            return scale
+        self._scaler.unscale_(optimizer)
+        return None
+
+    def _state_of(self, optimizer: ClippedOptimizer) -> dict[str, Any]:
+        state: dict[str, Any] = self._scaler._per_optimizer_states[id(optimizer)]
+        return state
+
+
+TOGETHER = 25
+"""Records that may wait in the mailbox to be heard at once, if nothing comes up before. After a
+forward and a backward pass the detectors have left the caches, and what it takes to bring them back
+is several times what they do for a record."""
+
+NO_LOSS_SCALE = 0.0  # no scaler has it: what is sent where there is none
+
+
+Judged = tuple[Tensor, Tensor | None]
+"""What goes out by mail: the verdict about a step, and what ranks told, if there are others."""
+
+
+class GuardedStep:
+    """One or more optimizers that step together or not at all.
+
+    Args:
+        optimizers: bare ones are wrapped; of those already clipped the clipper is kept.
+        config: clipping and the limits of the loss.
+        named_parameters: names for what goes wrong.
+        scaler: a GradScaler. Its scale backs off where it found NaN or Inf, and only there.
+        process_group: the ranks that act alike; all if None.
+        note: told of what cannot be guarded.
+        buffers: what forward writes beside the gradients; put back where the step is refused.
+
+    Raises:
+        TypeError: an optimizer calls a closure by itself, as LBFGS does.
+
+    Attributes:
+        optimizers: the wrapped ones.
+        names: of the parameters, by identity.
+        mailbox: carries the verdict of each step, the loss scale after it, and what ranks told.
+        posted: what went into it last, if that was in host memory.
+        watch: the statistics of the loss.
+        ranks: with whom to agree. Then loss, news and failures are judged by what all told.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        config: HealingConfig,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        scaler: Any = None,
+        process_group: Any = None,
+        note: Callable[[str], None] = lambda text: None,
+        buffers: BufferCopies | None = None,
+    ) -> None:
+        named = list(named_parameters)
+        self.names = {id(p): name for name, p in named}
+        self.optimizers = [watched(o, config, named) for o in optimizers]
+        for optimizer in self.optimizers:
+            optimizer.note = note
+            if optimizer.needs_closure:
+                raise TypeError(
+                    f"{type(optimizer.inner).__name__} calls a closure several times within one "
+                    "step, which cannot be refused or repeated as a whole; wanted another optimizer"
+                )
+        self.buffers = BufferCopies(torch.nn.Module()) if buffers is None else buffers
+        self.scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
+        params = (p for o in self.optimizers for g in o.param_groups for p in g["params"])
+        device = next((p.device for p in params), torch.device("cpu"))
+        self.ranks = Ranks(device, process_group)
+        width = NUM_VERDICT + 1 + (NUM_LANES if self.ranks.has_others else 0)
+        self.mailbox = zclip.Mailbox(config.lag, width=width, room=TOGETHER)
+        self.posted: list[float] | None = None
+        self.watch = LossWatch(config.loss_spike_factor, device)
+        self._blamed = [o.clipper for o in self.optimizers]
+        if self.ranks.has_others and self.optimizers:
+            # The first carries what ranks tell; each judges gradients that all ranks share.
+            _add_record_group(self.optimizers[0].clipper, self.ranks)
+        self._no_scale = torch.full((1,), NO_LOSS_SCALE, device=device)
+
+    def step(self, step: int, loss: Tensor | None, facts: HostFacts | None = None) -> bool:
+        """Take the step, or refuse it on the device; False if there were no gradients at all.
+
+        Args:
+            step: its number.
+            loss: of this rank.
+            facts: what the host of this rank knows; all ranks hear of it in the record.
+        """
+        lanes = None
+        if self.ranks.has_others:
+            lanes = self.ranks.lanes(facts or HostFacts(), loss)
+        scaled: ScaledGradients | None = None
+        scales: Sequence[Tensor | None] = ()
+        overflows: Sequence[Tensor] = ()
+        if self.scaler is not None:
+            scaled = ScaledGradients(self.scaler, self.optimizers)
+            scales, overflows = scaled.scales, scaled.overflows
+        judged = row = None
+        try:
+            results = self.clip(loss, lanes, scales)
+            judged = self.judge(results, loss, lanes, overflows)
+            if judged is not None and judged[0].is_cpu:
+                row = judged[0].tolist()  # host memory: reading it is no wait
+            for o, result in enumerate(results):
+                if result is not None:
+                    own = row if len(results) == 1 else None
+                    scale = scales[o] if scales else None
+                    self.optimizers[o].step_if_allowed(result, scale, row=own)
+            if scaled is not None:
+                scaled.update()
+        finally:  # also if the optimizer fails: ranks that count their mail differently are lost
+            if judged is not None:
+                self.post(step, judged, row)
+            else:
+                self.buffers.settle(False)
+            if scaled is not None:
+                scaled.forget()
+        return judged is not None
+
+    def clip(
+        self,
+        loss: Tensor | None,
+        lanes: Tensor | None,
+        scales: Sequence[Tensor | None] = (),
+    ) -> list[ClipResult | None]:
+        """Measure and clip all; None stands for an optimizer without gradients.
+
+        Args:
+            loss: of this rank.
+            lanes: what this rank tells the others; None if there are none.
+            scales: for each optimizer by what its gradients are to be divided first; none if empty.
+        """
+        results = []
+        for o, optimizer in enumerate(self.optimizers):
+            results.append(optimizer.clip(loss, lanes, scales[o] if scales else None))
+            lanes = None  # told once
+        return results
+
+    def judge(
+        self,
+        results: Sequence[ClipResult | None],
+        loss: Tensor | None,
+        lanes: Tensor | None,
+        overflows: Sequence[Tensor] = (),
+    ) -> Judged | None:
+        """Come to one verdict about all optimizers and the loss; None if there are no gradients.
+
+        Refused by one is refused by all: half a step is a state no run ever had. Their own
+        verdicts hear of it.
+
+        Args:
+            results: what :meth:`clip` returned.
+            loss: of this rank.
+            lanes: as given to :meth:`clip`.
+            overflows: 0-dim, on any device; refused if one is not 0.
+        """
+        found = [result for result in results if result is not None]
+        if not found:
+            return None
+        told = None
+        if lanes is not None:
+            first = results[0]
+            told = self.ranks.reduce(lanes) if first is None or first.extra is None else first.extra
+        is_alone = len(results) == 1
+        verdict = found[0].verdict if is_alone else self._merged(results)
+        blocked = verdict[BLOCKED]
+        for overflow in overflows:
+            blocked.clamp_(min=_moved(overflow, blocked.device).clamp(max=1.0))
+        if told is None and self.buffers.are_there:
+            # Ranks have statistics of their own and would not agree: checks find theirs.
+            for fault in self.buffers.faults():
+                fault = _moved(fault, blocked.device)
+                blocked.clamp_(min=fault)
+                verdict[FLAGS].add_(fault, alpha=int(Flag.STATISTICS_BAD))
+        if told is not None:
+            self.watch.judge_together(self.ranks, told, verdict)
+        elif loss is not None:
+            self.watch.judge(loss, verdict)
+        if not is_alone:
+            for result in found:
+                result.verdict[BLOCKED] = _moved(verdict[BLOCKED], result.verdict.device)
+        return verdict, told
+
+    def _merged(self, results: Sequence[ClipResult | None]) -> Tensor:
+        """Return one verdict for all; the tensor that it blames is one of all, in their order."""
+        pairs = zip(self.optimizers, results, strict=True)
+        judged = [(o, result) for o, result in pairs if result is not None]
+        measured = [pair for pair in judged if len(pair[1].stats)] or judged[:1]
+        self._blamed = [o.clipper for o, _ in measured]
+        device = self.watch.state.device
+        merged = merge_verdicts(
+            [_moved(result.verdict, device) for _, result in measured],
+            torch.cat([_moved(result.stats, device) for _, result in measured]),
+        )
+        refused = [_moved(o.skips(result.verdict), device) for o, result in judged]
+        merged[BLOCKED] = torch.stack(refused).amax()
+        return merged
+
+    def post(self, step: int, judged: Judged, row: list[float] | None = None) -> None:
+        """Mail what was judged; ``row`` is the verdict, if it is in host memory and was read."""
+        verdict, told = judged
+        scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
+        if verdict.is_cpu and (scale is None or scale.is_cpu):
+            row = verdict.tolist() if row is None else row
+            row.append(NO_LOSS_SCALE if scale is None else float(scale))
+            self.posted = row if told is None else row + told.tolist()
+            self.mailbox.post_row(step, self.posted)
+            if self.buffers.are_there:
+                self.buffers.settle(self.optimizers[0].was_skipped(row), scale is not None)
+            return
+        self.posted = None
+        tail = self._no_scale if scale is None else scale.reshape(1).to(verdict)
+        parts = [verdict, tail] if told is None else [verdict, tail, told]
+        self.mailbox.post(step, torch.cat(parts))
+        self.buffers.settle(self.optimizers[0].skips(verdict), scale is not None)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether ranks hold different tensors, so that weights cannot be measured together."""
+        return any(o.clipper.groups.pipeline is not None for o in self.optimizers)
+
+    def forget_scaling(self) -> None:
+        """Let the GradScaler begin anew: the gradients that it unscaled are gone."""
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.clear()
+
+    def learn_names(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Hear the names again, because parameters have joined."""
+        named = list(named_parameters)
+        self.names.update((id(p), name) for name, p in named)
+        for optimizer in self.optimizers:
+            optimizer.learn_names(named)
+
+    def name_of(self, worst: int) -> str:
+        """Return the name of the tensor that a verdict blames, "" if it is not known."""
+        if worst < 0:
+            return ""
+        names = [name for clipper in self._blamed for name in clipper.names]
+        return names[worst] if worst < len(names) else ""
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to another device without a wait; only host memory is read as soon as it is there."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def _add_record_group(clipper: Clipper, ranks: Ranks) -> None:
+    """Have the record reach all ranks, also where gradients need no message; keep other groups."""
+    groups = clipper.groups
+    if groups.record is None:
+        clipper.distribute(groups.process, groups.pipeline, ranks.record_group)
+
+
+# The limits of the clippers: tightened for some steps, then put back as they were.
+
+
+RECENT_NORMS = 101  # gradient norms whose median is taken for the usual one
+WATCHED = 200  # steps over which clipped ones are counted
+NEARLY_ALL = 0.95  # share of them from which a limit is too low
+FAR_BELOW = 2.0  # times the norm after clipping that the norm before it is
+NAMES = ("max_grad_norm", "max_norm")  # what clippers call their limit
+
+
+class ClipLimits:
+    """What was done to the limits of all clippers, and for how long.
+
+    Args:
+        optimizers: whose clippers are tightened.
+        steps: how long a tighter limit holds.
+        note: told of clippers without a limit.
+
+    Attributes:
+        steps_left: for how many steps they stay tightened.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[ClippedOptimizer], steps: int, note: Callable[[str], None]
+    ) -> None:
+        self._optimizers = optimizers
+        self._steps = steps
+        self._note = note
+        self.steps_left = 0
+        self._first: dict[int, tuple[Any, str, Any]] = {}  # clipper, attribute, first value
+        self._norms: deque[float] = deque(maxlen=RECENT_NORMS)
+        self._ratios: list[float] = []
+        self._has_warned = False
+
+    def note_norm(self, norm: float, clipped_norm: float = math.nan) -> None:
+        """Hear of the norm of a step that was taken, before and after clipping."""
+        if not math.isfinite(norm):
+            return
+        self._norms.append(norm)
+        if not self._has_warned and not self.steps_left:
+            self._ratios.append(norm / clipped_norm if clipped_norm > 0.0 else 1.0)
+            if len(self._ratios) == WATCHED:
+                self._warn_of_a_low_limit(clipped_norm)
+                self._ratios.clear()
+
+    def _warn_of_a_low_limit(self, clipped_norm: float) -> None:
+        """Say once that nearly all steps are clipped, and by much: the limit sets the step size."""
+        num_cut = sum(ratio > FAR_BELOW for ratio in self._ratios)
+        if num_cut >= NEARLY_ALL * WATCHED:
+            self._has_warned = True
+            self._note(
+                f"{num_cut} of the last {WATCHED} steps were clipped to less than half of their "
+                f"gradient norm: a limit of about {clipped_norm:.3g} is far below the usual norm "
+                f"of {statistics.median(self._norms):.3g} and scales every step; raise "
+                "max_grad_norm, or lower the learning rate instead"
+            )
+
+    def tighten(self, factor: float) -> None:
+        """Multiply the limit of every clipper; one without gets the usual norm for a start."""
+        for optimizer in self._optimizers:
+            clipper = optimizer.clipper
+            name = next((n for n in NAMES if hasattr(clipper, n)), None)
+            if name is None:
+                self._note(f"{type(clipper).__name__} has no limit that could be tightened")
+                continue
+            limit = getattr(clipper, name)
+            if limit is None or not math.isfinite(limit):
+                if not self._norms:
+                    continue
+                limit = statistics.median(self._norms)
+            self._first.setdefault(id(clipper), (clipper, name, getattr(clipper, name)))
+            setattr(clipper, name, limit * factor)
+        self.steps_left = self._steps
+
+    def count_step(self) -> None:
+        """Hear that a step is over; after the last one the limits are what they were."""
+        if self.steps_left:
+            self.steps_left -= 1
+            if not self.steps_left:
+                for clipper, name, limit in self._first.values():
+                    setattr(clipper, name, limit)
+                self._first.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values; see :meth:`resume`."""
+        clippers = [optimizer.clipper for optimizer in self._optimizers]
+        limits = [
+            (o, *self._first[id(c)][1:]) for o, c in enumerate(clippers) if id(c) in self._first
+        ]
+        return {
+            "relax_in": self.steps_left,
+            "limits": limits,
+            "tightened": [(o, name, getattr(clippers[o], name)) for o, name, _ in limits],
+            "norms": list(self._norms),
+        }
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Go on with what :meth:`state` returned in another process."""
+        self.steps_left = saved["relax_in"]
+        self._norms.extend(saved["norms"])
+        for o, name, limit in saved["limits"]:
+            clipper = self._optimizers[o].clipper
+            self._first[id(clipper)] = (clipper, name, limit)
+        for o, name, limit in saved["tightened"]:
+            setattr(self._optimizers[o].clipper, name, limit)

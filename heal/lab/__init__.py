@@ -1,0 +1,1 @@
+"""Optional instruments, off by default: forecast, probes, weight anchor. Imported when used."""

@@ -1,0 +1,151 @@
+"""Probes that a healer runs every so many steps: their numbers are logged, an alarm is told.
+
+What a probe measures is its own affair (see :mod:`heal.lab.probes`); nothing here changes training.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from heal.causes import Cause, Finding, Severity
+from heal.journal import Journal, Notes
+from heal.lab.probes.undisturbed import undisturbed
+from heal.ranks import Ranks
+from heal.recovery import Treatment
+
+
+@dataclass(slots=True)
+class AttachedProbe:
+    """One probe, what it told last, and whether its alarm is on."""
+
+    name: str
+    look: Callable[[], Any]
+    every: int
+    alarm: Callable[[Any], bool] | None
+    numbers: dict[str, float] = field(default_factory=dict)
+    is_alarmed: bool = False
+
+
+class AttachedProbes:
+    """All probes of a run.
+
+    Args:
+        model: what is trained; a look leaves its buffers, modes and the generators as they were.
+        ranks: a probe that fails on one rank ends on all, and an alarm of one is one of all.
+        treatment: told of alarms.
+        journal: gets the numbers.
+        notes: told of probes that failed.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        ranks: Ranks,
+        treatment: Treatment,
+        journal: Journal,
+        notes: Notes,
+    ) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._treatment = treatment
+        self._journal = journal
+        self._notes = notes
+        self._probes: dict[str, AttachedProbe] = {}
+
+    def add(self, probe: AttachedProbe) -> None:
+        """Run a probe from now on.
+
+        Raises:
+            ValueError: the name is taken or empty, or ``every`` is below 1.
+        """
+        if not probe.name or probe.name in self._probes:
+            raise ValueError(f"a probe is called {probe.name!r}; wanted a name that no other has")
+        if probe.every < 1:
+            raise ValueError(f"every is {probe.every}; wanted at least 1 step")
+        self._probes[probe.name] = probe
+
+    def are_due(self, steps_done: int) -> bool:
+        """Tell whether a probe is to look after so many steps."""
+        probes = self._probes
+        return bool(probes) and any(steps_done % p.every == 0 for p in probes.values())
+
+    def look(self, steps_done: int) -> None:
+        """Run the probes that are due after so many steps."""
+        for probe in list(self._probes.values()):
+            if steps_done % probe.every == 0:
+                self._run(probe, steps_done - 1)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what each probe told last, as ``probe/<name>`` or ``probe/<name>/<number>``."""
+        return {
+            f"probe/{probe.name}/{key}" if key else f"probe/{probe.name}": value
+            for probe in self._probes.values()
+            for key, value in probe.numbers.items()
+        }
+
+    def _run(self, probe: AttachedProbe, step: int) -> None:
+        began = time.monotonic()
+        failure, is_alarmed, numbers = "", False, None
+        try:
+            with undisturbed(self._model, hides_gradients=False), torch.enable_grad():
+                found = probe.look()
+                numbers = None if found is None else numbers_of(found)
+                if found is not None and probe.alarm is not None:
+                    is_alarmed = bool(probe.alarm(found))
+        except Exception as error:  # a look at the run must not end it
+            failure = repr(error)
+        if self._ranks.any_has(bool(failure)):
+            del self._probes[probe.name]
+            why = failure or "it failed on another rank"
+            self._notes.add(f"the probe {probe.name!r} failed and is not run again: {why}")
+            return
+        is_alarmed = self._ranks.any_has(is_alarmed)
+        if numbers is not None:
+            probe.numbers = numbers
+            seconds = round(time.monotonic() - began, 6)
+            told = numbers.get("", numbers)
+            self._journal.event("probe", step, probe=probe.name, found=told, seconds=seconds)
+        was_alarmed, probe.is_alarmed = probe.is_alarmed, is_alarmed
+        if is_alarmed and not was_alarmed:  # once, until it has been off again
+            self._treatment.treat([_alert(probe, step)])
+
+
+def numbers_of(found: Any) -> dict[str, float]:
+    """Return the plain numbers in what a probe found; one that has no name is under "".
+
+    Of a dataclass these are its fields and its properties. Tensors of one element are read.
+
+    Raises:
+        TypeError: it is neither a number nor has names for some.
+    """
+    if _is_number(found):
+        return {"": float(found)}
+    if isinstance(found, Mapping):
+        named = {str(key): value for key, value in found.items()}
+    elif is_dataclass(found) and not isinstance(found, type):
+        properties = [k for k, v in vars(type(found)).items() if isinstance(v, property)]
+        named = {k: getattr(found, k) for k in (*(f.name for f in fields(found)), *properties)}
+    else:
+        raise TypeError(
+            f"look() returned {type(found).__name__}; wanted a number, a mapping or a dataclass"
+        )
+    return {name: float(value) for name, value in named.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _alert(probe: AttachedProbe, step: int) -> Finding:
+    return Finding(
+        cause=Cause.PROBE_ALARM,
+        step=step,
+        bad_step=step,
+        severity=Severity.WARN,
+        evidence={"probe": probe.name, "found": probe.numbers.get("", probe.numbers)},
+    )

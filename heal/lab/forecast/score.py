@@ -1,0 +1,293 @@
+"""Scores features without any dependency: a small network of plain floats, read from JSON."""
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+from heal.lab.forecast.features import NAMES
+
+FORMAT = 2
+"""Of the file: a reader refuses another one instead of guessing."""
+
+SHIPPED = Path(__file__).with_name("model.json")
+LARGEST_LOGIT = 30.0
+
+
+def _plain_layer(
+    weights: Iterable[Sequence[float]], biases: Iterable[float], values: Sequence[float]
+) -> list[float]:
+    return [sum(map(mul, row, values), bias) for row, bias in zip(weights, biases)]  # noqa: B905
+
+
+def _quick_layer(
+    weights: Iterable[Sequence[float]], biases: Iterable[float], values: Sequence[float]
+) -> list[float]:
+    sumprod: Callable[[Sequence[float], Sequence[float]], float] = math.sumprod  # type: ignore[attr-defined, unused-ignore]
+    return [sumprod(row, values) + bias for row, bias in zip(weights, biases)]  # noqa: B905
+
+
+LAYER = _quick_layer if hasattr(math, "sumprod") else _plain_layer
+"""Weights times values, plus biases. Python 3.12 and later do it in half the time."""
+
+Layer = tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
+"""Rows of weights, and a bias for each."""
+
+
+class ModelError(ValueError):
+    """A model file is not one that this version can use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Standardise, then layers of weights with tanh between them: log-odds.
+
+    Evidence is their mean over about ``memory`` steps. ``levels`` and ``chances`` are a table from
+    evidence to probability. ``limits`` has, by share of healthy stretches of ``stretch_steps``
+    steps that may raise a false alarm, the evidence from which one is raised.
+    """
+
+    names: tuple[str, ...]
+    indices: tuple[int, ...]
+    means: tuple[float, ...]
+    scales: tuple[float, ...]  # reciprocal standard deviations
+    layers: tuple[Layer, ...]
+    levels: tuple[float, ...]  # of evidence, rising
+    chances: tuple[float, ...]  # at each of them, never falling
+    memory: float
+    limits: dict[float, float]
+    stretch_steps: int
+    card: dict[str, Any]
+    folded: tuple[Layer, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Fold the standardisation into the first layer: a fifth of the work of every step."""
+        weights, biases = self.layers[0]
+        rows = tuple(tuple(map(mul, row, self.scales)) for row in weights)
+        shifts = (sum(map(mul, row, self.means)) for row in rows)
+        first = rows, tuple(bias - shift for bias, shift in zip(biases, shifts, strict=True))
+        object.__setattr__(self, "folded", (first, *self.layers[1:]))
+
+    def logit(self, features: Sequence[float]) -> float:
+        """Return the log-odds of failure soon, not calibrated."""
+        values = [features[i] for i in self.indices]
+        *hidden, (weights, biases) = self.folded
+        for rows, shifts in hidden:
+            values = list(map(math.tanh, LAYER(rows, shifts, values)))
+        logit = LAYER(weights, biases, values)[0]
+        return min(max(logit, -LARGEST_LOGIT), LARGEST_LOGIT)
+
+    def probability(self, evidence: float) -> float:
+        """Return the calibrated chance that the loss doubles within the horizon of the card."""
+        levels, chances = self.levels, self.chances
+        above = bisect_right(levels, evidence)
+        if above == 0:
+            return chances[0]
+        if above == len(levels):
+            return chances[-1]
+        low, high = levels[above - 1], levels[above]
+        share = (evidence - low) / (high - low)
+        return chances[above - 1] + share * (chances[above] - chances[above - 1])
+
+    def limit(self, share: float) -> float:
+        """Return the evidence for an alarm if this share of healthy stretches may have a false one.
+
+        Of the shares that the model was calibrated for, the largest that is not above it is taken.
+
+        Raises:
+            ModelError: all of them are above it.
+        """
+        usable = [known for known in self.limits if known <= share * (1.0 + 1e-9)]
+        if not usable:
+            told = ", ".join(f"{known:g}" for known in self.limits) or "none"
+            raise ModelError(f"no limit for a false-alarm share of {share:g}; the model has {told}")
+        return self.limits[max(usable)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of a model file."""
+        return {
+            "format": FORMAT,
+            "names": list(self.names),
+            "means": list(self.means),
+            "scales": list(self.scales),
+            "layers": [
+                {"weights": [list(r) for r in w], "biases": list(b)} for w, b in self.layers
+            ],
+            "calibration": {"levels": list(self.levels), "chances": list(self.chances)},
+            "memory": self.memory,
+            "limits": {f"{share:g}": limit for share, limit in self.limits.items()},
+            "stretch_steps": self.stretch_steps,
+            "card": self.card,
+        }
+
+
+def from_json(content: Mapping[str, Any]) -> Model:
+    """Return the model that :meth:`Model.to_json` described.
+
+    Raises:
+        ModelError: another format, an unknown feature, or shapes that do not fit each other.
+    """
+    if content.get("format") != FORMAT:
+        raise ModelError(f"model format is {content.get('format')!r}; wanted {FORMAT}")
+    try:
+        names = tuple(str(name) for name in content["names"])
+        unknown = [name for name in names if name not in NAMES]
+        if unknown:
+            raise ModelError(f"feature {unknown[0]!r} is unknown; wanted of {', '.join(NAMES)}")
+        layers = tuple(
+            (tuple(_numbers(row) for row in layer["weights"]), _numbers(layer["biases"]))
+            for layer in content["layers"]
+        )
+        means, scales = _numbers(content["means"]), _numbers(content["scales"])
+        _check_shapes(layers, len(names), len(means), len(scales))
+        levels = _numbers(content["calibration"]["levels"])
+        chances = _numbers(content["calibration"]["chances"])
+        _check_table(levels, chances)
+        return Model(
+            names=names,
+            indices=tuple(NAMES.index(name) for name in names),
+            means=means,
+            scales=scales,
+            layers=layers,
+            levels=levels,
+            chances=chances,
+            memory=_numbers([content["memory"]])[0],
+            limits={float(share): float(limit) for share, limit in content["limits"].items()},
+            stretch_steps=int(content["stretch_steps"]),
+            card=dict(content["card"]),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"not a model of heal: {error!r}") from error
+
+
+def read(path: str | Path = SHIPPED) -> Model:
+    """Read a model file; the shipped one by default.
+
+    Raises:
+        ModelError: it is not a model.
+        OSError: it cannot be read.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: wanted a JSON object")
+    return from_json(content)
+
+
+@cache
+def shipped() -> Model:
+    """Return the model that comes with the package, read once."""
+    return read(SHIPPED)
+
+
+def _check_shapes(layers: Sequence[Layer], features: int, means: int, scales: int) -> None:
+    width = features
+    for depth, (weights, biases) in enumerate(layers):
+        if len(biases) != len(weights) or any(len(row) != width for row in weights):
+            raise ModelError(f"layer {depth}: wanted rows of {width} weights and as many biases")
+        width = len(weights)
+    if width != 1 or not layers or means != features or scales != features:
+        raise ModelError("wanted one mean and one scale per feature, and one number at the end")
+
+
+def _check_table(levels: Sequence[float], chances: Sequence[float]) -> None:
+    rises = all(low < high for low, high in pairwise(levels))
+    never_falls = all(low <= high for low, high in pairwise(chances))
+    if not levels or len(levels) != len(chances) or not rises or not never_falls:
+        raise ModelError("calibration: wanted levels that rise, and a chance for each, never less")
+    if not 0.0 <= chances[0] <= chances[-1] <= 1.0:
+        raise ModelError(f"calibration: chances {chances[0]:g} to {chances[-1]:g}; wanted 0 to 1")
+
+
+def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
+    numbers = tuple(float(value) for value in values)
+    if not all(math.isfinite(number) for number in numbers):
+        raise ModelError("a weight is NaN or Inf")
+    return numbers
+
+
+# Limits that healthy runs exceed as seldom as promised: split conformal prediction over runs.
+#
+# The score of a run is the highest evidence of a stretch of its steps. If calibration runs and the
+# run at hand are exchangeable, the run exceeds the limit for ``share`` with a probability of at
+# most ``share``, and at least ``share - 1 / (n + 1)``, whatever the scores look like (Vovk et al.
+# 2005). It is a promise about runs like those of the calibration, not about all runs there are.
+
+
+SHARES = (0.2, 0.1, 0.05, 0.02, 0.01)
+"""False-alarm shares for which a model has limits: coverage of 80, 90, 95, 98 and 99 %."""
+
+DEFAULT_SHARE = 0.02
+"""One false warning in 10,000 steps is a share of 0.05 of stretches of 500, on runs like those of
+the calibration; this leaves room for runs that are unlike them."""
+
+
+def limit(highest: Sequence[float], share: float) -> float:
+    """Return the level that at most ``share`` of unseen healthy runs exceed.
+
+    Args:
+        highest: the highest evidence of each healthy calibration run.
+        share: between 0 and 1.
+
+    Raises:
+        ValueError: ``share`` is out of range, or there are too few runs to promise it.
+    """
+    if not 0.0 < share < 1.0:
+        raise ValueError(f"share is {share!r}; wanted a number between 0 and 1")
+    rank = math.ceil((len(highest) + 1) * (1.0 - share))
+    if rank > len(highest):
+        fewest = math.ceil(1.0 / share) - 1
+        raise ValueError(
+            f"{len(highest)} healthy runs cannot promise a share of {share:g}; "
+            f"wanted at least {fewest}"
+        )
+    return sorted(highest)[rank - 1]
+
+
+def affordable(runs: int) -> tuple[float, ...]:
+    """Return the shares of :data:`SHARES` that so many calibration runs can promise."""
+    return tuple(share for share in SHARES if math.ceil((runs + 1) * (1.0 - share)) <= runs)
+
+
+def exceeding(highest: Sequence[float], level: float) -> float:
+    """Return the share of runs above a level: one minus the coverage; 0 if there are no runs."""
+    return sum(value > level for value in highest) / len(highest) if highest else 0.0
+
+
+# When a warning begins and when it is over, given the evidence of each step.
+
+
+CLEAR_MARGIN = 2.0  # log-odds below the limit that evidence must stay to end a warning
+QUIET_STEPS = 50  # for so long
+
+
+class Hysteresis:
+    """A switch that goes on above ``limit`` and off after a quiet while well below it.
+
+    Attributes:
+        is_on: whether there is a warning.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.is_on = False
+        self.quiet = 0
+
+    def observe(self, evidence: float) -> bool:
+        """Hear of a step; return whether a warning begins with it."""
+        if not self.is_on:
+            self.is_on = evidence > self.limit
+            self.quiet = 0
+            return self.is_on
+        self.quiet = self.quiet + 1 if evidence < self.limit - CLEAR_MARGIN else 0
+        if self.quiet >= QUIET_STEPS:
+            self.is_on = False
+        return False

@@ -1,0 +1,164 @@
+"""Follows a run and says how it is: healthy, warned of, or failing.
+
+The evidence is a short running mean of the model's log-odds. It may never roll back anything: a
+warning takes a snapshot, tightens the clip and has the weights checked more often.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from heal.causes import Cause, Finding, Severity
+from heal.config import HealingConfig
+from heal.lab.forecast.features import Features
+from heal.lab.forecast.score import DEFAULT_SHARE, QUIET_STEPS, Hysteresis, Model, shipped
+from heal.verdict import HealthRow, Record
+
+FIRST_STEP = 20  # levels and noise are guesses before it
+TOLD_SHARE = 1.0 / 16  # weight of a step in the share of steps that told a loss
+LEAST_TOLD = 0.5  # of that share: with fewer losses there are eight times the false warnings
+SILENT = "the forecast is silent: it needs the loss of every step; wanted healer.step(loss)"
+
+
+class State(str, Enum):
+    """How a run is.
+
+    HEALTHY to WARNING: the evidence exceeds its calibrated limit. WARNING to HEALTHY: it has
+    stayed well below that for fifty steps. Either to FAILURE: something was found that must be
+    acted on, a step was refused, or the run was rolled back; the forecast itself never says so.
+    FAILURE to HEALTHY or WARNING: fifty steps without.
+    """
+
+    HEALTHY = "healthy"
+    WARNING = "warning"
+    FAILURE = "failure"
+
+
+class ForecastWatch:
+    """Turns records into a state; one of the detectors of :class:`heal.detect.Watch`.
+
+    Args:
+        share: of healthy stretches of ``model.stretch_steps`` steps that may have a false warning.
+        model: the scorer; the shipped one if None.
+
+    Attributes:
+        probability: calibrated chance that the loss doubles soon; NaN in the first steps.
+        evidence: what is compared with the limit.
+        told: running share of the steps that told a loss; the watch is silent without.
+        moves: transitions since the last :meth:`take_moves`: step, from, to.
+    """
+
+    def __init__(self, share: float = DEFAULT_SHARE, model: Model | None = None) -> None:
+        self.model = shipped() if model is None else model
+        self.switch = Hysteresis(self.model.limit(share))
+        self.features = Features()
+        self.probability = math.nan
+        self.evidence = -math.inf
+        self.told = 0.0
+        self.failure_steps = 0  # left until a failure is over
+        self.owes_warning = False  # one began during a failure
+        self.moves: list[tuple[int, State, State]] = []
+        self._last = State.HEALTHY
+
+    @classmethod
+    def of(cls, config: HealingConfig) -> "ForecastWatch":
+        """Return the watch that the settings ask for."""
+        return cls(config.forecast_false_alarms)
+
+    @property
+    def condition(self) -> State:
+        """How the run is."""
+        if self.failure_steps:
+            return State.FAILURE
+        return State.WARNING if self.switch.is_on else State.HEALTHY
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether too few losses are told to say anything."""
+        return self.features.steps > FIRST_STEP and self.told < LEAST_TOLD
+
+    def observe(self, record: Record) -> Finding | None:
+        """Hear of a step, in order; return a warning when one begins.
+
+        One that begins during a failure is returned when that is over, if it lasts so long.
+        """
+        values = self.features.observe(record)
+        self.told += TOLD_SHARE * ((record.loss == record.loss) - self.told)
+        self.failure_steps = QUIET_STEPS if record.blocked else max(self.failure_steps - 1, 0)
+        if self.features.steps > FIRST_STEP:
+            self._judge(values)
+        self._note(record.step)
+        if not self.owes_warning or self.failure_steps:
+            return None
+        self.owes_warning = False
+        return Finding(
+            cause=Cause.INSTABILITY_AHEAD,
+            step=record.step,
+            bad_step=record.step,
+            severity=Severity.WARN,
+            evidence={
+                "probability": self.probability,
+                "evidence": self.evidence,
+                "limit": self.switch.limit,
+            },
+        )
+
+    def _judge(self, values: Sequence[float]) -> None:
+        if self.told < LEAST_TOLD:
+            self.probability, self.evidence = math.nan, -math.inf
+        else:
+            logit = self.model.logit(values)
+            if self.evidence == -math.inf:
+                self.evidence = logit
+            self.evidence += (logit - self.evidence) / self.model.memory
+            self.probability = self.model.probability(self.evidence)
+        begins = self.switch.observe(self.evidence)
+        self.owes_warning = begins or (self.owes_warning and self.switch.is_on)
+
+    def observe_health(self, row: HealthRow) -> None:
+        """Hear of a check of the weights: how large they are all together."""
+        self.features.hear_weights(math.hypot(*row.weight_norms))
+
+    def note_failure(self, step: int) -> None:
+        """Hear that something must be acted on, or that the run is rolled back."""
+        self.failure_steps = QUIET_STEPS
+        self._note(step)
+
+    def take_moves(self) -> list[tuple[int, State, State]]:
+        """Return the transitions since the last call, for the journal."""
+        moves, self.moves = self.moves, []
+        return moves
+
+    def _note(self, step: int) -> None:
+        now = self.condition
+        if now is not self._last:
+            self.moves.append((step, self._last, now))
+            self._last = now
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is remembered, as values that JSON has."""
+        return {
+            "features": self.features.state(),
+            "evidence": None if self.evidence == -math.inf else self.evidence,
+            "is_on": self.switch.is_on,
+            "quiet": self.switch.quiet,
+            "failure_steps": self.failure_steps,
+            "owes_warning": self.owes_warning,
+            "told": self.told,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Remember what :meth:`state` returned, and a failure that is not over.
+
+        A rollback undoes steps, not the failure that led to it. No transition is noted: the run
+        was in this condition when the state was saved.
+        """
+        self.features.load_state(state["features"])
+        self.evidence = -math.inf if state["evidence"] is None else state["evidence"]
+        self.switch.is_on = state["is_on"]
+        self.switch.quiet = state["quiet"]
+        self.failure_steps = max(self.failure_steps, state["failure_steps"])
+        self.owes_warning, self.told = state["owes_warning"], state["told"]
+        self.probability = math.nan
+        self._last = self.condition

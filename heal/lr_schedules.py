@@ -1,0 +1,512 @@
+"""Learning rate schedules: those that the healer steps, and those that you step yourself.
+
+After a rollback the first kind returns with the step count. The second goes with your loop, which
+the healer cannot turn back.
+"""
+
+import gc
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, ReduceLROnPlateau, StepLR
+
+from heal.extra_state import listed, state_of
+from heal.training_state import copied
+from zclip import ClippedOptimizer
+
+# The learning rates of an optimizer that several schedules drive. Host numbers only.
+
+
+UNKNOWN = float("nan")
+
+
+class JointRates:
+    """Follows the rates from turn to turn, for none of several schedules knows them.
+
+    What a schedule remembers to have set is of its own last turn: a ReduceLROnPlateau beside a
+    warm-up still has the rate of the first step long after. So the groups are looked at whenever a
+    schedule has turned, and what they hold in between is somebody else's doing.
+
+    Args:
+        optimizer: the bare one.
+        stepped: schedules that drive it and that the healer steps.
+        own: those that somebody else steps.
+
+    Attributes:
+        is_mixed: whether there are both kinds, so that a rollback returns some and leaves others.
+        wanted: what the schedules have set each group to; empty where that is not known.
+        shares: per group, the product of all that own schedules made of its rate.
+    """
+
+    def __init__(self, optimizer: Optimizer, stepped: Sequence[Any], own: Sequence[Any]) -> None:
+        self._optimizer = optimizer
+        self._drivers = [*stepped, *own]
+        self._is_stepped = bool(stepped)
+        self._can_tell = all(hasattr(s, "last_epoch") for s in own)
+        self.is_mixed = bool(stepped and own)
+        self.shares = [1.0] * len(optimizer.param_groups)
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Take the rates that the groups have now for those that the schedules want."""
+        self._counts = self._count()
+        held = [copied(group.get("lr")) for group in self._optimizer.param_groups]
+        self.wanted: list[Any] = held if self._can_tell else []
+
+    def after_turns(self) -> None:
+        """Hear that the healer has stepped those that it steps."""
+        if self._is_stepped or not self.wanted or self._count() != self._counts:
+            self.adopt()
+
+    def before_step(self) -> None:
+        """Look whether own schedules were stepped. Of one alone the word is as new as its turn."""
+        counts = self._count()
+        if counts == self._counts:
+            return
+        pairs = zip(self._drivers, counts, self._counts, strict=True)
+        turned = [s for s, now, before in pairs if now != before]
+        before, told = self.wanted, list(getattr(turned[0], "_last_lr", ()))
+        self.adopt()
+        now = told if len(turned) == 1 and told else self.wanted
+        for i, (lr, old) in enumerate(zip(now, before, strict=False)):
+            if i < len(self.shares):
+                self.shares[i] *= _ratio(lr, old)
+        self.wanted = copied(told) if len(turned) == 1 and self._can_tell else []
+
+    def take_shares(self, shares: Sequence[float]) -> None:
+        """Have own schedules' share of each rate be another one; the rest stays as it is."""
+        groups = self._optimizer.param_groups
+        for group, now, share in zip(groups, self.shares, shares, strict=False):
+            if now > 0.0 and now != share and group.get("lr") is not None:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].mul_(share / now)
+                else:
+                    group["lr"] *= share / now
+        self.shares = list(shares)
+        self.adopt()
+
+    def _count(self) -> list[Any]:
+        return [getattr(s, "last_epoch", None) for s in self._drivers]
+
+
+def number_of(lr: Any) -> float:
+    """Return a rate as a number; NaN if there is none, or if to read it would wait for a device."""
+    if isinstance(lr, Tensor) and (lr.device.type != "cpu" or lr.numel() != 1):
+        return UNKNOWN
+    return UNKNOWN if lr is None else float(lr)
+
+
+def _ratio(now: Any, before: Any) -> float:
+    """How many times the rate has become; 1 where that cannot be known."""
+    old, new = number_of(before), number_of(now)
+    return new / old if old > 0.0 and new > 0.0 else 1.0
+
+
+# Which scheduler drives which optimizer.
+
+
+def schedulers_of(optimizer: Optimizer) -> list[Any]:
+    """Return the torch schedulers that drive an optimizer, without those inside of others.
+
+    An optimizer does not know them: whoever refers to it is asked, which takes some 50 ms.
+    """
+    found = []
+    for holder in gc.get_referrers(optimizer):
+        if isinstance(holder, LRScheduler):
+            found.append(holder)
+        elif type(holder) is dict and holder.get("optimizer") is optimizer:
+            owners = gc.get_referrers(holder)
+            found += [o for o in owners if isinstance(o, LRScheduler) and vars(o) is holder]
+    inside = {id(part) for s in found for part in getattr(s, "_schedulers", ())}
+    return [s for s in found if id(s) not in inside and s.optimizer is optimizer]
+
+
+def inner_of(scheduler: Any) -> Any:
+    """Return the bare optimizer that a scheduler drives; None if it does not say."""
+    optimizer = getattr(scheduler, "optimizer", None)
+    if not isinstance(optimizer, ClippedOptimizer):
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's has it inside
+    return optimizer.inner if isinstance(optimizer, ClippedOptimizer) else optimizer
+
+
+DRIVEN = ("lr", "momentum", "betas")  # what schedulers write into parameter groups
+MAX_TURNS = 10_000  # changes of own schedules that are remembered, enough for every snapshot
+MOST_SURPRISES = 3
+"""Steps in a row before which a schedule was not where we left it; a resume makes it one."""
+
+VANISHED = 1e-9
+"""A rate of less than this share of its start trains nothing: the schedule was made for epochs."""
+
+Rates = list[list[dict[str, Any]]]
+"""Per optimizer and parameter group, what schedulers wrote there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What own schedules were at before a step, noted when that had changed."""
+
+    step: int
+    mark: tuple[Any, ...]
+    states: list[tuple[Any, Any]]  # scheduler and its state
+    rates: Rates  # nothing for optimizers that the healer's schedules drive too
+    shares: dict[int, list[float]]  # of these, by identity, see JointRates
+
+
+class Schedules:
+    """Steps the schedules that were given, and keeps those in place that the caller steps.
+
+    A schedule of the caller's, stepped per epoch or however, goes on after a rollback, for so do
+    the data and the caller's loop: it stays as it is, and so do the rates that it set. With
+    ``data="replay"`` it returns, and takes the turns that it took then at the same steps again:
+    the epochs come again, but not the caller's loop over them. In ``run`` it returns as well, for
+    there the caller hears of the same steps again, and steps it again.
+
+    Args:
+        given: one, several or None; stepped once per step. A ReduceLROnPlateau among them counts
+            as the caller's, who has its metric.
+        own: schedules that the caller steps.
+        optimizers: those that are driven.
+        replays: whether a rollback returns to the same data.
+        note: told of what is doubtful.
+
+    Attributes:
+        caller_repeats: whether the caller is told again of steps that are taken again.
+
+    Raises:
+        TypeError: an own schedule has no state to save.
+        ValueError: a schedule is in both lists.
+    """
+
+    def __init__(
+        self,
+        given: Any,
+        own: Any,
+        optimizers: Sequence[ClippedOptimizer],
+        replays: bool,
+        note: Callable[[str], None],
+    ) -> None:
+        self.given, self.own = listed(given), listed(own)
+        for i, scheduler in enumerate(self.own):
+            if not hasattr(scheduler, "load_state_dict"):
+                raise TypeError(
+                    f"own_schedulers[{i}] is {type(scheduler).__name__}; wanted a scheduler with "
+                    "state_dict and load_state_dict"
+                )
+            if any(scheduler is other for other in self.given):
+                raise ValueError(
+                    f"own_schedulers[{i}], {type(scheduler).__name__}, is given as scheduler too; "
+                    "wanted it in one place: scheduler is stepped by the healer, own ones by you"
+                )
+        self.stepped = [s for s in self.given if not isinstance(s, ReduceLROnPlateau)]
+        self._waiting = [s for s in self.given if isinstance(s, ReduceLROnPlateau)]
+        self.caller_repeats = False
+        self._replays = replays
+        self._optimizers = optimizers
+        self._note = note
+        self._found: list[Any] = []
+        self._turns: deque[Turn] = deque(maxlen=MAX_TURNS)
+        self._ahead: deque[Turn] = deque()
+        self._counts = [getattr(s, "last_epoch", None) for s in self.stepped]
+        self._surprises = [0] * len(self.stepped)
+        self._has_begun = False
+        self._look_who_drives()
+
+    @property
+    def all(self) -> list[Any]:
+        """Every schedule that is known by name, to be saved and loaded."""
+        return [*self.given, *self.own]
+
+    def step(self) -> None:
+        """Step those that were given."""
+        for i, scheduler in enumerate(self.stepped):
+            self._surprises[i] += 1
+            count = getattr(scheduler, "last_epoch", None)
+            if count == self._counts[i] or not isinstance(scheduler, LRScheduler):
+                self._surprises[i] = 0
+            if self._surprises[i] == MOST_SURPRISES:
+                self._note(
+                    f"{type(scheduler).__name__} is stepped by the healer and by somebody else; "
+                    "give it as own_schedulers if you step it"
+                )
+            scheduler.step()
+            self._counts[i] = getattr(scheduler, "last_epoch", None)
+            if isinstance(scheduler, (StepLR, ExponentialLR)) and _has_vanished(scheduler):
+                self._note(
+                    f"{type(scheduler).__name__} is stepped at every step and has brought the "
+                    f"learning rate below {VANISHED:g} of its start; if it counts epochs, give it "
+                    "as own_schedulers and step it yourself"
+                )
+        for joint in self._joint.values():
+            joint.after_turns()
+
+    def wanted(self, optimizer: Optimizer) -> Sequence[Any]:
+        """Return what the groups of a bare optimizer were last set to; empty if not known."""
+        joint = self._joint.get(id(optimizer))
+        if joint is not None:
+            return joint.wanted
+        return getattr(self._alone.get(id(optimizer)), "_last_lr", ())
+
+    def before_step(self, step: int) -> None:
+        """Note where own schedules are; turn them as they were turned before a rollback."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._find()
+            self._look_who_drives()  # anew, for a resume may have changed the rates
+        for joint in self._joint.values():
+            joint.before_step()
+        if not (self._waiting or self.own or self._found):
+            return
+        while self._ahead and self._ahead[0].step <= step:
+            turn = self._ahead.popleft()
+            if turn.step == step and turn.mark != self._mark():
+                self._install(turn)
+        mark = self._mark()
+        if not self._turns or self._turns[-1].mark != mark:
+            states = [(s, copied(state_of(s))) for s in self._drivers()]
+            self._turns.append(Turn(step, mark, states, self._rates(), self._shares()))
+
+    def hold(self) -> Callable[[], None]:
+        """Return what puts schedules back that nobody gave us, however often they are stepped."""
+        self._find()
+        states = [(s, copied(state_of(s))) for s in self._found]
+
+        def put_back() -> None:
+            for scheduler, state in states:
+                scheduler.load_state_dict(copied(state))
+
+        return put_back
+
+    def before_return(self) -> Callable[[int], None]:
+        """Call this before state is returned to, and what it returns afterwards, with the step."""
+        if self._has_begun:
+            self._find()
+        for joint in self._joint.values():
+            joint.before_step()
+        states = [(s, copied(state_of(s))) for s in self._drivers()]
+        present = Turn(0, (), states, self._rates(), self._shares())
+        before = [_driven(o.param_groups) for o in self._optimizers]
+
+        def after_return(step: int) -> None:
+            self._counts = [getattr(s, "last_epoch", None) for s in self.stepped]
+            self._return_shares(step)
+            if self._replays or self.caller_repeats:
+                self._go_back_to(step)
+            else:
+                self._turns = deque((t for t in self._turns if t.step < step), maxlen=MAX_TURNS)
+                self._install(present)
+            self._adopt_late(before)
+            self._tell_of_strangers(before)
+            for joint in self._joint.values():
+                joint.adopt()
+
+        return after_return
+
+    def _go_back_to(self, step: int) -> None:
+        known = [turn for turn in self._turns if turn.step <= step]
+        later = [turn for turn in self._turns if turn.step > step]
+        self._turns = deque((t for t in self._turns if t.step < step), maxlen=MAX_TURNS)
+        to_repeat = [] if self.caller_repeats else [*later, *self._ahead]
+        if known:
+            # Again before the step itself: until then the caller may step what has just returned.
+            to_repeat.insert(0, replace(known[-1], step=step))
+            self._install(known[-1])
+        self._ahead = deque(to_repeat)
+
+    def _install(self, turn: Turn) -> None:
+        for scheduler, state in turn.states:
+            scheduler.load_state_dict(copied(state))
+        for optimizer, groups in zip(self._optimizers, turn.rates, strict=True):
+            for group, rates in zip(optimizer.param_groups, groups, strict=False):
+                _write(group, rates)
+        for o, shares in turn.shares.items():
+            self._joint[o].take_shares(shares)
+
+    def _shares(self) -> dict[int, list[float]]:
+        """What own schedules made of rates that the healer's schedules have a share in too."""
+        return {o: list(joint.shares) for o, joint in self._joint.items() if joint.is_mixed}
+
+    def _return_shares(self, step: int) -> None:
+        """Tell apart, in the rates of a snapshot that was returned to, what own schedules made.
+
+        A turn before the very step came after the snapshot of it.
+        """
+        earlier = [turn.shares for turn in self._turns if turn.step < step]
+        for o, joint in self._joint.items():
+            joint.shares = list(earlier[-1].get(o, ())) if earlier else [1.0] * len(joint.shares)
+
+    def _drivers(self) -> list[Any]:
+        return [*self._waiting, *self.own, *self._found]
+
+    def _look_who_drives(self) -> None:
+        """Tell optimizers with one schedule from those with several.
+
+        A schedule that does not say what it drives may drive any of them.
+        """
+        self._alone: dict[int, Any] = {}
+        self._joint: dict[int, JointRates] = {}
+        for optimizer in self._optimizers:
+            inner = optimizer.inner
+            stepped = [s for s in self.stepped if inner_of(s) in (inner, None)]
+            own = [s for s in self._drivers() if inner_of(s) in (inner, None)]
+            if len(stepped) + len(own) > 1:
+                self._joint[id(inner)] = JointRates(inner, stepped, own)
+            elif self._driving(optimizer, self.all):
+                (self._alone[id(inner)],) = self._driving(optimizer, self.all)
+
+    def _driving(self, optimizer: ClippedOptimizer, schedulers: Sequence[Any]) -> list[Any]:
+        return [s for s in schedulers if inner_of(s) is optimizer.inner]
+
+    def _rates(self) -> Rates:
+        """What own schedules have set; nothing for optimizers that they do not drive alone.
+
+        The word of a schedule that is alone counts before that of the group, which a fault may
+        have changed.
+        """
+        found: Rates = []
+        for optimizer in self._optimizers:
+            drivers = self._driving(optimizer, self._drivers())
+            joint = self._joint.get(id(optimizer.inner))
+            is_mixed = joint is not None and joint.is_mixed
+            groups = optimizer.param_groups if drivers and not is_mixed else []
+            rates = _driven(groups)
+            if len(drivers) == 1 and drivers[0] not in self._found:
+                for rate, lr in zip(rates, getattr(drivers[0], "_last_lr", ()), strict=False):
+                    rate["lr"] = copied(lr)
+            found.append(rates)
+        return found
+
+    def _mark(self) -> tuple[Any, ...]:
+        """Host values that differ once an own schedule was stepped."""
+        counts = tuple(getattr(s, "last_epoch", None) for s in self._drivers())
+        rates = tuple(
+            rate.get("lr")
+            for groups in self._rates()
+            for rate in groups
+            if not isinstance(rate.get("lr"), Tensor)
+        )
+        return (*counts, *rates)
+
+    def _find(self) -> None:
+        """Adopt torch schedulers that drive an optimizer and that nobody told us of.
+
+        They leave a mark on its ``step``, all but a ReduceLROnPlateau.
+        """
+        for optimizer in self._optimizers:
+            known = self._driving(optimizer, [*self.all, *self._found])
+            if not hasattr(optimizer.inner.step, "_wrapped_by_lr_sched"):
+                continue
+            if all(isinstance(s, ReduceLROnPlateau) for s in known):  # then it is another's mark
+                found = schedulers_of(optimizer.inner)
+                self._found += [s for s in found if all(s is not k for k in known)]
+
+    def _adopt_late(self, before: Rates) -> None:
+        """Look for those without a mark where a rollback changed a rate, and only there.
+
+        To look takes longer than all the rest of a rollback.
+        """
+        for optimizer, groups in zip(self._optimizers, before, strict=True):
+            known = self._driving(optimizer, [*self.all, *self._found])
+            if known or _driven(optimizer.param_groups) == groups:
+                continue
+            late = schedulers_of(optimizer.inner)
+            self._found += late
+            if late and not (self._replays or self.caller_repeats):
+                for group, rates in zip(optimizer.param_groups, groups, strict=False):
+                    _write(group, rates)
+
+    def _tell_of_strangers(self, before: Rates) -> None:
+        for optimizer, groups in zip(self._optimizers, before, strict=True):
+            rates = [rate.get("lr") for rate in groups]
+            for scheduler in self._driving(optimizer, self._found):
+                self._note(
+                    f"{type(scheduler).__name__} was not given to the healer: a rollback leaves it "
+                    "and its learning rate as they are, and checkpoints do not hold it; give it as "
+                    "own_schedulers"
+                )
+            if self._driving(optimizer, [*self.all, *self._found]):
+                continue
+            now = [group.get("lr") for group in optimizer.param_groups]
+            # Down is a cure, of a rate that a fault had raised; up is a decay that is undone.
+            raised = [
+                (a, b)
+                for a, b in zip(rates, now, strict=False)
+                if isinstance(a, float) and isinstance(b, float) and b > a
+            ]
+            if raised:
+                self._note(
+                    f"the rollback returned the learning rate from {raised[0][0]!r} to "
+                    f"{raised[0][1]!r}, and no scheduler is known; if your code sets it, set it "
+                    "again, or give a scheduler"
+                )
+
+
+def _driven(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what schedulers may have set of each parameter group."""
+    return [{k: copied(g[k]) for k in DRIVEN if g.get(k) is not None} for g in groups]
+
+
+def _write(group: dict[str, Any], rates: Mapping[str, Any]) -> None:
+    for name, value in rates.items():
+        if isinstance(group.get(name), Tensor):
+            with torch.no_grad():
+                group[name].copy_(torch.as_tensor(value))
+        else:
+            group[name] = copied(value)
+
+
+def _has_vanished(scheduler: Any) -> bool:
+    start, now = scheduler.base_lrs[0], scheduler.get_last_lr()[0]
+    return not isinstance(now, Tensor) and 0.0 < now < VANISHED * start
+
+
+# The learning rates that are used, beside those that the schedules want. Host numbers only.
+
+
+class LearningRates:
+    """Compares every parameter group's rate with what the schedules last set it to.
+
+    Args:
+        optimizers: whose groups are looked at.
+        wanted: returns what schedules have set the groups of a bare optimizer to; empty if that is
+            not known.
+        note: told once if a rate is a tensor on a device, which is not read: that would wait.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[ClippedOptimizer],
+        wanted: Callable[[Optimizer], Sequence[Any]],
+        note: Callable[[str], None],
+    ) -> None:
+        self._optimizers = optimizers
+        self._wanted = wanted
+        self._note = note
+
+    def now(self) -> tuple[float, float]:
+        """Return the rate and the scheduled rate of the group that is furthest above its schedule.
+
+        NaN stands for a rate that is not known; without a schedule it is the first group's.
+        """
+        found = UNKNOWN, UNKNOWN
+        highest = 0.0
+        for optimizer in self._optimizers:
+            wanted = self._wanted(optimizer.inner)
+            for i, group in enumerate(optimizer.inner.param_groups):
+                lr = group.get("lr")
+                if type(lr) is not float:
+                    lr = self._number(lr)
+                scheduled = self._number(wanted[i]) if i < len(wanted) else UNKNOWN
+                ratio = lr / scheduled if scheduled > 0.0 else 0.0
+                if ratio > highest or found[0] != found[0]:
+                    highest, found = ratio, (lr, scheduled)
+        return found
+
+    def _number(self, lr: Any) -> float:
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            self._note("the learning rate is a tensor on a device, and so not watched")
+        return number_of(lr)

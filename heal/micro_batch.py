@@ -1,0 +1,385 @@
+"""Forward and backward of one step, in pieces where memory asks for it.
+
+The gradient is that of the whole batch: every piece is weighted by its samples. A step that failed
+half-way leaves no trace: gradients, buffers and generators are put back before it is tried again.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleList, Sequential
+from torch.utils.checkpoint import checkpoint
+
+from heal.buffers import SMALL_BYTES, STATISTICS, BufferCopies
+from heal.data.split import CannotSplit, count_samples, split
+from heal.data.stream import own_copy
+from heal.ranks import GradientMessages
+from heal.training_state import RngState
+
+TrainStep = Callable[[Any], Tensor]
+"""Takes a batch, or a piece of one, and returns its mean loss, which was not yet backpropagated."""
+
+
+class MicroBatcher:
+    """Runs forward and backward, and can cut batches finer when told to.
+
+    Pieces give the gradient of the whole batch where the loss is a mean over samples. Where it is
+    a mean over something else, as tokens that are not padding, give ``weigh``. BatchNorm sees the
+    statistics of its piece, and dropout draws other numbers.
+
+    What was found to fit is a number of samples: a batch with fewer than the one that ran out of
+    memory, as the last of an epoch, is cut into fewer pieces, not into smaller ones.
+
+    Args:
+        model: what is trained.
+        parameters: whose gradients are cleared after a failure.
+        smallest: fewest samples in a piece; a batch that has fewer is not cut.
+        grow_steps: clean steps after which pieces grow again; 0 for never.
+        weigh: returns how much a piece counts; its number of samples if None. A piece of weight 0
+            is left out.
+        buffers: of the model, put back after a failure; made here if None.
+
+    Attributes:
+        pieces: how many parts a batch of full size is cut into.
+        phase: "forward" or "backward", for whoever catches an exception.
+        batch_at: which batch of the step is being computed, from 0; for the same.
+        attempts: how often a step was tried.
+        largest_batch: samples in the largest batch of the step; 0 if it is not known.
+        cannot_cut: why the batch of a step that failed cannot be cut; empty if it can.
+        caller_cuts: whether a loop of the caller's own asks for the pieces of its batches.
+        messages: what ranks of a data-parallel model tell each other while a step is computed.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        parameters: Callable[[], Sequence[Tensor]],
+        smallest: int = 1,
+        grow_steps: int = 0,
+        weigh: Callable[[Any], float] | None = None,
+        buffers: BufferCopies | None = None,
+    ) -> None:
+        self.pieces = 1
+        self.phase = "forward"
+        self.batch_at = 0
+        self.attempts = 0
+        self.cannot_cut = ""
+        self.caller_cuts = False
+        self.weigh = weigh
+        self._parameters = parameters
+        self._smallest = smallest
+        self._grow_steps = grow_steps
+        self._clean_steps = self._growths = 0
+        self.largest_batch = 0
+        self._full_size = 0  # samples of the batch that ``pieces`` was found for; 0 if not known
+        self._rng: RngState | None = None
+        self._total: Tensor | None = None  # what there is of the mean loss of a step
+        self._buffers = BufferCopies(model) if buffers is None else buffers
+        self.messages = GradientMessages(model)
+
+    def backward(
+        self, batches: Sequence[Any], train_step: TrainStep, scale: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Accumulate the gradient of the mean loss over the batches.
+
+        Args:
+            batches: those of one optimizer step.
+            train_step: computes the loss.
+            scale: applied before backpropagating, as a GradScaler does.
+
+        Returns:
+            The mean loss, detached, on the device.
+        """
+        self.begin_step(RngState.now())
+        for at in range(len(batches)):
+            loss = self.add(batches[: at + 1], len(batches), train_step, scale)
+        return loss
+
+    def begin_step(self, rng: RngState) -> None:
+        """Begin to add up the batches of a step; see :meth:`begin`."""
+        self.attempts += 1
+        self._total = None
+        self.begin(rng)
+
+    def add(
+        self,
+        batches: Sequence[Any],
+        count: int,
+        train_step: TrainStep,
+        scale: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Accumulate the share of one more batch; arguments are those of :meth:`backward`.
+
+        Args:
+            batches: of the step so far; all but the last were added.
+            count: how many the step has.
+
+        Returns:
+            What there is of the mean loss.
+        """
+        if not self.largest_batch:
+            self._measure(batches)
+        self.batch_at = len(batches) - 1
+        try:
+            return self._add(batches[-1], count, train_step, scale)
+        except Exception:
+            self._measure(batches)  # anew, but not in healthy steps: it takes time
+            raise
+
+    def _add(
+        self, batch: Any, count: int, train_step: TrainStep, scale: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        self.messages.note_tried(batch)
+        pieces = self._weighted(batch)
+        for i, (piece, share) in enumerate(pieces):
+            is_last = self.batch_at == count - 1 and i == len(pieces) - 1
+            with self.messages.held_back(until=is_last):
+                self.phase = "forward"
+                loss = train_step(own_copy(piece))  # it may be tried again
+                if share != 1.0 or count > 1:
+                    loss = loss * (share / count)
+                self.phase = "backward"
+                self.messages.are_under_way |= is_last
+                scale(loss).backward()
+                total = self._total
+                self._total = loss.detach() if total is None else total + loss.detach()
+        assert self._total is not None
+        self.messages.note_good(batch)
+        return self._total
+
+    def pieces_of(self, batch: Any) -> list[tuple[Any, float]]:
+        """Cut a batch for a loop of the caller's own; return the pieces and their shares.
+
+        Shares add up to 1: the sum of ``share * loss`` is the mean loss of the whole batch.
+        """
+        self.caller_cuts = True
+        self._measure([batch])
+        return self._weighted(batch)
+
+    def count_for_caller(self) -> int:
+        """Return into how many pieces a loop of the caller's own should cut its batches."""
+        self.caller_cuts = True
+        return self.pieces
+
+    def begin(self, rng: RngState | None = None) -> None:
+        """Remember generators and buffers, to be put back by :meth:`undo`."""
+        self._rng = RngState.now() if rng is None else rng
+        self._buffers.begin()
+        self.messages.begin()
+
+    def note_drawn(self, rng: RngState) -> None:
+        """Another batch was drawn: what that took from the generators is not put back."""
+        self._rng = rng
+
+    def stand_in(self, train_step: TrainStep, scale: Callable[[Tensor], Tensor]) -> None:
+        """Take part in the messages of a step that failed here, with NaN for a gradient.
+
+        Other ranks wait for our gradients; NaN from one makes all refuse the step, and leaves no
+        trace in the statistics of clipping. To be called after :meth:`undo`.
+        """
+        with self.messages.repeated():
+            loss = train_step(own_copy(self.messages.sample()))
+            self.messages.are_under_way = True
+            scale(loss * float("nan")).backward()
+        self._buffers.put_back()
+        if self._rng is not None:
+            self._rng.put_back()
+
+    def undo(self) -> None:
+        """Take back what a failed :meth:`backward` did. Not to be called after a step was taken."""
+        for param in self._parameters():
+            param.grad = None
+        self._buffers.put_back()
+        if self._rng is not None:
+            self._rng.put_back()
+
+    def parts_of(self, samples: int) -> int:
+        """Return how many pieces a batch of so many samples is to be cut into."""
+        if self.pieces == 1 or self.messages.are_in_every_forward:
+            return self.pieces  # one rank with fewer pieces than others would leave these waiting
+        parts = self.pieces
+        if self._full_size:
+            parts = _divided(samples, _divided(self._full_size, self.pieces))
+        return max(1, min(parts, samples // self._smallest))
+
+    def shrink(self) -> bool:
+        """Cut twice as fine; False if pieces are as small as they may be, or cannot be cut."""
+        self._clean_steps = 0
+        if self.cannot_cut:
+            return False
+        samples = self.largest_batch
+        if not samples or self.messages.are_in_every_forward:
+            if samples and samples // self.pieces <= self._smallest:
+                return False
+            self.pieces *= 2
+            return True
+        now = self.parts_of(samples)
+        finer = _divided(samples, max(1, min(2 * now, samples // self._smallest)))
+        if finer >= _divided(samples, now):
+            return False
+        self._full_size = max(self._full_size, samples)
+        self.pieces = _divided(self._full_size, finer)
+        return True
+
+    def note_clean(self) -> None:
+        """Count a step that fitted; after enough of them try larger pieces.
+
+        Each attempt doubles the wait for the next: memory that is too small now will be later.
+        """
+        if self.pieces == 1 or not self._grow_steps:
+            return
+        self._clean_steps += 1
+        if self._clean_steps >= self._grow_steps << self._growths:
+            self.pieces //= 2
+            self._clean_steps = 0
+            self._growths += 1
+
+    def state(self) -> dict[str, int]:
+        """Return how fine batches are cut, and when that is tried less fine."""
+        counts = {"clean_steps": self._clean_steps, "growths": self._growths}
+        return {"pieces": self.pieces, "full_size": self._full_size, **counts}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Go on with what :meth:`state` returned in another process."""
+        self.pieces, self._full_size = state["pieces"], state.get("full_size", 0)
+        self._clean_steps, self._growths = state["clean_steps"], state["growths"]
+
+    def _measure(self, batches: Sequence[Any]) -> None:
+        """Find out how finely the batches of a step that failed could be cut."""
+        self.cannot_cut, self.largest_batch = "", 1
+        for batch in batches:
+            try:
+                split(batch, self.pieces * 2)
+                self.largest_batch = max(self.largest_batch, count_samples(batch))
+            except CannotSplit as error:
+                self.cannot_cut = str(error)
+        if self.largest_batch > 1:
+            self.cannot_cut = ""  # some other batch of the step can be
+
+    def _weighted(self, batch: Any) -> list[tuple[Any, float]]:
+        if self.pieces == 1:
+            return [(batch, 1.0)]
+        try:
+            pieces = split(batch, self.parts_of(count_samples(batch)))
+        except CannotSplit:
+            return [(batch, 1.0)]  # another one could be; this one may fit as it is
+        if len(pieces) == 1:
+            return [(batch, 1.0)]
+        weights = [float(n if self.weigh is None else self.weigh(p)) for p, n in pieces]
+        if not any(weights):  # nothing counts: what the whole batch gives, in memory that fits
+            weights = [float(n) for _, n in pieces]
+        whole = sum(weights)
+        # The mean over nothing is NaN, also times zero. Only where others wait for it must it come.
+        return [
+            (piece, w / whole)
+            for (piece, _), w in zip(pieces, weights, strict=True)
+            if w or self.messages.are_in_every_forward
+        ]
+
+
+def _divided(samples: int, by: int) -> int:
+    """Divide and round up."""
+    return -(-samples // by)
+
+
+# Recompute activations in the backward pass: less memory for more time, the same gradients.
+
+
+def checkpoint_activations(model: Module) -> bool:
+    """Turn recomputation on, by the model's own switch if it has one.
+
+    Without one, every block of the longest ModuleList or Sequential is recomputed; dropout draws
+    the same numbers again, and running statistics are written once. Copies of the model, pickled
+    or deep, recompute as well, each with its own weights.
+
+    Returns:
+        False if the model has no repeated blocks or recomputes already.
+    """
+    own_switch = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(own_switch):
+        if getattr(model, "is_gradient_checkpointing", False):
+            return False
+        own_switch()
+        return True
+    stacks = [m for m in model.modules() if isinstance(m, (ModuleList, Sequential)) and len(m) > 1]
+    if not stacks:
+        return False
+    blocks = [b for b in max(stacks, key=len) if _can_recompute(b)]
+    for block in blocks:
+        block.__class__ = _recomputing(type(block))
+    return bool(blocks)
+
+
+def _can_recompute(block: Module) -> bool:
+    """Not if it does already, nor if somebody has put another forward before that of its class."""
+    if isinstance(block, (_Recomputed, torch.jit.ScriptModule)):
+        return False
+    return "forward" not in vars(block)
+
+
+class _Recomputed:
+    """Comes before the class of a block.
+
+    A forward that is set on the instance would be copied with it and still compute with the
+    weights of the block that it was made for.
+    """
+
+    _block_kind: type  # under a name that no block has
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        once: Callable[..., Any] = super().forward  # type: ignore[misc]
+        if not self.training:  # type: ignore[attr-defined]
+            return once(*args, **kwargs)
+        if _written_by(self):
+            kwargs["context_fn"] = lambda: (nullcontext(), _unwritten(self))
+        return checkpoint(once, *args, use_reentrant=False, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A class that is made while the run goes on is found by nobody: name that of the block."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, args, *rest = reduced
+        ours, theirs = type(self), type(self)._block_kind
+        named = [theirs if value is ours else value for value in (function, *args)]
+        return _made_again, tuple(named), *rest
+
+
+_made: dict[type, Any] = {}
+"""For each kind of block the one that recomputes, so that blocks of a kind stay of one kind."""
+
+
+def _recomputing(kind: type) -> Any:
+    if kind not in _made:
+        named = {"__module__": kind.__module__, "_block_kind": kind}
+        _made[kind] = type(kind.__name__, (_Recomputed, kind), named)
+    return _made[kind]
+
+
+def _made_again(function: Callable[..., Any], *args: Any) -> Any:
+    block = function(*args)
+    block.__class__ = _recomputing(type(block))
+    return block
+
+
+@contextmanager
+def _unwritten(block: Any) -> Iterator[None]:
+    """Leave buffers as they are: the first forward has written them."""
+    kept = [(owner, key, owner[key], owner[key].clone()) for owner, key in _written_by(block)]
+    try:
+        yield
+    finally:
+        for owner, key, buffer, copy in kept:
+            owner[key] = buffer
+            buffer.data.copy_(copy)  # past autograd, which may have saved what is there
+
+
+def _written_by(block: Any) -> list[tuple[dict[str, Any], str]]:
+    """Return where buffers are that a forward may write; a large one is taken for a table."""
+    return [
+        (module._buffers, key)
+        for module in block.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and (key in STATISTICS or buffer.nbytes <= SMALL_BYTES)
+    ]

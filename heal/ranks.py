@@ -1,0 +1,309 @@
+"""What ranks tell each other: facts that ride in the record of every step, and rare votes.
+
+The facts are lanes of the one vector that is added up in a step (:mod:`zclip.parallel`), so that
+every rank hears the same and comes to the same plan. Votes wait for all ranks; they are taken only
+where a plan is carried out, which all ranks do in the same step.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from heal.data.split import CannotSplit, num_samples, split
+from heal.verdict import FAILED, HOST_FLAGS, NO_FLAG, Flag
+from zclip.layout import LOSS_MEAN_COLUMN
+from zclip.parallel import reduce_record
+from zclip.parallel.placement import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+RANKS, LOSS, HAS_LOSS, SECONDS, LR, SCHEDULED_LR, HAS_FAILED = range(7)
+FIRST_FLAG = 7
+NUM_LANES = FIRST_FLAG + len(HOST_FLAGS)
+"""Lanes of this package: sums over the ranks, then one lane per flag of the host."""
+
+
+@dataclass(slots=True)
+class HostFacts:
+    """What the host of one rank knows of a step before it is taken."""
+
+    seconds: float = math.nan
+    lr: float = math.nan
+    scheduled_lr: float = math.nan
+    flags: Flag = NO_FLAG
+    micro_batches: int = 1
+
+
+class Ranks:
+    """The ranks that act alike.
+
+    Args:
+        device: of the parameters.
+        group: which ranks; all if None.
+
+    Attributes:
+        device: of the parameters.
+        size: how many they are; 1 without a process group.
+        has_others: whether there is anyone to tell.
+        is_alone: whether there is no other process at all, be it of this group or not.
+    """
+
+    def __init__(self, device: torch.device, group: "ProcessGroup | None" = None) -> None:
+        is_up = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.device = device
+        self.size = dist.get_world_size(group) if is_up else 1
+        self.has_others = self.size > 1
+        self.is_alone = not is_up or dist.get_world_size() == 1
+        self._lanes = torch.zeros(NUM_LANES, dtype=torch.float64, device=device)
+        self._written = [0.0] * NUM_LANES
+
+    @property
+    def record_group(self) -> "ProcessGroup | None":
+        """The group over which records are added up; None if there is nobody else."""
+        return (self.group or dist.group.WORLD) if self.has_others else None
+
+    def lanes(self, facts: HostFacts, loss: Tensor | None) -> Tensor:
+        """Return what this rank tells in a step; valid until it is asked for the next."""
+        told = [0.0] * NUM_LANES
+        told[RANKS] = 1.0
+        told[SECONDS], told[LR] = facts.seconds, facts.lr
+        told[SCHEDULED_LR] = facts.scheduled_lr
+        told[HAS_LOSS] = float(loss is not None)
+        told[HAS_FAILED] = float(bool(facts.flags & FAILED))
+        for lane, flag in enumerate(HOST_FLAGS, FIRST_FLAG):
+            told[lane] = float(bool(facts.flags & flag))
+        for lane, value in enumerate(told):
+            if value != self._written[lane]:  # a fill is a launch; most lanes never change
+                self._lanes[lane].fill_(value)
+        self._written = told
+        if loss is not None:
+            self._lanes[LOSS].copy_(loss.detach().reshape(()), non_blocking=True)
+            self._written[LOSS] = math.nan
+        return self._lanes
+
+    def reduce(self, lanes: Tensor) -> Tensor:
+        """Add the lanes up in a message of their own, where no clipper did."""
+        return reduce_record(extra=lanes, group=self.record_group, device=lanes.device).extra
+
+    def mean(self, told: Tensor) -> Tensor:
+        """Return the mean over all ranks, on the device; nothing waits."""
+        if self.has_others:
+            dist.all_reduce(told, group=self.record_group)
+            told /= self.size
+        return told
+
+    def mean_loss(self, summed: Tensor, watched: Tensor) -> Tensor:
+        """Return the mean of the losses that were told; if there is none, the usual loss."""
+        count = summed[HAS_LOSS]
+        usual = watched[LOSS_MEAN_COLUMN].to(summed.dtype)
+        return torch.where(count > 0, summed[LOSS] / count, usual)
+
+    def facts(self, sums: Sequence[float]) -> dict[str, Any]:
+        """Return the fields of a record that summed lanes tell, the same on every rank."""
+        ranks = max(sums[RANKS], 1.0)
+        fields: dict[str, Any] = {
+            "seconds": sums[SECONDS] / ranks,
+            "lr": sums[LR] / ranks,
+            "scheduled_lr": sums[SCHEDULED_LR] / ranks,
+        }
+        if not sums[HAS_LOSS] > 0:
+            fields["loss"] = math.nan
+        told = zip(HOST_FLAGS, sums[FIRST_FLAG:], strict=True)
+        flags = sum(int(flag) for flag, count in told if count > 0)
+        if flags:
+            fields["flags"] = Flag(flags)
+        return fields
+
+    # Votes. Each waits for all ranks, so that every rank must come to it.
+
+    def all_agree(self, is_ok: bool) -> bool:
+        """Return whether it is true on every rank."""
+        return self._least(float(is_ok)) > 0
+
+    def any_has(self, is_so: bool) -> bool:
+        """Return whether it is true on some rank."""
+        return not self.all_agree(not is_so)
+
+    def least(self, number: int) -> int:
+        """Return the least number of all ranks."""
+        return int(self._least(float(number)))
+
+    def common(self, steps: Sequence[int]) -> Sequence[int]:
+        """Return the steps that every rank has, in the order of ours; asked when first looked at.
+
+        Most plans never look, and then nothing waits.
+        """
+        return CommonSteps(self, list(steps)) if self.has_others else list(steps)
+
+    def abort(self) -> None:
+        """Break the process group, so that ranks that wait for us are told now, not in minutes.
+
+        NCCL can. Gloo breaks nothing while the process lives: there, leaving it tells the others.
+        """
+        try:
+            dist.distributed_c10d._abort_process_group(self.group)
+        except Exception:
+            return
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every rank has, in their order."""
+        if not self.has_others:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def _least(self, number: float) -> float:
+        if not self.has_others:
+            return number
+        told = torch.full((), number, dtype=torch.float64, device=self._lanes.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MIN, group=self.group)
+        return float(told)
+
+
+class CommonSteps(Sequence[int]):
+    """Steps that all ranks have; they are asked when somebody looks, in the same step on each."""
+
+    def __init__(self, ranks: Ranks, own: list[int]) -> None:
+        self._ranks = ranks
+        self._own = own
+        self._common: list[int] | None = None
+
+    def _known(self) -> list[int]:
+        if self._common is None:
+            others = [set(steps) for steps in self._ranks.gather(self._own)]
+            self._common = [step for step in self._own if all(step in o for o in others)]
+        return self._common
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._known()[index]
+
+    def __len__(self) -> int:
+        return len(self._known())
+
+
+# What ranks of a data-parallel model tell each other in forward and backward, and who waits.
+#
+# A rank that fails must not leave the others waiting for its gradients. DDP sends them during the
+# last backward of a step and nothing but buffers before it, so that a failure up to there can be
+# made good by a stand-in: a small forward and backward, only for its messages. FSDP sends weights
+# in every forward, and a rank that fails after the first of these cannot be matched any more.
+# Tensor parallelism sends activations, so that the stand-in must have the shapes of the batch that
+# failed.
+
+
+STAND_IN_SAMPLES = 2  # one is too few for BatchNorm
+
+
+class GradientMessages:
+    """Holds gradients back until the last piece of a step, and knows what was sent.
+
+    Args:
+        model: the one that is called in a step.
+
+    Attributes:
+        are_under_way: whether a backward has begun whose messages others wait for.
+        are_in_every_forward: whether all ranks must call the model equally often in a step.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self.are_under_way = False
+        self._model = model
+        self._is_ddp = isinstance(model, DistributedDataParallel)
+        self._is_sharded = not self._is_ddp and any(is_dtensor(p) for p in model.parameters())
+        self._has_activations = self._is_sharded and _sends_activations(model)
+        self.are_in_every_forward = self._is_sharded
+        self._was_called = False
+        self._good: Any = None
+        self._tried: Any = None
+        self._keeps = self._is_ddp or self._is_sharded
+        if self._keeps:
+            model.register_forward_pre_hook(self._note_call, prepend=True)
+
+    def begin(self) -> None:
+        """A step is to be computed; nothing was sent for it."""
+        self.are_under_way = self._was_called = False
+        self._tried = None
+
+    def held_back(self, until: bool) -> AbstractContextManager[None]:
+        """Send no gradients in here, unless it is for the last piece of a step."""
+        if until or not self._is_ddp:
+            return nullcontext()
+        held: AbstractContextManager[None] = self._model.no_sync()  # type: ignore[operator]
+        return held
+
+    def note_tried(self, batch: Any) -> None:
+        """Hear which batch a forward is for."""
+        if self._has_activations:
+            self._tried = batch
+
+    def note_good(self, batch: Any) -> None:
+        """Keep a batch that worked, in case that one is needed to stand in."""
+        if self._keeps:
+            self._good = batch
+
+    def can_be_matched(self, calls: int = 1) -> bool:
+        """Return whether a stand-in could send all that others still wait for.
+
+        Args:
+            calls: how often every rank calls the model in this step.
+        """
+        if self._good is None or self.are_under_way:
+            return False
+        if self._has_activations and _shapes(self._tried) != _shapes(self._good):
+            return False
+        return not (self._is_sharded and (self._was_called or calls > 1))
+
+    def sample(self) -> Any:
+        """Return a few samples of the last batch that worked; all where their number is sent."""
+        if self._has_activations:
+            return self._good
+        parts = max(1, num_samples(self._good) // STAND_IN_SAMPLES)
+        try:
+            return split(self._good, parts)[0][0]
+        except CannotSplit:
+            return self._good  # it worked once
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Call the model again in a step without sending its buffers again."""
+        model: Any = self._model
+        if not (self._is_ddp and self._was_called):
+            yield
+            return
+        model.require_forward_param_sync = False  # DDP sets it anew after the forward
+        yield
+
+    def _note_call(self, *ignored: Any) -> None:
+        self._was_called = True
+
+
+def _sends_activations(model: Module) -> bool:
+    """Tell tensor parallelism from FSDP: its weights are sharded without FSDP, or once more."""
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded: list[Any] = [p for p in model.parameters() if is_dtensor(p)]
+    splits = [sum(not place.is_replicate() for place in p.placements) for p in sharded]
+    has_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
+    return not has_fsdp or max(splits, default=0) > 1
+
+
+def _shapes(batch: Any) -> list[Any]:
+    leaves = tree_leaves(batch)
+    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]

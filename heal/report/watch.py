@@ -1,0 +1,362 @@
+"""Shows a live run until it ends: a screen if there is a terminal and rich, else lines."""
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from heal.json_lines import number
+from heal.report import words
+from heal.report.data import ENDINGS
+from heal.report.read import (
+    MAX_LINE,
+    Damage,
+    NotARun,
+    find_files,
+    open_regular,
+    parse_line,
+    read_postmortem,
+    seconds_of,
+    whole,
+)
+from heal.report.story import KINDS, Event
+from heal.report.words import count, duration
+
+# Reads the new lines of a file that somebody else is writing, rotating or replacing.
+
+
+START_BYTES = 2**20  # read of a file that is long already; the end is what counts
+CHUNK = 2**20
+
+
+class Tail:
+    """The end of one file.
+
+    The file may not exist yet, its last line may be half written, it may be put aside and begun
+    anew. Nothing of that raises.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        bad_lines: lines that could not be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bad_lines = 0
+        self._file: BinaryIO | None = None
+        self._rest = b""
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines that were completed since the last call."""
+        found = self._read()
+        if self._was_replaced():
+            found += self._read()  # what was written between our reading and the rotation
+            self.close()
+            found += self._read()
+        return found
+
+    def close(self) -> None:
+        """Let go of the file; the next call opens it again."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._rest = None, b""
+
+    def _read(self) -> list[dict[str, Any]]:
+        try:
+            file = self._opened()
+            chunks = [] if file is None else list(iter(lambda: file.read(CHUNK), b""))
+        except OSError:
+            self.close()
+            return []
+        *whole, self._rest = (self._rest + b"".join(chunks)).split(b"\n")
+        if len(self._rest) > MAX_LINE:
+            self._rest = b""
+            self.bad_lines += 1
+        found = []
+        for raw in whole:
+            line = parse_line(raw)
+            if line is not None:
+                found.append(line)
+            elif raw.strip():
+                self.bad_lines += 1
+        return found
+
+    def _opened(self) -> BinaryIO | None:
+        if self._file is None:
+            try:
+                self._file = open_regular(self.path)
+            except FileNotFoundError:
+                return None
+            size = os.fstat(self._file.fileno()).st_size
+            if size > START_BYTES:
+                self._file.seek(size - START_BYTES)
+                self._file.readline()  # half a line
+        return self._file
+
+    def _was_replaced(self) -> bool:
+        if self._file is None:
+            return False
+        try:
+            here, there = os.fstat(self._file.fileno()), os.stat(self.path)
+        except OSError:
+            return False  # put aside, and the new one is not there yet
+        is_shorter = there.st_size < self._file.tell()
+        return is_shorter or (here.st_ino, here.st_dev) != (there.st_ino, there.st_dev)
+
+
+# What is known of a run that is under way.
+
+
+MAX_NEWS = 200  # events kept
+
+
+@dataclass(slots=True)
+class RankState:
+    """The newest numbers of one rank; None where nothing was told."""
+
+    step: int | None = None
+    loss: str = "-"
+    norm: str = "-"
+    lr_scale: str = "-"
+    pieces: str = "-"
+    steps_per_second: float | None = None
+    time: float | None = None
+    nans: int = 0
+
+
+@dataclass(slots=True)
+class LiveRun:
+    """Polls the files of a run.
+
+    Attributes:
+        news: what happened, the newest last, as sentences.
+        ending: why the run ended; empty while it has not.
+    """
+
+    folder: Path
+    ranks: dict[int, RankState] = field(default_factory=dict)
+    goal: int | None = None
+    began: float | None = None
+    acted: int = 0
+    noted: int = 0
+    news: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    ending: str = ""
+    ended: bool = False
+    _tails: dict[str, Tail] = field(default_factory=dict)
+
+    def poll(self) -> list[str]:
+        """Read what is new; return the sentences about new events."""
+        try:
+            files = find_files(self.folder)
+        except (NotARun, OSError):
+            return []
+        fresh: list[str] = []
+        for rank in sorted(files.events):
+            for line in self._tail(f"events{_suffix(rank)}").lines():
+                fresh += self._hear(rank, line)
+        for rank in sorted(files.metrics):
+            for line in self._tail(f"metrics{_suffix(rank)}").lines():
+                self._measure(rank, line)
+        self._look_for_ending(files.postmortems)
+        self.news.extend(fresh)
+        return fresh
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is anything of a run."""
+        return bool(self.ranks) or bool(self._tails) or self.ended
+
+    @property
+    def bad_lines(self) -> int:
+        return sum(tail.bad_lines for tail in self._tails.values())
+
+    @property
+    def step(self) -> int | None:
+        """The last step of the rank that is furthest behind."""
+        return min((r.step for r in self.ranks.values() if r.step is not None), default=None)
+
+    @property
+    def last_time(self) -> float | None:
+        return max((r.time for r in self.ranks.values() if r.time is not None), default=self.began)
+
+    def _tail(self, name: str) -> Tail:
+        return self._tails.setdefault(name, Tail(self.folder / f"{name}.jsonl"))
+
+    def _hear(self, rank: int, line: dict[str, Any]) -> list[str]:
+        event = Event.of_line(rank, line)
+        if event.name == "goal":
+            self.goal = whole(line.get("steps"))
+            return []
+        if event.name == "started":
+            self.began, self.ending, self.ended = event.time, "", False
+            return [_sentence(rank, f"started on {words.show(line.get('host'))}")]
+        if not event.is_trouble:
+            told = words.show(line.get("text") or line.get("error") or event.name)
+            return [_sentence(rank, f"step {event.step}: {told}")]
+        if event.kind in ("alert", "refused"):
+            self.noted += event.kind == "alert"
+        else:
+            self.acted += 1
+        done = "; ".join(words.action_words(a, event.resumed_at) for a in event.plan)
+        what = words.title(event.failure)
+        return [_sentence(rank, f"step {event.step}: {what}. {done or KINDS[event.kind]}")]
+
+    def _measure(self, rank: int, line: dict[str, Any]) -> None:
+        step = whole(line.get("step"))
+        if step is None:
+            return
+        state = self.ranks.setdefault(rank, RankState())
+        time = seconds_of(line.get("time"))
+        if None not in (state.step, state.time, time) and state.step != step:
+            seconds, steps = time - state.time, step - state.step  # type: ignore[operator]
+            if seconds > 0 and steps > 0:
+                state.steps_per_second = steps / seconds
+        state.step, state.time = step, time if time is not None else state.time
+        series = line.get("series")
+        if not isinstance(series, dict):
+            series = {"norm": line.get("zclip/raw_grad_norm"), **line}
+        state.loss = words.show(_newest(series.get("loss")))
+        state.norm = words.show(_newest(series.get("norm")))
+        state.lr_scale = words.show(_newest(series.get("lr_scale")))
+        state.pieces = words.show(_newest(series.get("micro_batches")))
+        nans = number(line.get("healing/nan_count"))
+        state.nans = int(nans) if abs(nans) < 2**53 else state.nans
+
+    def _look_for_ending(self, postmortems: dict[int, Path]) -> None:
+        """Believe a postmortem unless the run has started again since."""
+        if not postmortems or self.ended:
+            return
+        page = read_postmortem(postmortems[min(postmortems)], Damage())
+        written = seconds_of(page.get("timestamp")) if page is not None else None
+        if page is None or (self.began or 0.0) > (written or 0.0):
+            return
+        reason = str(page.get("exit_reason", ""))
+        self.ended = True
+        self.ending = ENDINGS.get(reason, f"ended ({words.shorten(reason, 40)})")
+        if reason != "completed":
+            message = words.show(page.get("exception_message"))
+            self.ending += f" (exit code {words.show(page.get('exit_code'))}: {message})"
+
+
+def _newest(column: Any) -> Any:
+    return column[-1] if isinstance(column, list) and column else column
+
+
+def _suffix(rank: int) -> str:
+    return f".rank{rank}" if rank else ""
+
+
+def _sentence(rank: int, text: str) -> str:
+    return f"rank {rank}, {text}" if rank else text
+
+
+QUIET_SECONDS = 60.0
+"""Without a line of metrics for so long, the reader is told that nothing comes."""
+
+
+def follow(
+    folder: Path,
+    *,
+    interval: float = 1.0,
+    plain: bool = False,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Show a run until it ends or Ctrl-C is pressed.
+
+    Args:
+        folder: of the run; waited for if it does not exist yet.
+        interval: seconds between looks.
+        plain: lines only, no screen.
+        sleep: waits; tests give one that does something meanwhile.
+    """
+    run = LiveRun(folder)
+    screen = None if plain else _screen(run)
+    try:
+        _wait(run, interval, sleep)
+        if screen is None or run.ended:
+            _print_lines(run, interval, sleep)
+        else:
+            screen(interval, sleep)
+            print(closing_line(run))
+    except KeyboardInterrupt:
+        print("\nstopped watching; the run goes on without us")
+
+
+def _wait(run: LiveRun, interval: float, sleep: Callable[[float], None]) -> None:
+    run.poll()
+    if run.exists:
+        return
+    what = "has no journal yet" if run.folder.is_dir() else "does not exist yet"
+    print(f"{run.folder} {what}: waiting (Ctrl-C ends)", flush=True)
+    while not run.exists:
+        sleep(interval)
+        run.poll()
+
+
+def _print_lines(run: LiveRun, interval: float, sleep: Callable[[float], None]) -> None:
+    """Print events as they come, and a line of numbers when they have changed."""
+    fresh, last = list(run.news), ""
+    while True:
+        for sentence in fresh:
+            print(sentence)
+        line = numbers_line(run)
+        if line != last and run.ranks:
+            print(line, flush=True)
+        if run.ended:
+            print(closing_line(run))
+            return
+        last = line
+        sleep(interval)
+        fresh = run.poll()
+
+
+def numbers_line(run: LiveRun) -> str:
+    """Return where the run is: step, loss, norm, factor on the learning rate."""
+    if not run.ranks:
+        return "no numbers yet"
+    lowest = run.ranks[min(run.ranks)]
+    done = 0 if run.step is None else run.step + 1
+    parts = [
+        f"{done} of {run.goal} steps" if run.goal else f"{done} steps",
+        f"loss {lowest.loss}",
+        f"norm {lowest.norm}",
+        f"lr x {lowest.lr_scale}",
+    ]
+    if lowest.steps_per_second:
+        parts.append(f"{lowest.steps_per_second:.3g} steps/s")
+    if len(run.ranks) > 1:
+        parts.append(f"{len(run.ranks)} ranks")
+    if run.acted:
+        parts.append(f"treated {count(run.acted, 'time')}")
+    return "  ".join(parts)
+
+
+def quiet_words(run: LiveRun, now: float) -> str:
+    """Return how long nothing came, if that is long."""
+    if run.last_time is None or now - run.last_time < QUIET_SECONDS:
+        return ""
+    return f"no news for {duration(now - run.last_time)}: busy, stuck or killed"
+
+
+def closing_line(run: LiveRun) -> str:
+    """Return how the run ended."""
+    at = "" if run.step is None else f" after {count(run.step + 1, 'step')}"
+    healed = f" and was treated {count(run.acted, 'time')}" if run.acted else ""
+    page = f"heal report {run.folder}"
+    return f"the run {run.ending or 'goes on'}{at}{healed}. For the whole story: {page}"
+
+
+def _screen(run: LiveRun) -> Any:
+    if not sys.stdout.isatty():
+        return None
+    try:
+        from heal.report.screen import Screen
+    except ImportError:  # no rich
+        return None
+    return Screen(run)

@@ -1,0 +1,433 @@
+"""A ring of snapshots in host memory: checksummed, quarantined, kept at geometric ages.
+
+What belongs to a snapshot is decided in :mod:`heal.training_state`; this file copies it out,
+decides which copies to keep, and vouches for what it gives back.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heal.buffers import Key
+from heal.integrity import copy_on_host, count_bad, fingerprints
+from heal.training_state import available_bytes, copy_by_kind
+
+# Copies to the host on a stream of their own, beside the run.
+
+
+class SideStream:
+    """A CUDA stream that begins where the run's stream is and does not hold it up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def run(self, work: Callable[[], None]) -> torch.Event:
+        """Enqueue work behind what the run has enqueued; return the event of its end."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            work()
+            done = torch.Event(self._device)
+            done.record(self._stream)
+        return done
+
+
+def host_memory(like: Tensor) -> Tensor:
+    """Return memory on the host for a copy, pinned if the source is on a CUDA device."""
+    return torch.empty_like(like, device="cpu", pin_memory=like.device.type == "cuda")
+
+
+AGE_RATIO = 4  # each snapshot kept is about this many times older than the next younger one
+YOUNGEST_AGE = 1.5  # intervals; between 1 and 2, so that two snapshots are of different ages
+PATIENCE = 4  # quarantines that a snapshot may take before it makes way for another
+STARVED = 3  # snapshots in a row with NaN or Inf in them that are worth a word
+FREE_SHARE = 0.5  # of the memory now free, that all snapshots together may take
+
+
+class SnapshotCorrupt(RuntimeError):
+    """The bytes of a snapshot are not those that were captured."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state before step ``step``: host copies, plain values, and what vouches for both."""
+
+    step: int
+    tensors: dict[Key, Tensor]
+    values: dict[str, Any]
+    hashes: Tensor  # int64 [tensors], of the sources, on the host
+    num_bad: Tensor  # int64 [], tensors with NaN or Inf that must not; on the host
+    landed: torch.Event | None
+    clean_steps: int = 0
+    is_good: bool = False
+    is_proven: bool = False  # it needs no clean steps
+    num_bytes: int = 0
+    owners: list["weakref.ref[Tensor]"] = field(default_factory=list, repr=False)
+    buffers: dict[Key, Tensor] = field(default_factory=dict, repr=False)
+
+    def wait(self) -> None:
+        """Wait until the copies are there."""
+        if self.landed is not None:
+            self.landed.synchronize()
+            self.landed = None
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether the copies are there, so that nobody has to wait for them."""
+        return self.landed is None or bool(self.landed.query())
+
+    def verify(self) -> None:
+        """Raise unless every copy still has the bytes of its source.
+
+        Raises:
+            SnapshotCorrupt: names the first tensor that differs.
+        """
+        self.wait()
+        if not self.tensors:
+            return
+        now = torch.ops.zclip.fingerprint(list(self.tensors.values()))
+        differs = (now != self.hashes).nonzero()
+        if len(differs):
+            key = list(self.tensors)[int(differs[0])]
+            raise SnapshotCorrupt(
+                f"snapshot of step {self.step}: {' '.join(map(str, key))} changed in host memory"
+            )
+
+
+class SnapshotRing:
+    """Takes snapshots into memory that it allocates once, and keeps the most useful.
+
+    A snapshot is good once ``quarantine_steps`` clean steps have followed it and its numbers are
+    finite. With a CUDA device the copies run on a stream of their own: :meth:`before_step` keeps
+    the next update from overtaking them, and nothing waits on the host.
+
+    Args:
+        interval: steps between snapshots; sets the scale of the ages.
+        count: most snapshots to keep.
+        memory_fraction: most host memory, as a multiple of one snapshot.
+        quarantine_steps: clean steps before a snapshot is good.
+
+    Attributes:
+        degraded: why fewer snapshots are kept than asked for; empty if they are not.
+    """
+
+    def __init__(
+        self, interval: int, count: int, memory_fraction: float, quarantine_steps: int
+    ) -> None:
+        self.interval = interval
+        self.count = count
+        self.memory_fraction = memory_fraction
+        self.quarantine_steps = quarantine_steps
+        self.degraded = ""
+        self._checked_step = -1
+        self._suspect_since: int | None = None
+        self._pinned: set[int] = set()
+        self._num_rejected = 0  # in a row
+        self._kept: list[Snapshot] = []  # oldest first
+        self._spare: list[dict[Key, Tensor]] = []
+        self._copied: torch.Event | None = None
+        self._sides: dict[torch.device, SideStream] = {}
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the last snapshots all held NaN or Inf, so that none becomes good any more."""
+        return self._num_rejected >= STARVED
+
+    def is_due(self, step: int) -> bool:
+        """Whether to take a snapshot now: at every power of two, then at every interval."""
+        if step % self.interval == 0:
+            return True
+        return step < self.interval and step & (step - 1) == 0
+
+    def quarantine_of(self, step: int) -> int:
+        """Return how many clean steps prove a snapshot; fewer in the first steps of a run."""
+        return max(1, min(self.quarantine_steps, step // 4))
+
+    def spacing_at(self, step: int) -> float:
+        """Return the scale of the ages: the interval, less while the run is young."""
+        return min(self.interval, max(1.0, step / 4))
+
+    def good_steps(self) -> list[int]:
+        """Return the steps of good snapshots, newest first."""
+        self._promote()
+        return [s.step for s in reversed(self._kept) if s.is_good]
+
+    def newest_step(self) -> int | None:
+        """Return the step of the newest snapshot, good or not."""
+        return self._kept[-1].step if self._kept else None
+
+    def newest_good(self) -> Snapshot | None:
+        """Return the newest good snapshot, unverified."""
+        self._promote()
+        return next((s for s in reversed(self._kept) if s.is_good), None)
+
+    def of_step(self, step: int) -> Snapshot | None:
+        """Return the snapshot of a step, good or not, unverified."""
+        return next((s for s in self._kept if s.step == step), None)
+
+    def held_bytes(self) -> int:
+        """Return the host memory in use."""
+        slots = [s.buffers for s in self._kept] + self._spare
+        return sum(t.nbytes for slot in slots for t in slot.values())
+
+    @torch.no_grad()
+    def capture(
+        self,
+        step: int,
+        tensors: Mapping[Key, Tensor],
+        values: dict[str, Any],
+        is_proven: bool = False,
+        without_nan: Mapping[Key, Tensor] | None = None,
+    ) -> bool:
+        """Copy the state out; False if there is no memory for it, or no place yet.
+
+        Args:
+            step: the step that comes next.
+            tensors: all that steps may change.
+            values: plain values; kept as they are.
+            is_proven: whether it needs no quarantine: no step has had the chance to spoil it.
+            without_nan: buffers in which NaN is a fault, see :func:`heal.integrity.count_bad`.
+        """
+        num_bytes = sum([t.nbytes for t in tensors.values()])
+        if not self._make_room(step, num_bytes):
+            return False
+        slot = self._spare.pop() if self._spare else {}
+        try:
+            copies = {key: _fitting(slot.get(key), t) for key, t in tensors.items()}
+        except (RuntimeError, MemoryError) as error:  # torch has no error of its own for the host
+            self.degraded = f"no memory for another snapshot: {error}".splitlines()[0]
+            self.count = len(self._kept)
+            return False
+        slot.clear()
+        slot.update(copies)
+        hashes, num_bad, landed = self._copy(copies, tensors, without_nan)
+        snapshot = Snapshot(step, copies, values, hashes, num_bad, landed, buffers=slot)
+        snapshot.is_proven, snapshot.num_bytes = is_proven, num_bytes
+        self._kept = [s for s in self._kept if s.step < step] + [snapshot]
+        return True
+
+    def before_step(self) -> None:
+        """Have the device finish copying before anything it copies is written."""
+        if self._copied is not None:
+            self._copied.wait()
+            self._copied = None
+
+    def note_clean(self, step: int) -> None:
+        """Count a clean step for every snapshot before it, and promote those that have enough."""
+        in_quarantine = False
+        for snapshot in self._kept:
+            if snapshot.step <= step:
+                snapshot.clean_steps += 1
+                in_quarantine |= not snapshot.is_good
+        if in_quarantine:
+            self._promote(trust=False)
+
+    def note_checked(self, step: int) -> None:
+        """Hear that weights and moments were found sound as they were before ``step``.
+
+        What a later check finds may have begun right after: one good snapshot of that step or
+        before is kept until then, the one whose age fits best.
+        """
+        self._checked_step = step
+
+    def note_suspect(self, since: int) -> None:
+        """Call no snapshot good that was taken after ``since``, until the suspicion is settled."""
+        self._promote()
+        known = since if self._suspect_since is None else self._suspect_since
+        self._suspect_since = min(known, since)
+
+    def pin(self, steps: set[int]) -> None:
+        """Keep the snapshots of these steps, and no others, from making way for newer ones."""
+        self._pinned = steps
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a suspicion is open."""
+        return self._suspect_since is not None
+
+    def note_settled(self) -> None:
+        """The suspicion is answered: quarantines begin anew for what was taken meanwhile."""
+        if self._suspect_since is not None:
+            for snapshot in self._kept:
+                if snapshot.step > self._suspect_since:
+                    snapshot.clean_steps = 0
+            self._suspect_since = None
+
+    def drop_after(self, step: int) -> None:
+        """Forget snapshots of later steps, and those in quarantine: their time did not happen."""
+        self._checked_step = min(self._checked_step, step)
+        self._suspect_since = None
+        for snapshot in list(self._kept):
+            if snapshot.step > step or not snapshot.is_good:
+                self._drop(snapshot)
+
+    def drop_unproven(self) -> None:
+        """Forget snapshots still in quarantine: there was trouble, and they may hold it."""
+        for snapshot in list(self._kept):
+            if not snapshot.is_good:
+                self._drop(snapshot)
+
+    def drop_all(self) -> None:
+        """Forget everything: the run has parameters that no snapshot knows."""
+        for snapshot in list(self._kept):
+            self._drop(snapshot)
+
+    def take(self, step: int) -> Snapshot:
+        """Return the good snapshot of a step, its bytes verified.
+
+        Raises:
+            KeyError: there is none.
+            SnapshotCorrupt: its bytes have changed; it is dropped.
+        """
+        for snapshot in self._kept:
+            if snapshot.step == step and snapshot.is_good:
+                try:
+                    snapshot.verify()
+                except SnapshotCorrupt:
+                    self._drop(snapshot)
+                    raise
+                return snapshot
+        raise KeyError(f"no good snapshot of step {step}")
+
+    def _promote(self, trust: bool = True) -> None:
+        """Call those good that have enough clean steps; one with NaN or Inf in it is dropped.
+
+        Args:
+            trust: also those that need none. Only when someone asks for them: it may wait for a
+                copy that has just begun.
+        """
+        for snapshot in list(self._kept):
+            enough = snapshot.clean_steps >= self.quarantine_of(snapshot.step)
+            if snapshot.is_good or not (enough or (trust and snapshot.is_proven)):
+                continue
+            if self._suspect_since is not None and snapshot.step > self._suspect_since:
+                continue
+            if not trust and not snapshot.has_landed:
+                continue
+            snapshot.wait()
+            if float(snapshot.num_bad) > 0:
+                self._num_rejected += 1
+                self._drop(snapshot)
+            else:
+                self._num_rejected = 0
+                snapshot.is_good = True
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        snapshot.wait()  # its memory will be written again
+        self._kept.remove(snapshot)
+        self._spare.append(snapshot.buffers)
+
+    def _make_room(self, step: int, num_bytes: int) -> bool:
+        """Drop snapshots until one more fits; False if not even one does."""
+        places = min(self.count, self._affordable(num_bytes))
+        if places < 1:
+            return False
+        self._kept.sort(key=lambda s: s.step)
+        while len(self._kept) >= places:
+            victim = self._least_useful(step, must=len(self._kept) > places)
+            if victim is None:
+                return False
+            self._drop(victim)
+        # What was kept for a larger state, or for more of them, goes back to the system.
+        del self._spare[places - len(self._kept) :]
+        return True
+
+    def _affordable(self, num_bytes: int) -> int:
+        """How many snapshots of this size the limits allow."""
+        if num_bytes == 0:
+            return self.count
+        by_setting = max(1, math.floor(self.memory_fraction)) if self.memory_fraction >= 1 else 0
+        wanted = min(self.count, by_setting)
+        if wanted and sum([s.num_bytes for s in self._kept]) >= wanted * num_bytes:
+            return wanted  # all that is wanted is there: nobody need ask the system for more
+        free = available_bytes()
+        by_memory = self.count
+        if free is not None:
+            by_memory = int((FREE_SHARE * free + self.held_bytes()) // num_bytes)
+        affordable = min(by_setting, by_memory)
+        if affordable < wanted or by_setting == 0:
+            limit = "snapshot_memory_fraction" if by_setting == 0 else "free host memory"
+            self.degraded = (
+                f"{affordable} snapshots of {num_bytes} bytes instead of {max(wanted, 1)}: {limit}"
+            )
+        return affordable
+
+    def _least_useful(self, step: int, must: bool) -> Snapshot | None:
+        """Choose whom to drop so that the ages of the others stay closest to geometric.
+
+        Neither the last good snapshot nor one on its way through quarantine is given up for a
+        newer one: where snapshots come faster than they are proven, none would ever be good. Nor
+        is the only one that a check has vouched for; and one that is newer than the check stays
+        for a while, for its successor has to be proven first.
+        """
+        good = [s for s in self._kept if s.is_good]
+        overdue = step - self.spacing_at(step) - PATIENCE * self.quarantine_of(step)
+        choices = [s for s in self._kept if not s.is_good and s.step < overdue]
+        choices += self._spare_good(good, step) if len(good) > 1 else []
+        choices += good if len(self._kept) == 1 else []
+        choices = [s for s in choices if s.step not in self._pinned]
+        choices = choices or (good if must else []) or (self._kept if must else [])
+        misfit = {id(s): self._misfit([k for k in self._kept if k is not s], step) for s in choices}
+        return min(choices, key=lambda s: misfit[id(s)], default=None)
+
+    def _spare_good(self, good: Sequence[Snapshot], step: int) -> list[Snapshot]:
+        """Those that may be given up though they are good."""
+        vouched = [s for s in good if s.step <= self._checked_step]
+        if not vouched:
+            return list(good)
+        newer = [s for s in good if s.step > self._checked_step]
+        if len(newer) == 1 and newer[0].step > step - PATIENCE * self.quarantine_of(step):
+            newer = []
+        return (vouched if len(vouched) > 1 else []) + newer
+
+    def _misfit(self, kept: Sequence[Snapshot], step: int) -> float:
+        """How far ages, youngest first, are from their places on a geometric scale, in octaves."""
+        misfit = 0.0
+        for i, snapshot in enumerate(sorted(kept, key=lambda s: -s.step)):
+            age = max(1, step - snapshot.step) / self.spacing_at(step)
+            misfit += abs(math.log2(age / (YOUNGEST_AGE * AGE_RATIO**i)))
+        return misfit
+
+    def _copy(
+        self,
+        copies: Mapping[Key, Tensor],
+        tensors: Mapping[Key, Tensor],
+        without_nan: Mapping[Key, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, torch.Event | None]:
+        """Copy, hash and measure the sources; on the device without waiting for it."""
+        device = next((t.device for t in tensors.values() if t.device.type == "cuda"), None)
+        if device is None:
+            hashes, num_bad = copy_on_host(copies, tensors, without_nan)
+            return hashes, num_bad, None
+        # Buffers are written by the next forward, which nothing here can hold back: they are
+        # copied in the stream of the run. The rest is not written before the next update.
+        early = [key for key in tensors if key[0] not in ("parameter", "state")]
+        late = [key for key in tensors if key[0] in ("parameter", "state")]
+        copy_by_kind([copies[k] for k in early], [tensors[k] for k in early], non_blocking=True)
+        there = fingerprints(tensors.values()), count_bad(tensors.items(), without_nan)
+        hashes, num_bad = (host_memory(t).copy_(t, non_blocking=True) for t in there)
+        if device not in self._sides:
+            self._sides[device] = SideStream(device)
+        self._copied = self._sides[device].run(
+            lambda: copy_by_kind(
+                [copies[k] for k in late], [tensors[k] for k in late], non_blocking=True
+            )
+        )
+        return hashes, num_bad, self._copied
+
+
+def _fitting(buffer: Tensor | None, like: Tensor) -> Tensor:
+    """Return the buffer if it fits, else a new one; pinned if the source is on a device."""
+    if (
+        buffer is not None
+        and buffer.shape == like.shape
+        and buffer.dtype == like.dtype
+        and (buffer.stride() == like.stride() or not like.is_contiguous())
+    ):
+        return buffer
+    return host_memory(like)

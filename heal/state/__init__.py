@@ -1,1 +1,0 @@
-"""All that training changes: held, copied, hashed, kept in a ring of snapshots and put back."""

@@ -1,1 +1,0 @@
-"""One optimizer step: forward in pieces, clip, judge on the device, step or refuse, tell ranks."""

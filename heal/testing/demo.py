@@ -1,0 +1,287 @@
+"""The demonstration: a small GPT is broken a dozen times while it trains, and heals.
+
+It is trained three times from one seed: undisturbed; with faults and no protection, until that
+dies; and with the same faults under a Healer.
+"""
+
+import functools
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from heal.config import HealingConfig
+from heal.healer import Healer
+from heal.testing import Chaos, Fault
+from heal.testing.drill import COLUMNS, Drill, Outcome, standard_faults
+
+# A small GPT and the text that it learns: the language reference that ships with Python.
+
+
+CONTEXT = 64
+WIDTH = 64
+HEADS = 4
+BLOCKS = 2
+BATCH = 16
+TEXT_LENGTH = 200_000  # characters; more are not needed for a few hundred steps
+
+
+class Gpt(nn.Module):
+    """A transformer over characters: pre-norm blocks, tied embeddings."""
+
+    def __init__(self, alphabet: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(alphabet, WIDTH)
+        self.place = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(BLOCKS)
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits for the character after each one."""
+        x = self.embed(tokens) + self.place
+        for block in self.blocks:
+            x = block(x, src_mask=self.mask, is_causal=True)
+        logits: Tensor = self.norm(x) @ self.embed.weight.t()
+        return logits
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the next character, in nats."""
+        logits = self(batch[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+@functools.cache
+def text() -> tuple[Tensor, int]:
+    """Return the text as numbers, int64, and the size of its alphabet."""
+    from pydoc_data import topics
+
+    pages: dict[str, str] = topics.topics
+    joined = "".join(pages[name] for name in sorted(pages))[:TEXT_LENGTH]
+    alphabet = sorted(set(joined))
+    number = {character: i for i, character in enumerate(alphabet)}
+    return torch.tensor([number[c] for c in joined]), len(alphabet)
+
+
+class Snippets(Dataset[Tensor]):
+    """Pieces of the text, one after the other."""
+
+    def __init__(self) -> None:
+        self._tokens, self.alphabet = text()
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // CONTEXT
+
+    def __getitem__(self, index: int) -> Tensor:
+        begin = index * CONTEXT
+        return self._tokens[begin : begin + CONTEXT + 1]
+
+
+def build(seed: int, steps: int) -> tuple[Gpt, torch.optim.Optimizer, Any, Any]:
+    """Return model, optimizer, scheduler and loader, all from one seed."""
+    torch.manual_seed(seed)
+    snippets = Snippets()
+    model = Gpt(snippets.alphabet)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * steps)
+    loader = DataLoader(snippets, batch_size=BATCH, shuffle=True, drop_last=True)
+    return model, optimizer, scheduler, loader
+
+
+@torch.no_grad()
+def evaluate(model: Gpt, loader: Any, batches: int = 20) -> float:
+    """Return the mean loss over some batches that are the same in every call."""
+    tokens = torch.stack([loader.dataset[i] for i in range(batches * BATCH)])
+    return sum(float(model.loss(part)) for part in tokens.split(BATCH)) / batches
+
+
+PLOT = "healing.png"
+FAULT_WIDTH = 10  # the longest word in the name of a fault
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """What the demonstration found."""
+
+    outcomes: list[Outcome]
+    num_not_struck: int
+    healed_loss: float
+    undisturbed_loss: float
+    first_loss: float
+    unprotected: str
+    seconds: float
+
+
+def settings() -> HealingConfig:
+    """Return settings for a run of minutes: everything happens closer together than in weeks."""
+    return HealingConfig(
+        max_recovery_attempts=30,
+        incident_steps=12,
+        snapshot_interval=10,
+        snapshot_memory_fraction=4.0,
+        quarantine_steps=4,
+        check_interval=5,
+        lr_ramp_steps=20,
+        micro_batch_grow_steps=15,
+        backoff_seconds=0.5,
+    )
+
+
+def demonstrate(
+    steps: int, seed: int, run_dir: Path, console: Console, progress: bool = True
+) -> Demonstration:
+    """Run all three, print what happens, and write journal and plot to ``run_dir``."""
+    began = time.monotonic()
+    faults = standard_faults(steps)
+    console.rule("undisturbed")
+    model, optimizer, scheduler, loader = build(seed, steps)
+    first = evaluate(model, loader)
+    calm = Drill(Healer(model, optimizer, scheduler, settings()), [], seed)
+    calm.run(model.loss, loader, steps, progress)
+    undisturbed = evaluate(model, loader)
+    console.rule("the same faults, no protection")
+    unprotected = _without_protection(steps, seed, faults)
+    console.print(unprotected)
+    console.rule(f"{len(faults)} faults, healed")
+    model, optimizer, scheduler, loader = build(seed, steps)
+    healer = Healer(model, optimizer, scheduler, settings(), run_dir=run_dir)
+    drill = Drill(healer, faults, seed)
+    drill.run(model.loss, loader, steps, progress)
+    healed = evaluate(model, loader)
+    found = Demonstration(
+        drill.outcomes,
+        len(drill.not_struck),
+        healed,
+        undisturbed,
+        first,
+        unprotected,
+        time.monotonic() - began,
+    )
+    console.print(outcome_table(drill.outcomes))
+    _print_losses(console, found)
+    console.print(_plot(run_dir / PLOT, calm, drill))
+    console.print(f"the whole story on one page: heal report {run_dir}", soft_wrap=True)
+    return found
+
+
+def outcome_table(outcomes: list[Outcome]) -> Table:
+    """Return the table of faults: when each was detected, what was done, what it cost.
+
+    Made to be read at 80 columns: names are cut at their underscores, never within a word.
+    """
+    table = Table(title="faults and their cures", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in COLUMNS:
+        if name in ("diagnosis", "action"):
+            table.add_column(name, overflow="fold")
+        elif name == "fault":
+            table.add_column(name, overflow="fold", min_width=FAULT_WIDTH)
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        table.add_row(*(cell.replace("_", " ") for cell in outcome.row()))
+    table.add_section()
+    lost = sum(outcome.lost_steps for outcome in outcomes)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    table.add_row("all", "", "", "", "", str(lost), f"{seconds:.2f}")
+    return table
+
+
+def _print_losses(console: Console, found: Demonstration) -> None:
+    table = Table(title="loss on the same text, in nats per character")
+    for name in ("before training", "undisturbed", "healed", "unprotected"):
+        table.add_column(name)
+    table.add_row(
+        f"{found.first_loss:.3f}",
+        f"{found.undisturbed_loss:.3f}",
+        f"{found.healed_loss:.3f}",
+        found.unprotected,
+    )
+    console.print(table)
+    console.print(f"{found.seconds:.0f} seconds in all")
+
+
+def _without_protection(steps: int, seed: int, faults: list[Fault]) -> str:
+    """Train the bare loop until a fault ends it; return how."""
+    model, optimizer, scheduler, loader = build(seed, steps)
+    bystander = Healer(model, optimizer, scheduler, settings())  # chaos asks it what there is
+    bystander.exits.dismiss()
+    chaos = Chaos(bystander, faults, seed)
+    train_step, broken = chaos.wrap(model.loss), chaos.wrap_loader(loader)
+    step = 0
+    try:
+        while True:
+            for batch in broken:
+                optimizer.zero_grad()
+                loss = train_step(batch)
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                if not math.isfinite(float(loss.detach())):
+                    return f"every loss is NaN from step {step} on"
+                step += 1
+                if step == steps:
+                    return f"reached step {step}"
+    except Exception as error:
+        return f"died at step {step}: {type(error).__name__}"
+
+
+def _plot(path: Path, calm: Drill, drill: Drill) -> str:
+    """Draw both losses and the faults; return where the plot is, or why there is none."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no plot: matplotlib is not installed (pip install 'zclip-heal[plot]')"
+    figure = Figure(figsize=(10, 5))
+    axes = figure.add_subplot()
+    for name, one in (("undisturbed", calm), ("healed", drill)):
+        losses = [(attempt, float(loss)) for attempt, loss in one.losses]
+        axes.plot(*zip(*losses, strict=True), label=name, linewidth=1)
+        finite = [loss for _, loss in losses if math.isfinite(loss)]
+        axes.set_ylim(min(finite) - 0.1, 1.1 * finite[0])  # some faults go through the roof
+    for outcome in drill.outcomes:
+        at = outcome.strike.attempt
+        axes.axvline(at, color="gray", linewidth=0.5)
+        axes.annotate(
+            outcome.strike.fault.kind,
+            (at, 1),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va="top",
+            ha="right",
+            fontsize=7,
+            color="gray",
+        )
+    axes.set_xlabel("attempted steps")
+    axes.set_ylabel("loss, nats per character")
+    axes.legend(loc="upper right")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, bbox_inches="tight")
+    except OSError as error:
+        return f"no plot: {error}"
+    return f"plot and journal: {path.parent}"
+
+
+def quiet_threads() -> None:
+    """Use no more threads than a model of this size can feed."""
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def console_for(plain: bool) -> Any:
+    """Return a console; plain for logs, where no terminal would be."""
+    return Console(force_terminal=False, width=140) if plain else Console()

@@ -1,0 +1,225 @@
+"""A drill: break a run on purpose, watch it heal, and tabulate what that cost."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from heal.actions import Plan, Refuse, Rollback, SkipBatches
+from heal.diagnose import Diagnosis
+from heal.micro_batch import TrainStep
+from heal.testing import Chaos, Fault, Strike
+
+if TYPE_CHECKING:
+    from heal.healer import Healer
+
+
+# A standard drill: kind, when as a share of the run, how often in a row, how hard.
+STANDARD: tuple[tuple[str, float, int, float | None], ...] = (
+    ("nan_gradient", 0.10, 1, None),
+    ("loader_error", 0.16, 1, None),
+    ("inf_gradient", 0.22, 1, None),
+    ("oom_forward", 0.28, 2, None),
+    ("bad_batch", 0.34, 1, None),
+    ("corrupt_weight", 0.40, 1, None),
+    ("exploding_gradient", 0.50, 1, None),
+    ("reset_optimizer", 0.55, 1, None),
+    ("nan_loss", 0.66, 6, None),
+    ("lr_spike", 0.76, 1, None),
+    ("network_error", 0.90, 1, None),
+    ("oom_step", 0.94, 1, None),
+)
+
+
+def standard_faults(steps: int, optimizers: Sequence[Optimizer] = ()) -> list[Fault]:
+    """Return a dozen faults spread over a run of so many steps.
+
+    Args:
+        steps: of the run.
+        optimizers: that are trained with. If none of them counts its steps, as SGD does not, a
+            reset is left out: momentum that was cleared has grown back before anybody looks.
+    """
+    can_see_reset = not optimizers or any(_counts_steps(optimizer) for optimizer in optimizers)
+    return [
+        Fault(kind, int(steps * at), times, 0.0, size)
+        for kind, at, times, size in STANDARD
+        if kind != "reset_optimizer" or can_see_reset
+    ]
+
+
+def _counts_steps(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer keeps a count of steps, by a step of another one of its kind.
+
+    Its own state is empty before the first step. Where none can be made it is taken to count.
+    """
+    optimizer = getattr(optimizer, "inner", optimizer)
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    try:
+        alike = type(optimizer)([weight], **optimizer.defaults)
+        alike.step()
+    except Exception:
+        return True
+    return "step" in alike.state[weight]
+
+
+def parse_fault(word: str) -> Fault:
+    """Return the fault of a word such as ``nan_gradient@100``, ``nan_loss@100x6`` or
+    ``bad_batch~0.01``: a kind, then the attempt and how often in a row, or a rate.
+
+    Raises:
+        ValueError: the word is none of these.
+    """
+    kind, at, number = word.partition("@")
+    try:
+        if at:
+            first, _, times = number.partition("x")
+            return Fault(kind, int(first), int(times or 1))
+        kind, tilde, number = word.partition("~")
+        if tilde:
+            return Fault(kind, rate=float(number))
+    except ValueError as error:
+        raise ValueError(f"{word!r}: {error}") from None
+    raise ValueError(f"{word!r} is no fault; wanted kind@attempt, kind@attemptxtimes or kind~rate")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one fault."""
+
+    strike: Strike
+    detected_at: int | None = None
+    causes: list[str] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
+    lost_steps: int = 0
+    seconds: float = 0.0
+    _refused: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether nobody noticed the fault."""
+        return self.detected_at is None
+
+    def refuse(self, step: int) -> None:
+        """Count a step that was taken for nothing."""
+        self._refused.append(step)
+        self.lost_steps += 1
+
+    def roll_back(self, here: int, before_step: int) -> None:
+        """Count the steps that are undone; those among them that were refused count already."""
+        kept = [step for step in self._refused if step < before_step]
+        self.lost_steps += max(0, here - before_step) - (len(self._refused) - len(kept))
+        self._refused = kept
+
+    def row(self) -> tuple[str, ...]:
+        """The cells of a table: fault, struck at, detected at, cause, action, steps, seconds."""
+        return (
+            self.strike.fault.kind,
+            str(self.strike.step),
+            "-" if self.detected_at is None else str(self.detected_at),
+            ", ".join(self.causes) or "-",
+            ", ".join(self.actions) or ("missed" if self.is_missed else "noted"),
+            str(self.lost_steps),
+            f"{self.seconds:.2f}",
+        )
+
+
+COLUMNS = ("fault", "struck", "found", "diagnosis", "action", "lost", "seconds")
+"""Struck and found are steps; lost counts steps."""
+
+
+class Drill:
+    """Runs a healer with faults, and attributes what it does to the fault before it.
+
+    Args:
+        healer: freshly made; its hook is used.
+        faults: far enough apart to be told from each other.
+        seed: of the choice of what is hit.
+
+    Attributes:
+        outcomes: one per fault, in the order in which they struck.
+        missed: the kinds of faults that nobody noticed.
+        not_struck: the faults that did not happen, so that nothing can be said of them.
+        losses: number of the attempt and loss of each piece of a batch, a number or not.
+    """
+
+    def __init__(self, healer: "Healer", faults: Sequence[Fault], seed: int = 0) -> None:
+        self.outcomes: list[Outcome] = []
+        self.losses: list[tuple[int, Any]] = []
+        self._healer = healer
+        self._chaos = Chaos(healer, faults, seed)
+        self._by_fault: dict[int, Outcome] = {}
+        healer.on_instability(self._heard)
+
+    def run(self, train_step: TrainStep, loader: Any, steps: int, progress: bool = True) -> float:
+        """Train to the end; return the seconds that it took.
+
+        Weights and optimizer state are checked ten times as often as the settings say: faults come
+        that much closer here than in a run, and what one rollback undoes, no later check can find.
+
+        Raises:
+            CannotHeal: healing came to its end.
+            ValueError: there is no step to take.
+        """
+        if steps < 1:
+            raise ValueError(f"steps is {steps}; wanted 1 or more")
+        began = time.monotonic()
+        self._healer.parts.run.watch_closely(steps)
+
+        def noted(batch: Any) -> Any:
+            loss = train_step(batch)
+            self.losses.append((self._healer.attempts - 1, loss.detach()))
+            return loss
+
+        try:
+            self._healer.run(
+                self._chaos.wrap(noted), self._chaos.wrap_loader(loader), steps, progress=progress
+            )
+        finally:
+            self._collect()
+            self._price((time.monotonic() - began) / max(1, self._healer.attempts))
+        return time.monotonic() - began
+
+    @property
+    def missed(self) -> list[str]:
+        return [outcome.strike.fault.kind for outcome in self.outcomes if outcome.is_missed]
+
+    @property
+    def not_struck(self) -> list[Fault]:
+        return self._chaos.not_struck
+
+    def _collect(self) -> None:
+        """Make an outcome of every fault that struck, also of those that nobody noticed."""
+        for strike in self._chaos.strikes:
+            if id(strike.fault) not in self._by_fault:
+                outcome = Outcome(strike)
+                self._by_fault[id(strike.fault)] = outcome
+                self.outcomes.append(outcome)
+
+    def _heard(self, diagnosis: Diagnosis, plan: Plan) -> None:
+        """The hook: agree with every plan, and note whose doing it was."""
+        self._collect()
+        if not self._chaos.strikes:
+            return
+        outcome = self._by_fault[id(self._chaos.strikes[-1].fault)]
+        here = self._healer.last_step + 1
+        if outcome.detected_at is None:
+            outcome.detected_at = here
+        if diagnosis.cause.value not in outcome.causes:
+            outcome.causes.append(diagnosis.cause.value)
+        for action in plan:
+            name = type(action).__name__
+            if name not in outcome.actions:
+                outcome.actions.append(name)
+            if isinstance(action, Rollback):
+                outcome.roll_back(here, action.before_step)
+            elif isinstance(action, Refuse) or action == SkipBatches(here, here):
+                outcome.refuse(diagnosis.step)
+            outcome.seconds += float(getattr(action, "seconds", 0.0))
+
+    def _price(self, seconds_per_attempt: float) -> None:
+        for outcome in self.outcomes:
+            outcome.seconds += outcome.lost_steps * seconds_per_attempt
