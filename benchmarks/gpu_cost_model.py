@@ -410,8 +410,8 @@ more if it is written back.
 {launch_table}
 
 Launches of the others are computed from their tensors and chunks per launch, plus their small
-kernels (stack, norm, add, divide, clamp). apex synchronises once a step, because it passes a device
-scalar as a `float`.
+kernels (stack, norm, add, divide, clamp). In apex, the host waits once a step, because a device
+scalar is passed as a `float`.
 
 ## Occupancy and instructions
 

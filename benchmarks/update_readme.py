@@ -91,9 +91,14 @@ def pure_python(documents):
                 rival = result.contenders[result.rival].milliseconds
                 size = "small" if result.shapes == SMALL else "large"
                 share = result.contenders[FOREACH].milliseconds / rival
-                spans.setdefault(f"{result.dtype} with {size} tensors", []).append(share)
-    parts = [f"{min(found):.1f} to {max(found):.1f} in {kind}" for kind, found in spans.items()]
-    return f"Time of clipping over torch's: {', '.join(parts)}."
+                spans.setdefault((result.dtype, size), []).append(share)
+    parts = {kind: f"{min(found):.1f} to {max(found):.1f}" for kind, found in spans.items()}
+    return " ".join(
+        f"Its time over torch's in {dtype}: {parts[dtype, 'large']} with large tensors, "
+        f"{parts[dtype, 'small']} with small ones."
+        for dtype in ("float32", "bfloat16")
+        if (dtype, "large") in parts and (dtype, "small") in parts
+    )
 
 
 def healing(loop):
