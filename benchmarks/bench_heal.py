@@ -99,9 +99,9 @@ def loop(build, clips, heals, measures=False):
         if healer is None:
             return "bare"
         done = healer.last_step + 1
-        if healer.parts.run.ring.newest_step() == done:
+        if healer.training.ring.newest_step() == done:
             return "snapshot"
-        return "heard" if healer.parts.listener._calm._heard_at == done else "usual"
+        return "heard" if healer.monitor._calm._heard_at == done else "usual"
 
     return step, kind, sum(p.numel() for p in parameters)
 
@@ -172,7 +172,7 @@ def ten_million():
 
 def snapshots(healer, rounds):
     """Return bytes, GB/s of the copy alone and of the whole capture with hash and check."""
-    tensors = healer.parts.state.tensors()
+    tensors = healer.state.tensors()
     size = sum(t.nbytes for t in tensors.values())
     ring = SnapshotRing(1, 2, 2.0, 0)
     host = [torch.empty_like(t) for t in tensors.values()]
@@ -191,13 +191,13 @@ def snapshots(healer, rounds):
 
 def rollback(healer, rounds):
     """Return the median milliseconds of a rollback, verified before and after."""
-    healer.parts.run.capture()
-    healer.parts.run.ring.note_clean(healer.parts.run.step)
+    healer.training.capture()
+    healer.training.ring.note_clean(healer.training.step)
     step = healer.snapshots()[0]
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
-        healer.parts.run.restore(step)
+        healer.training.restore(step)
         times.append(time.perf_counter() - began)
     return statistics.median(times) * 1e3
 

@@ -22,11 +22,11 @@ from heal.lab.probes import (
     LyapunovMeter,
     fisher_diagonal,
     importance,
+    noise_scale,
     optimizer_health,
     oscillation,
     sharpness,
 )
-from heal.lab.probes import series as noise_scale
 from heal.lab.weight_anchor import WeightAnchor
 from heal.verdict import Record
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -21,11 +21,12 @@ from heal.guarded_step import GuardedStep
 from heal.journal import Journal
 from heal.micro_batch import MicroBatcher, TrainStep
 from heal.policy import EXIT_CODES, MAX_HALVINGS
-from heal.recovery import Treatment
+from heal.recovery import Recovery
 from heal.run import TorchRun
 from heal.verdict import Flag
 
 Failure = tuple[Diagnosis, Exception]
+Step = Callable[[Tensor | None], None]
 
 TOLD_AS = {
     Cause.OUT_OF_MEMORY: Flag.OUT_OF_MEMORY,
@@ -54,14 +55,6 @@ CURES: dict[Family, tuple[type, ...]] = {
 NOBODY_CUTS = "this loop does not cut its batches; iterate healer.pieces(batch), or use healer.run"
 
 
-class Owner(Protocol):
-    """What is needed of the healer."""
-
-    def step(self, loss: Tensor | None = None) -> None: ...
-    def close(self, error: BaseException | None = None) -> None: ...
-    def report(self, flag: Flag) -> None: ...
-
-
 class Attempts:
     """Forward, backward and step; again in smaller pieces, after a wait or not at all.
 
@@ -74,29 +67,43 @@ class Attempts:
         run: TorchRun,
         guarded: GuardedStep,
         micro: MicroBatcher,
-        treatment: Treatment,
+        recovery: Recovery,
         stream: BatchStream,
         journal: Journal,
-        healer: Owner,
         experiment: Experiment,
+        durable: Durable | None,
+        report: Callable[[Flag], None],
     ) -> None:
         self._experiment = experiment
         self._run = run
         self._guarded = guarded
         self._ranks = guarded.ranks
         self._micro = micro
-        self._treatment = treatment
+        self._recovery = recovery
         self._stream = stream
         self._journal = journal
-        self._healer = healer
-        self.is_stepping = False
+        self._durable = durable
+        self._report = report
+        self._is_stepping = False
         self._fatal: Exception | None = None
         self._waited_after, self._read_waits = (-1, -1), 0
         self._bad_files: set[str] = set()
-        self.durable: Durable | None = None
 
-    def take_step(self, train_step: TrainStep, batches: StepBatches) -> bool:
+    def step_began(self) -> None:
+        """Note that the optimizer steps: what is raised from here on may have changed weights."""
+        self._is_stepping = True
+
+    def step_ended(self) -> None:
+        """Note that the optimizer has stepped."""
+        self._is_stepping = False
+
+    def take_step(self, train_step: TrainStep, batches: StepBatches, step: Step) -> bool:
         """Do one step; False if its batches were given up.
+
+        Args:
+            train_step: takes a batch and returns its mean loss.
+            batches: of this step.
+            step: clips and steps the optimizer, given the loss.
 
         Raises:
             NoMoreBatches: there are none.
@@ -119,7 +126,7 @@ class Attempts:
                     if not self._stream.will_rewind:
                         batches.draw_rest()
                     return False
-            failure = self._try_step(loss)
+            failure = self._try_step(step, loss)
             if failure is None:
                 self._worked()
                 return True
@@ -136,7 +143,7 @@ class Attempts:
         except CannotHeal:
             raise
         except Exception as error:
-            failure = self.judge(error, "step" if self.is_stepping else "forward")
+            failure = self.judge(error, "step" if self._is_stepping else "forward")
         if failure is None:
             self._worked()
             return
@@ -146,11 +153,11 @@ class Attempts:
         elif failure[0].family is Family.MEMORY:
             self._micro.cannot_cut = "" if self._micro.caller_cuts else NOBODY_CUTS
             failure[0].evidence["cannot_be_cut"] = self._micro.cannot_cut
-        if not self.is_stepping:
+        if not self._is_stepping:
             self._micro.undo()
             if self._ranks.has_others:
                 self._leave(*failure)
-        self.is_stepping = False
+        self._is_stepping = False
         self.heal(*failure)
 
     def loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:
@@ -186,14 +193,14 @@ class Attempts:
         """
         diagnosis, error = self.judge(error, "step")
         self._tell(diagnosis, error)
-        self._healer.report(Flag.STEP_FAILED)
+        self._report(Flag.STEP_FAILED)
 
     def explained(self, halt: CannotHeal) -> CannotHeal:
         """Return a halt of all ranks with the rank that failed and what it raised.
 
         All ranks halt in the same step, so that each can tell the others.
         """
-        log = self._treatment.log
+        log = self._recovery.log
         if not log or log[-1][1].evidence.get("flag") != Flag.UNKNOWN_ERROR.name:
             return halt
         own = "" if self._fatal is None else _in_words(self._fatal)
@@ -262,9 +269,9 @@ class Attempts:
         scaler = self._guarded.scaler
         return scaler.scale if scaler is not None else (lambda loss: loss)
 
-    def _try_step(self, loss: Tensor | None) -> Failure | None:
+    def _try_step(self, step: Step, loss: Tensor | None) -> Failure | None:
         try:
-            self._healer.step(loss)
+            step(loss)
         except CannotHeal:
             raise
         except Exception as error:
@@ -290,7 +297,7 @@ class Attempts:
         if flag is Flag.UNKNOWN_ERROR:
             self._fatal = error
         self._journal.event("rank_failed", self._run.step, diagnosis=diagnosis.to_json())
-        self._healer.report(flag)
+        self._report(flag)
 
     def _leave(self, diagnosis: Diagnosis, error: Exception) -> None:
         """Halt this rank and break the group, so that the others halt now and not in minutes."""
@@ -305,7 +312,6 @@ class Attempts:
         self._ranks.abort()
         halt = CannotHeal(reason, code)
         halt.__cause__ = error  # the postmortem tells what was raised first
-        self._healer.close(halt)
         raise halt
 
     def _after_restart(self, diagnosis: Diagnosis) -> tuple[str, ExitCode]:
@@ -324,11 +330,11 @@ class Attempts:
             then = f"start the job again: it will cut batches into {self._micro.pieces} pieces"
         else:
             return "nothing is known that the next start could do otherwise", own
-        if self.durable is None:
+        if self._durable is None:
             return "give a checkpoint_dir, so that the next start can do otherwise", own
-        if not self.durable.may_leave(remedy):
+        if not self._durable.may_leave(remedy):
             return "the same step failed after as many restarts as data errors may come", own
-        if not self.durable.leave(remedy):
+        if not self._durable.leave(remedy):
             return "the disk did not take what the next start would need to do otherwise", own
         return then, ExitCode.DISTRIBUTED
 
@@ -354,7 +360,7 @@ class Attempts:
         if self._waited_after != self._stream.newest:
             self._waited_after, self._read_waits = self._stream.newest, 0
         file = str(getattr(error, "filename", None) or "")
-        is_spent = self._read_waits >= READ_WAITS or self._treatment.would_halt(diagnosis)
+        is_spent = self._read_waits >= READ_WAITS or self._recovery.would_halt(diagnosis)
         if not is_spent and file not in self._bad_files:
             self._read_waits += 1
             return diagnosis, error
@@ -367,18 +373,17 @@ class Attempts:
     def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
         """Carry out the plan; True if the same batches should be tried again."""
         try:
-            plan = self._treatment.carry_out(diagnosis)
+            plan = self._recovery.carry_out(diagnosis)
             undone = any(isinstance(action, Rollback) for action in plan)
             is_cured = self._is_cured(diagnosis.family, plan)
             is_counted = diagnosis.family in (Family.DATA, Family.NUMERIC)  # by the policy
             if not (undone or is_cured or is_counted):
-                self._treatment.give_up_batch(diagnosis)
+                self._recovery.give_up_batch(diagnosis)
         except CannotHeal as halt:
             if diagnosis.cause is Cause.UNKNOWN:
                 raise error from None
             halt = self._as_told(halt) if diagnosis.cause in NOT_FOR_ALL else halt
             halt.__cause__ = error
-            self._healer.close(halt)
             raise halt from error
         return is_cured and not undone
 
@@ -391,14 +396,14 @@ class Attempts:
 
     def _is_cured(self, family: Family, plan: Plan) -> bool:
         """Whether the same batches may do now: a hook may have left out the cure, or repeat it."""
-        incident = self._treatment.history.open_incident(family)
+        incident = self._recovery.history.open_incident(family)
         is_endless = incident is not None and len(incident.plans) > MAX_HALVINGS + 1
         is_cure = any(isinstance(action, CURES.get(family, ())) for action in plan)
         return is_cure and not is_endless
 
     def _worked(self) -> None:
         self._micro.note_clean()
-        self._treatment.note_batch_worked()
+        self._recovery.note_batch_worked()
 
 
 def _mean(losses: Sequence[float | None]) -> float | None:

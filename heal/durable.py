@@ -35,11 +35,10 @@ from heal.config import HealingConfig
 from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
 from heal.guarded_step import GuardedStep
-from heal.history import History
 from heal.journal import Journal, Notes
-from heal.monitor import Listener
+from heal.monitor import Monitor
 from heal.plain import plain
-from heal.recovery import Treatment
+from heal.recovery import Recovery
 from heal.run import TorchRun
 from heal.snapshots import Snapshot
 from heal.training_state import RngState, StateMismatch, TrainingState
@@ -157,34 +156,34 @@ class HealingMemory:
     Args:
         run: the step that comes next, and what healing changed.
         guarded: clips and watches the loss.
-        listener: the detectors, and what they found that is not treated yet.
-        treatment: what was tried.
+        monitor: the detectors.
+        recovery: what was tried, and what was found that is not treated yet.
     """
 
     def __init__(
-        self, run: TorchRun, guarded: GuardedStep, listener: Listener, treatment: Treatment
+        self, run: TorchRun, guarded: GuardedStep, monitor: Monitor, recovery: Recovery
     ) -> None:
         self._run = run
         self._guarded = guarded
-        self._listener = listener
-        self._treatment = treatment
+        self._monitor = monitor
+        self._recovery = recovery
 
     def values(self) -> dict[str, Any]:
         """Return it as plain values, for whoever saves the tensors of clipping anyway."""
-        self._listener.catch_up()  # the detectors are saved with all that they can know
+        self._recovery.catch_up()  # the detectors are saved with all that they can know
         return {
-            "healing": self._listener.watch.state(),
-            "untreated": self._listener.untreated(),
-            "history": self._treatment.history.state(),
+            "healing": self._monitor.watch.state(),
+            "untreated": self._recovery.untreated(),
+            "history": self._recovery.history.state(),
             "run": plain(self._run.state()),
         }
 
     def resume(self, step: int, values: dict[str, Any]) -> None:
         """Go on at a step of another process, with what :meth:`values` returned there."""
-        self._treatment.history = History.from_state(values["history"])
-        self._listener.watch.load_state(values["healing"])
+        self._recovery.resume(values["history"], values.get("untreated", ()))
+        self._monitor.watch.load_state(values["healing"])
         self._run.resume(step, values["run"])
-        self._listener.treat_later(values.get("untreated", ()))
+        self._monitor.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return it with the state of clipping and of the loss, which are tensors of their own."""
@@ -220,6 +219,8 @@ class HealingMemory:
         self.resume(int(state["step"]), state)
 
 
+Values = Callable[[], dict[str, Any]]
+
 NEEDED = ("data", "unwanted", "healing", "history", "run")
 """Plain values of a run beside those of its training state."""
 
@@ -233,10 +234,8 @@ class Durable:
         directory: of the checkpoints; all ranks see it.
         config: how often, how many, in a thread or not.
         state: what training changes.
-        run: the step that comes next, and what healing changed.
         stream: the position in the data.
-        memory: what healing knows of the run.
-        journal: told of every save.
+        journal: gets an event for every save.
         notes: told of what failed.
         group: the ranks that save together; all if None.
 
@@ -250,9 +249,7 @@ class Durable:
         directory: str | os.PathLike[str],
         config: HealingConfig,
         state: TrainingState,
-        run: TorchRun,
         stream: BatchStream,
-        memory: HealingMemory,
         journal: Journal,
         notes: Notes,
         group: Any = None,
@@ -268,9 +265,7 @@ class Durable:
         self._interval = config.checkpoint_interval
         self._asynchronous = config.checkpoint_async
         self._state = state
-        self._run = run
         self._stream = stream
-        self._memory = memory
         self._journal = journal
         self._notes = notes
         self._saved_step = -1
@@ -281,58 +276,69 @@ class Durable:
         """Tell whether it is time to save; how earlier saves ended may be told a little later."""
         return self._interval > 0 and step % self._interval == 0
 
-    def after_step(self) -> None:
-        """Save if it is time, and tell how earlier saves ended; waits for no disk."""
-        self._tell_news()
-        if self._interval and self._run.step % self._interval == 0:
-            self._contained(lambda: self._save(asynchronous=None))
+    def save_if_due(self, step: int, values: Values) -> None:
+        """Save if it is time, and report how earlier saves ended; waits for no disk.
 
-    def save(self) -> None:
+        Args:
+            step: that comes next.
+            values: returns what healing knows of the run.
+        """
+        self._report_saves()
+        if self.is_due(step):
+            self._contained(step, lambda: self._save(step, values, asynchronous=None))
+
+    def save(self, step: int, values: Values) -> None:
         """Save now, and return when it is on the disk; every rank has to call this.
 
         Raises:
             SaveFailed: it is not; training can go on.
         """
         self.store.wait()
-        self._tell_news()
-        self._save(asynchronous=False)
+        self._report_saves()
+        self._save(step, values, asynchronous=False)
 
-    def save_last(self) -> None:
-        """Save the end of a run, unless that was just done; a failure is told, not raised."""
+    def save_last(self, step: int, values: Values) -> None:
+        """Save the end of a run, unless that was just done; a failure is reported, not raised."""
         self.finish()
-        if self._saved_step != self._run.step:
-            self._contained(self.save)
+        if self._saved_step != step:
+            self._contained(step, lambda: self.save(step, values))
 
-    def saved_before(self, halt: CannotHeal, may_save: bool = True) -> CannotHeal:
+    def saved_before(
+        self, halt: CannotHeal, step: int, values: Values, may_save: bool = True
+    ) -> CannotHeal:
         """Save before a stop that was asked for; return the stop, with another code if that failed.
 
         Args:
             halt: with the exit code that says "run me again".
+            step: that comes next.
+            values: returns what healing knows of the run.
             may_save: whether all ranks are here to save together.
         """
         if may_save:
-            self.save_last()
+            self.save_last(step, values)
         else:
             self.finish()
-        if self._saved_step == self._run.step:
+        if self._saved_step == step:
             return halt
         known = self.store.steps()
         newest = f"the newest checkpoint is of step {known[0]}" if known else "no checkpoint exists"
         return CannotHeal(
-            f"{halt}; the state of step {self._run.step} could not be saved, {newest}",
+            f"{halt}; the state of step {step} could not be saved, {newest}",
             ExitCode.NOT_SAVED,
         )
 
     def finish(self) -> None:
         """Wait until everything is on the disk, and tell how that ended."""
         self.store.wait()
-        self._tell_news()
+        self._report_saves()
 
-    def resume(self) -> int:
-        """Go on from the newest checkpoint that is whole on every rank; every rank has to call.
+    def load(self) -> Restored | None:
+        """Read the newest checkpoint that is whole on every rank; every rank has to call.
+
+        Weights, optimizer, schedules, the position in the data and generators are as they were.
 
         Returns:
-            The step that comes next; 0 if there is no checkpoint.
+            Its step and what healing knew of the run; None if there is no checkpoint.
 
         Raises:
             StateMismatch: the checkpoint is of another run; nothing was changed.
@@ -344,22 +350,17 @@ class Durable:
             if self.store.passed_over:
                 self._notes.add(
                     f"none of the {len(self.store.passed_over)} checkpoints in "
-                    f"{self.store.directory} can be used: training starts at step "
-                    f"{self._run.step}, and they are left as they are"
+                    f"{self.store.directory} can be used: training starts at step 0, and they "
+                    "are left as they are"
                 )
-            self._apply_remedies(self._run.step)
-            return self._run.step
-        values = restored.values
-        position = values["data"]
+            return None
+        position = restored.values["data"]
         if restored.world_size != self.store.ranks.size:
             position = self._moved(position, restored)
-        self._memory.resume(restored.step, values)
-        self._stream.resume(position, values["unwanted"])
+        self._stream.resume(position, restored.values["unwanted"])
         restore_rng(restored, self.store.ranks)
         self._saved_step = restored.step
-        self._journal.event("resumed", restored.step, world_size=restored.world_size)
-        self._apply_remedies(restored.step)
-        return restored.step
+        return restored
 
     def may_leave(self, remedy: Remedy) -> bool:
         """Return whether a restart may still help: as often as data errors may come in a row."""
@@ -372,23 +373,15 @@ class Durable:
         self._journal.event("remedy", remedy.step, remedy=asdict(remedy))
         return self._remedies.add(remedy)
 
-    def _apply_remedies(self, step: int) -> None:
-        """Do otherwise what a rank could not do when this run was last tried; alike on all."""
+    def remedies(self, step: int) -> list[Remedy]:
+        """Return what ranks could not do when this run was last tried; alike on all ranks."""
         if self.store.ranks.rank == 0:
             self._remedies.forget_before(step)
         own = [asdict(remedy) for remedy in self._remedies.read() if remedy.step >= step]
-        told = self.store.ranks.gather(strict_json.to_bytes(own))
+        gathered = self.store.ranks.gather(strict_json.to_bytes(own))
         # Disks may show a new file late on some ranks; what one of them sees, all do.
-        pages = [page for text in told for page in strict_json.from_bytes(text, Path())]
-        for remedy in sorted(map(Remedy.from_json, pages), key=lambda r: (r.step, r.rank)):
-            self._stream.leave_out(remedy.batches)
-            if remedy.micro.get("pieces", 0) > self._run.micro_batches:
-                self._run.cut_as(remedy.micro)
-            done = "its batch is left out" if remedy.batches else "batches are cut finer"
-            self._notes.add(
-                f"rank {remedy.rank} could not take step {remedy.step} when the run was last "
-                f"started ({remedy.error}): {done}"
-            )
+        pages = [page for text in gathered for page in strict_json.from_bytes(text, Path())]
+        return sorted(map(Remedy.from_json, pages), key=lambda r: (r.step, r.rank))
 
     # What the run asks when it has to go back.
 
@@ -428,30 +421,27 @@ class Durable:
             self._notes.add(f"checkpoints after step {step} are not part of the run: {error}")
         self._saved_step = -1
 
-    def _save(self, asynchronous: bool | None) -> None:
-        step = self._run.step
-        path = self.store.save_state(step, self._state, self._values(), asynchronous=asynchronous)
+    def _save(self, step: int, values: Values, asynchronous: bool | None) -> None:
+        saved = {
+            "rng": RngState.now(),
+            "data": self._stream.position(),
+            "unwanted": self._stream.unwanted(),
+            **values(),
+        }
+        path = self.store.save_state(step, self._state, saved, asynchronous=asynchronous)
         self._saved_step = step
         if asynchronous is False or not self._asynchronous:
             self._worked(step, path)
 
-    def _values(self) -> dict[str, Any]:
-        return {
-            "rng": RngState.now(),
-            "data": self._stream.position(),
-            "unwanted": self._stream.unwanted(),
-            **self._memory.values(),
-        }
-
-    def _contained(self, save: Callable[[], None]) -> None:
+    def _contained(self, step: int, save: Callable[[], None]) -> None:
         try:
             save()
         except StillWriting as error:
-            self._journal.event("checkpoint_skipped", self._run.step, reason=str(error))
+            self._journal.event("checkpoint_skipped", step, reason=str(error))
         except (CheckpointError, OSError) as error:
-            self._failed(self._run.step, error)
+            self._failed(step, error)
 
-    def _tell_news(self) -> None:
+    def _report_saves(self) -> None:
         for report in self.store.news():
             if report.error is not None:
                 self._failed(report.step, report.error)

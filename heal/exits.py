@@ -8,8 +8,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import util
 from types import FrameType, TracebackType
@@ -257,15 +256,6 @@ class Exits:
         shutdown = self._release_signals()
         if shutdown is not None:
             shutdown.finish()
-
-    @contextmanager
-    def halting(self) -> Iterator[None]:
-        """Leave the postmortem before a halt reaches the caller."""
-        try:
-            yield
-        except CannotHeal as halt:
-            self.close(halt)
-            raise
 
     def at_exit(self) -> None:
         """Close a run that nobody closed, by how the process ended."""

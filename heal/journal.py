@@ -356,22 +356,22 @@ class Notes:
 
     Args:
         journal: where they are written too.
+        step: returns the number of the present step.
 
     Attributes:
-        texts: what was told.
-        step: returns the number of the present step; 0 while there is no run yet.
+        texts: what was noted.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, step: Callable[[], int] = lambda: 0) -> None:
         self.texts: list[str] = []
-        self.step: Callable[[], int] = lambda: 0
+        self._step = step
         self._journal = journal
 
     def add(self, text: str) -> None:
         """Tell something, once."""
         if text not in self.texts and len(self.texts) < MAX_NOTES:
             self.texts.append(text)
-            self._journal.event("note", self.step(), text=text)
+            self._journal.event("note", self._step(), text=text)
             where = f"rank {self._journal.rank}: " if self._journal.rank else ""
             LOG.warning("heal: %s%s", where, text)
 

@@ -174,9 +174,6 @@ class Schedules:
         replays: whether a rollback returns to the same data.
         note: told of what is doubtful.
 
-    Attributes:
-        caller_repeats: whether the caller is told again of steps that are taken again.
-
     Raises:
         TypeError: an own schedule has no state to save.
         ValueError: a schedule is in both lists.
@@ -204,7 +201,7 @@ class Schedules:
                 )
         self.stepped = [s for s in self.given if not isinstance(s, ReduceLROnPlateau)]
         self._waiting = [s for s in self.given if isinstance(s, ReduceLROnPlateau)]
-        self.caller_repeats = False
+        self._caller_repeats = False
         self._replays = replays
         self._optimizers = optimizers
         self._note = note
@@ -215,6 +212,10 @@ class Schedules:
         self._surprises = [0] * len(self.stepped)
         self._has_begun = False
         self._look_who_drives()
+
+    def follow_caller(self) -> None:
+        """Expect the caller to repeat steps that are taken again, with its own schedules."""
+        self._caller_repeats = True
 
     @property
     def all(self) -> list[Any]:
@@ -294,7 +295,7 @@ class Schedules:
         def after_return(step: int) -> None:
             self._counts = [getattr(s, "last_epoch", None) for s in self.stepped]
             self._return_shares(step)
-            if self._replays or self.caller_repeats:
+            if self._replays or self._caller_repeats:
                 self._go_back_to(step)
             else:
                 self._turns = deque((t for t in self._turns if t.step < step), maxlen=MAX_TURNS)
@@ -310,7 +311,7 @@ class Schedules:
         known = [turn for turn in self._turns if turn.step <= step]
         later = [turn for turn in self._turns if turn.step > step]
         self._turns = deque((t for t in self._turns if t.step < step), maxlen=MAX_TURNS)
-        to_repeat = [] if self.caller_repeats else [*later, *self._ahead]
+        to_repeat = [] if self._caller_repeats else [*later, *self._ahead]
         if known:
             # Again before the step itself: until then the caller may step what has just returned.
             to_repeat.insert(0, replace(known[-1], step=step))
@@ -415,7 +416,7 @@ class Schedules:
                 continue
             late = schedulers_of(optimizer.inner)
             self._found += late
-            if late and not (self._replays or self.caller_repeats):
+            if late and not (self._replays or self._caller_repeats):
                 for group, rates in zip(optimizer.param_groups, groups, strict=False):
                     _write(group, rates)
 

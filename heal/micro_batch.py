@@ -68,7 +68,7 @@ class MicroBatcher:
         self.attempts = 0
         self.cannot_cut = ""
         self.caller_cuts = False
-        self.weigh = weigh
+        self._weigh = weigh
         self._parameters = parameters
         self._smallest = smallest
         self._grow_steps = grow_steps
@@ -149,6 +149,10 @@ class MicroBatcher:
         assert self._total is not None
         self.messages.note_good(batch)
         return self._total
+
+    def weigh_by(self, weigh: Callable[[Any], float] | None) -> None:
+        """Count a piece of a batch by ``weigh(piece)``; by its samples if None."""
+        self._weigh = weigh
 
     def pieces_of(self, batch: Any) -> list[tuple[Any, float]]:
         """Cut a batch for a loop of the caller's own; return the pieces and their shares.
@@ -268,7 +272,7 @@ class MicroBatcher:
             return [(batch, 1.0)]  # another one could be; this one may fit as it is
         if len(pieces) == 1:
             return [(batch, 1.0)]
-        weights = [float(n if self.weigh is None else self.weigh(p)) for p, n in pieces]
+        weights = [float(n if self._weigh is None else self._weigh(p)) for p, n in pieces]
         if not any(weights):  # nothing counts: what the whole batch gives, in memory that fits
             weights = [float(n) for _, n in pieces]
         whole = sum(weights)

@@ -1,13 +1,13 @@
-"""Hears what the device said about past steps, and has it treated."""
+"""What the device reported about past steps: polled, decoded, shown to the detectors."""
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from heal.causes import Cause, Finding
+from heal.causes import Cause, Finding, Severity
 from heal.cluster.watch import ClusterWatch
 from heal.cluster.watchdog import HangWatchdog
 from heal.config import HealingConfig
@@ -23,7 +23,6 @@ from heal.journal import LEFT_OUT
 from heal.lab.forecast.features import CHECK_INTERVAL
 from heal.lr_schedules import LearningRates
 from heal.ranks import HostFacts
-from heal.recovery import Treatment, is_suspect
 from heal.run import TorchRun
 from heal.verdict import NO_FLAG, Flag, Record
 from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS, LOSS_RATIO, NORM, NUM_VERDICT, SPIKE
@@ -183,6 +182,18 @@ def _short(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
+MAY_BE_IN_SNAPSHOTS = (
+    Cause.LOSS_SPIKE,
+    Cause.DIVERGENCE,
+    Cause.GRADIENT_EXPLOSION,
+    Cause.LR_SPIKE,
+    Cause.WEIGHT_CORRUPTION,
+    Cause.WEIGHT_DRIFT,
+    Cause.OPTIMIZER_CORRUPTION,
+    Cause.OPTIMIZER_RESET,
+)
+"""Trouble that begins before it is seen. What the device refused is in no snapshot."""
+
 WISHES = Flag.PREEMPTED | Flag.SNAPSHOT_WANTED
 """What somebody asked for, whatever becomes of the step it was sent with; sent again if undone."""
 
@@ -191,17 +202,34 @@ NOTHING_KNOWN = HostFacts(), 1.0, True
 CLOSE_WATCH = 10  # times as often as usual, weights are checked after a warning
 
 
-class Listener:
-    """Turns rows of the mailbox into records, records into findings, and passes these on.
+class Seen(NamedTuple):
+    """One step that was polled: what the detectors found in its record.
+
+    Attributes:
+        step: its number.
+        findings: what is known to be wrong; suspicions are left to the experiment.
+        is_clean: whether it was taken and nothing was found.
+        settled: what an experiment has shown with this step, if anything.
+    """
+
+    step: int
+    findings: list[Finding]
+    is_clean: bool = False
+    settled: Settled | None = None
+
+
+class Monitor:
+    """Turns rows of the mailbox into records, and records into findings.
 
     Args:
         run: its snapshots are promoted by clean steps; a rollback of it clears the mail.
         guarded: whose mailbox is read.
-        treatment: told of what was found.
         config: intervals and limits.
         rates: the learning rates, and what the schedules want them to be.
         watch: the detectors.
         experiment: settles what they suspect.
+        cluster: looks after other ranks and the hardware.
+        reported: flags of this host for the next record; signal handlers and threads append.
         clock: seconds, for the duration of steps.
         note: told of sources that fail.
 
@@ -209,19 +237,18 @@ class Listener:
         watch: the detectors.
         series: every record since the last line of metrics.
         sources: asked before every step for flags of the host; quick functions that do not wait.
-        wants_snapshot: whether a record asked for one; alike on every rank.
-        cluster: looks after other ranks and the hardware; None where nobody is to.
     """
 
     def __init__(
         self,
         run: TorchRun,
         guarded: GuardedStep,
-        treatment: Treatment,
         config: HealingConfig,
         rates: LearningRates,
         watch: Watch,
         experiment: Experiment,
+        cluster: ClusterWatch,
+        reported: deque[Flag],
         clock: Callable[[], float],
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -232,16 +259,15 @@ class Listener:
         self._latest: Record | None = None
         self.series = Series()
         self.sources: list[Callable[[], Flag]] = []
-        self.wants_snapshot = False
-        self.cluster: ClusterWatch | None = None
-        # A deque, because signal handlers and threads append to it while a step reads it.
-        self._reported: deque[Flag] = deque()
+        self._wants_snapshot = False
+        self._callbacks: list[Callable[[Record], None]] = []
+        self.cluster = cluster
+        self._reported = reported
         self._unheard: dict[int, Flag] = {}  # wishes that were sent with a step, until it is heard
         self._note = note
         self._rates = rates
         self._run = run
         self._guarded = guarded
-        self._treatment = treatment
         self._config = config
         self._health = HealthCheck(
             guarded.optimizers,
@@ -254,12 +280,8 @@ class Listener:
         self._clock = clock
         self._step_began = clock()
         self._host: dict[int, tuple[HostFacts, float, bool]] = {}
-        self._rolled_back = False
         self._calm = Calm(config)
-        self._late: list[tuple[int, list[Finding]]] = []  # found, and not treated yet
-        treatment.catch_up = self.catch_up
-        run.healing_state = self.watch.state
-        run.on_restore, run.on_resume = self._returned, self._forget
+        run.hold("healing", self.watch.state, self._returned)
 
     def facts(self) -> HostFacts:
         """Return what the host knows of the step that is about to be taken."""
@@ -272,6 +294,15 @@ class Listener:
         for source in self.sources:
             flags |= self._asked(source)
         return HostFacts(seconds, lr, scheduled, flags, self._run.micro_batches)
+
+    def take_snapshot_wish(self) -> bool:
+        """Return whether a record asked for a snapshot since last asked; alike on every rank."""
+        wish, self._wants_snapshot = self._wants_snapshot, False
+        return wish
+
+    def add_listener(self, callback: Callable[[Record], None]) -> None:
+        """Call ``callback`` with every record that is polled."""
+        self._callbacks.append(callback)
 
     @contextmanager
     def clock_stopped(self) -> Iterator[None]:
@@ -309,16 +340,16 @@ class Listener:
     def is_idle(self) -> bool:
         """Whether there is nothing to hear, to measure or to look after, as after most steps."""
         step = self._run.step
-        if self._late or self._calm.is_time(step) or self._is_check_due(step):
+        if self._calm.is_time(step) or self._is_check_due(step):
             return False
         if self._experiment.is_open:
             return False
-        return self.cluster is None or not self.cluster.is_due(step)
+        return not self.cluster.is_due(step)
 
     @property
     def watchdog(self) -> HangWatchdog | None:
         """Who wants to hear of every step, if anybody."""
-        return None if self.cluster is None else self.cluster.watchdog
+        return self.cluster.watchdog
 
     def check_health(self) -> None:
         """Have weights and optimizer state measured, if it is time."""
@@ -344,53 +375,51 @@ class Listener:
         """Whether weights were measured and nobody has heard yet of what was found."""
         return self._health.is_under_way
 
-    def listen(self) -> None:
-        """Hear of all steps that are ``lag`` old, and treat what was wrong with them."""
-        self._rolled_back = False
-        for step, findings in self._hear():
-            self._treat(step, findings)
-            if self._rolled_back:
-                return  # the rest of the mail is of steps that did not happen
-        for health in self._health.read(self._run.step):
-            findings = self._without_doubts(self.watch.observe_health(health))
-            if not is_suspect(findings):
-                self._run.ring.note_checked(health.step)
-            self._treat(health.step, findings)
-            if self._rolled_back:
-                return
-        if self.cluster is not None:
-            self._treat(self._run.step, self.cluster.look(self._run.step))
-
-    def catch_up(self) -> None:
-        """Hear what has arrived, because somebody else is about to make a plan or to save the run.
-
-        Clean steps speak for the snapshots that it may need. What is found is treated by the next
-        :meth:`listen`.
-        """
-        found: list[tuple[int, list[Finding]]] = []
-        try:
-            found += ((step, findings) for step, findings in self._hear() if findings)
-        except Exception as error:  # the plan must be made
-            self._note(f"{LEFT_OUT}: {error!r}")
-        self._late = found
-
-    def _hear(self) -> Iterator[tuple[int, list[Finding]]]:
-        """Yield each step that has a record to be read, and what the detectors find in it."""
-        late, self._late = self._late, []
-        yield from late
+    def poll(self) -> Iterator[Seen]:
+        """Yield all steps that are ``lag`` old, with what the detectors find in their records."""
         records = [self._decode(step, row) for step, row in self._guarded.mailbox.poll()]
         found = self.watch.observe_all(records)
         for error in self.watch.take_errors():
             self._note(f"{LEFT_OUT}: {error!r}")
         for record, findings in zip(records, found, strict=True):
-            settled = self._experiment.observe(record)
-            findings = self._without_doubts(findings)
-            if settled is not None:
-                findings += self._answered(settled)
-            self._judge_snapshots(record, findings)
-            yield record.step, findings
+            yield self._seen(record, findings)
         newest = records[-1].step if records else -1
         self._calm.heard(self._run.step, newest, self.watch.usual())
+
+    def _seen(self, record: Record, findings: list[Finding]) -> Seen:
+        for callback in self._callbacks:
+            self._call(callback, record)
+        settled = self._experiment.observe(record)
+        findings = self._without_doubts(findings)
+        if settled is not None:
+            findings += self._answered(settled)
+        is_clean = self._judge_snapshots(record, findings)
+        return Seen(record.step, findings, is_clean, settled)
+
+    def _call(self, callback: Callable[[Record], None], record: Record) -> None:
+        try:
+            callback(record)
+        except Exception as error:
+            name = getattr(callback, "__qualname__", type(callback).__name__)
+            self._note(f"the callback {name} of on_record failed: {error!r}")
+
+    def poll_checks(self) -> Iterator[Seen]:
+        """Yield what checks of weights, optimizer state, other ranks and the hardware found."""
+        for health in self._health.read(self._run.step):
+            findings = self._without_doubts(self.watch.observe_health(health))
+            if not is_suspect(findings):
+                self._run.ring.note_checked(health.step)
+            yield Seen(health.step, findings)
+        yield Seen(self._run.step, self.cluster.look(self._run.step))
+
+    def poll_last(self) -> Iterator[Seen]:
+        """Yield what the last records show, when no step is to come that a plan could serve."""
+        mailbox = self._guarded.mailbox
+        lag, mailbox.lag = mailbox.lag, 0
+        for step, row in mailbox.poll():
+            (findings,) = self.watch.observe_all([self._decode(step, row)])
+            yield Seen(step, [f for f in findings if not f.wants_proof or f.cause in NONFINITE])
+        mailbox.lag = lag
 
     def _without_doubts(self, findings: list[Finding]) -> list[Finding]:
         """Have suspicions looked into, and return the rest: what is known."""
@@ -409,7 +438,6 @@ class Listener:
 
     def _answered(self, settled: Settled) -> list[Finding]:
         """Act on the answer to a suspicion: return what is proven, or take the new level."""
-        self._treatment.note_experiment(settled)
         if settled.answer is Answer.DAMAGED:
             return [settled.finding]
         self._run.ring.note_settled()
@@ -431,40 +459,9 @@ class Listener:
         self._note(settled.why)
         return [] if found.cause in NONFINITE else [found]  # of skipped steps each was reported
 
-    def untreated(self) -> list[tuple[int, list[dict[str, Any]]]]:
-        """Return what was found and not treated yet, by step, as plain values."""
-        return [(step, [f.to_json() for f in findings]) for step, findings in self._late]
-
-    def treat_later(self, told: Sequence[tuple[int, Sequence[dict[str, Any]]]]) -> None:
-        """Have the next :meth:`listen` treat what :meth:`untreated` returned in another process."""
-        self._late = [(step, [Finding.from_json(f) for f in findings]) for step, findings in told]
-
-    def hear_the_rest(self) -> None:
-        """Read the last records, when no step is to come that a plan could serve."""
-        mailbox = self._guarded.mailbox
-        for _, findings in self._late:
-            self._treatment.report_last(findings)
-        self._late.clear()
-        lag, mailbox.lag = mailbox.lag, 0
-        for step, row in mailbox.poll():
-            (findings,) = self.watch.observe_all([self._decode(step, row)])
-            findings = [f for f in findings if not f.wants_proof or f.cause in NONFINITE]
-            self._treatment.report_last(findings)
-            self._treatment.note_moves(self.watch.take_moves(step, findings))
-        mailbox.lag = lag
-        self._treatment.note_outcomes_at_end(*self.watch.loss_level())
-        self._treatment.report_end()
-
     def report(self, flag: Flag) -> None:
         """Send a flag of the host with the record of the next step; safe in a signal handler."""
         self._reported.append(flag)
-
-    def _treat(self, step: int, findings: list[Finding]) -> None:
-        # Written down first: a rollback forgets what led to it, and a halt ends the run.
-        self._treatment.note_moves(self.watch.take_moves(step, findings))
-        self._treatment.treat(findings)
-        if not self._rolled_back and is_suspect(findings):
-            self._run.ring.note_settled()  # nothing was undone: what comes now has to prove itself
 
     def _decode(self, step: int, row: list[float]) -> Record:
         if self._unheard:
@@ -473,7 +470,7 @@ class Listener:
         self._host.pop(step, None)
         self.series.note(record)
         if record.flags is not NO_FLAG and record.has(Flag.SNAPSHOT_WANTED):
-            self.wants_snapshot = True
+            self._wants_snapshot = True
         return record
 
     @property
@@ -526,37 +523,41 @@ class Listener:
             return record._replace(worst_name=self._guarded.name_of(record.worst))
         return record
 
-    def _judge_snapshots(self, record: Record, findings: list[Finding]) -> None:
-        """Let a clean step speak for the snapshots before it.
+    def _judge_snapshots(self, record: Record, findings: list[Finding]) -> bool:
+        """Let a clean step prove the snapshots before it; return whether it was clean.
 
-        A refused one says nothing about them, for it changed nothing.
+        A skipped step says nothing about them because it changed nothing.
         """
         if findings and is_suspect(findings):
             self._run.ring.note_suspect(min(finding.bad_step for finding in findings))
         elif not record.blocked:
             self._run.clip_limits.note_norm(record.norm, record.clipped_norm)
             self._run.ring.note_clean(record.step)
-            if not findings:
-                self._treatment.note_clean(record.step, *self.watch.loss_level())
+            return not findings
+        return False
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Let go of all that is of steps that did not happen, or of another run."""
         self._host.clear()
-        self._late.clear()
         self._health.clear()
         self._experiment.clear()
         self._calm = Calm(self._config, self._run.step)
 
     def _returned(self, saved: dict[str, Any]) -> None:
         """After a rollback: forget the mail and the memories of the time that was undone."""
-        self._rolled_back = True
-        self._forget()
+        self.forget()
         self._reported.extend(self._unheard.values())
         self._unheard.clear()
         self.watch.note_rollback(self._run.step)
         self.watch.load_state(saved)
-        if self.cluster is not None:
-            self.cluster.clear()
+        self.cluster.clear()
+
+
+def is_suspect(findings: Sequence[Finding]) -> bool:
+    """Return whether snapshots taken lately may already hold the trouble."""
+    if not findings:
+        return False
+    return any(f.cause in MAY_BE_IN_SNAPSHOTS and f.severity >= Severity.ERROR for f in findings)
 
 
 # Puts the detectors together that read a trainer's log: its lines in, findings out. Pure.

@@ -1,10 +1,10 @@
-"""From findings to deeds: diagnose, decide, ask the hook, carry out, write down."""
+"""From findings to actions: diagnose, decide, ask the hook, carry out, write down."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from heal.actions import (
     Action,
@@ -13,19 +13,20 @@ from heal.actions import (
     Plan,
     Refuse,
     Rollback,
-    Run,
     ScaleLr,
     SkipBatches,
     action_to_json,
+    changes_training,
 )
 from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis, blame_state, diagnose, may_be_the_weights
 from heal.exit_codes import ExitCode
-from heal.experiment import Settled
 from heal.history import NONFINITE, History, Incident
-from heal.journal import Journal
+from heal.journal import LEFT_OUT, Journal
+from heal.monitor import Monitor, Seen, is_suspect
 from heal.policy import EXIT_CODES, decide
+from heal.run import TorchRun
 
 Hook = Callable[[Diagnosis, Plan], Plan | None]
 """Sees what is wrong and what is planned; returns another plan, or None to agree."""
@@ -33,19 +34,6 @@ Hook = Callable[[Diagnosis, Plan], Plan | None]
 MAX_AHEAD = 10_000  # steps whose batches a hook may have skipped before they come
 RECOVERED_NOISE, RECOVERED_SHARE = 3.0, 0.1  # above its old level that a loss may be and is back
 MAX_LOGGED = 1000  # entries kept in memory; the journal has them all
-
-MAY_BE_IN_SNAPSHOTS = (
-    Cause.LOSS_SPIKE,
-    Cause.DIVERGENCE,
-    Cause.GRADIENT_EXPLOSION,
-    Cause.LR_SPIKE,
-    Cause.WEIGHT_CORRUPTION,
-    Cause.WEIGHT_DRIFT,
-    Cause.OPTIMIZER_CORRUPTION,
-    Cause.OPTIMIZER_RESET,
-)
-"""Trouble that begins before it is seen. What the device refused is in no snapshot."""
-
 
 MEASURED_LATE = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.OPTIMIZER_RESET)
 """Found by a check some time after: the batch of that step has nothing to do with it."""
@@ -63,25 +51,27 @@ SPENT = (
 """Codes of halts that count something: a hook that could replace them could heal for ever."""
 
 
-class Treatment:
+class Recovery:
     """Carries out what the policy decides, and remembers it.
 
     Args:
-        run: what is treated.
+        run: what is healed.
+        monitor: polled before a plan is made, so that all is known that can be.
         config: how patient to be.
         journal: told of every diagnosis.
         note: told of a hook or an action that failed; without a run_dir nobody reads the journal.
 
     Attributes:
         history: what was tried; survives rollbacks.
-        catch_up: called before a plan is made, so that all is known that can be.
         log: the step that came next, diagnosis and plan of everything that was found.
+        num_changes: how many plans changed training.
         treated: what the plan is for that is being carried out; None when there is none.
     """
 
     def __init__(
         self,
-        run: Run,
+        run: TorchRun,
+        monitor: Monitor,
         config: HealingConfig,
         journal: Journal,
         note: Callable[[str], None] = lambda text: None,
@@ -89,10 +79,11 @@ class Treatment:
         self.history = History()
         self.log: deque[tuple[int, Diagnosis, Plan]] = deque(maxlen=MAX_LOGGED)
         self.treated: Diagnosis | None = None
-        self.hook: Hook | None = None
-        self.catch_up: Callable[[], None] = lambda: None
-        self.tell: Callable[[Diagnosis, Plan], None] = lambda diagnosis, plan: None
+        self.num_changes = 0
+        self._hook: Hook | None = None
+        self._late: list[Seen] = []  # found, and not treated yet
         self._run = run
+        self._monitor = monitor
         self._config = config
         self._journal = journal
         self._note = note
@@ -100,8 +91,86 @@ class Treatment:
         self._saw_bad_data = self._has_halted = False
         self._overflows: list[Diagnosis] = []
 
-    def treat(self, findings: Sequence[Finding]) -> Plan:
-        """Treat what detectors found in one record; return what was done.
+    def add_hook(self, hook: Hook) -> None:
+        """Show every plan to ``hook``; what it returns, if not None, is done instead."""
+        self._hook = hook
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be treated."""
+        return not self._late
+
+    def poll(self) -> Iterator[Seen]:
+        """Yield what was found and is not treated yet, then what the monitor has polled now."""
+        late, self._late = self._late, []
+        yield from late
+        for seen in self._monitor.poll():
+            self._count(seen)
+            yield seen
+        yield from self._monitor.poll_checks()
+
+    def catch_up(self) -> None:
+        """Poll now, because a plan is about to be made or the run to be saved.
+
+        Clean steps prove the snapshots that it may need. What is found is treated by the next step.
+        """
+        try:
+            for seen in self._monitor.poll():
+                self._count(seen)
+                if seen.findings:
+                    self._late.append(seen)
+        except Exception as error:  # the plan must be made
+            self._note(f"{LEFT_OUT}: {error!r}")
+
+    def _count(self, seen: Seen) -> None:
+        if seen.settled is not None:
+            self._journal.event("experiment", self._run.step, **seen.settled.to_json())
+        if seen.is_clean:
+            self.note_clean(seen.step, *self._monitor.watch.loss_level())
+
+    def treat(self, seen: Seen) -> bool:
+        """Heal what was found in one step; return whether the run went back.
+
+        Raises:
+            CannotHeal: the run must stop.
+        """
+        # Written down first: a rollback forgets what led to it, and a halt ends the run.
+        self.note_moves(self._monitor.watch.take_moves(seen.step, seen.findings))
+        plan = self.treat_findings(seen.findings)
+        rolled_back = any(isinstance(action, Rollback) for action in plan)
+        if not rolled_back and is_suspect(seen.findings):
+            self._run.ring.note_settled()  # nothing was undone: what comes now has to prove itself
+        return rolled_back
+
+    def untreated(self) -> list[tuple[int, list[dict[str, Any]]]]:
+        """Return what was found and not treated yet, by step, as plain values."""
+        return [(seen.step, [f.to_json() for f in seen.findings]) for seen in self._late]
+
+    def resume(
+        self,
+        history: dict[str, Any],
+        untreated: Sequence[tuple[int, Sequence[dict[str, Any]]]],
+    ) -> None:
+        """Go on with what ``history.state()`` and :meth:`untreated` returned elsewhere."""
+        self.history = History.from_state(history)
+        self._late = [
+            Seen(step, [Finding.from_json(f) for f in findings]) for step, findings in untreated
+        ]
+
+    def finish(self) -> None:
+        """Write down what the last records show, when no step is to come."""
+        late, self._late = self._late, []
+        for seen in late:
+            self.report_last(seen.findings)
+        for seen in self._monitor.poll_last():
+            self.report_last(seen.findings)
+            self.note_moves(self._monitor.watch.take_moves(seen.step, seen.findings))
+        self.note_outcomes_at_end(*self._monitor.watch.loss_level())
+        if self._overflows:
+            self._report_overflows()
+
+    def treat_findings(self, findings: Sequence[Finding]) -> Plan:
+        """Diagnose findings and carry out the plan; return what was done.
 
         Raises:
             CannotHeal: the run must stop.
@@ -148,11 +217,6 @@ class Treatment:
             at = self._run.step
             self.log.append((at, diagnosis, plan))
             self._write_down(diagnosis, plan, [True] * len(plan), 0.0, at, self._knobs())
-
-    def report_end(self) -> None:
-        """Write down what was held back for a line that never came."""
-        if self._overflows:
-            self._report_overflows()
 
     def _report_overflows(self) -> None:
         first, last = self._overflows[0], self._overflows[-1]
@@ -281,10 +345,6 @@ class Treatment:
         """Hear that a step was taken: what was given up before it does not count any more."""
         self._num_given_up = 0
 
-    def note_experiment(self, settled: Settled) -> None:
-        """Write down what an experiment has shown."""
-        self._journal.event("experiment", self._run.step, **settled.to_json())
-
     def note_outcomes_at_end(self, loss: float, noise: float) -> None:
         """Write down how incidents stand that are not over when the run ends."""
         for incident in self.history.incidents:
@@ -318,7 +378,10 @@ class Treatment:
 
     def _apply(self, action: Action) -> bool:
         try:
-            return action.apply(self._run)
+            has_effect = action.apply(self._run)
+            if isinstance(action, Rollback):
+                self._late.clear()  # found in steps that did not happen
+            return has_effect
         except CannotHeal:
             raise
         except Exception as error:  # a cure that fails must not kill; a rollback that fails must
@@ -331,10 +394,10 @@ class Treatment:
             return False
 
     def _ask_hook(self, diagnosis: Diagnosis, plan: Plan) -> Plan:
-        if self.hook is None or (not plan and diagnosis.severity < Severity.WARN):
+        if self._hook is None or (not plan and diagnosis.severity < Severity.WARN):
             return plan
         try:
-            answer = self.hook(diagnosis, plan)
+            answer = self._hook(diagnosis, plan)
             if answer is None or _is_budget_spent(plan):
                 return plan
             is_text = isinstance(answer, str)  # an empty one would pass for an empty plan
@@ -380,7 +443,7 @@ class Treatment:
                 before=before,
                 after=self._knobs(),
             )
-            self.tell(diagnosis, plan)
+            self.num_changes += changes_training(plan)
         except Exception as error:
             self._journal.event("telling_failed", self._run.step, error=repr(error))
 
@@ -388,10 +451,3 @@ class Treatment:
 def _is_budget_spent(plan: Plan) -> bool:
     """Tell whether a plan ends the run because patience is at its end: healing always ends."""
     return any(isinstance(action, Halt) and action.exit_code in SPENT for action in plan)
-
-
-def is_suspect(findings: Sequence[Finding]) -> bool:
-    """Return whether snapshots taken lately may already hold the trouble."""
-    if not findings:
-        return False
-    return any(f.cause in MAY_BE_IN_SNAPSHOTS and f.severity >= Severity.ERROR for f in findings)

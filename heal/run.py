@@ -53,6 +53,8 @@ class TorchRun:
         config: the limits.
         stream: where batches come from.
         micro: how finely they are cut.
+        schedules: those that the caller steps stay as they are in a rollback, or return with it.
+        durable: checkpoints on disk, for where no snapshot is old enough; None if there are none.
         note: told of what went otherwise than planned.
         sleep: waits; tests give one that does not.
 
@@ -60,11 +62,6 @@ class TorchRun:
         step: the number of the step that comes next.
         calls: how many steps were taken in all, those that a rollback took back included.
         buffers: copies of those that steps write.
-        on_restore: called with the plain healing state that was saved, after a rollback.
-        on_resume: called after a run of another process is gone on with.
-        healing_state: returns that state, to be saved.
-        schedules: those that the caller steps stay as they are in a rollback, or return with it.
-        durable: checkpoints on disk, for where no snapshot is old enough; None if there are none.
         clip_limits: tightens clipping for some steps.
         anchor: holds weights near those of a snapshot, for some steps after a rollback.
     """
@@ -76,16 +73,17 @@ class TorchRun:
         config: HealingConfig,
         stream: BatchStream,
         micro: MicroBatcher,
+        schedules: Schedules,
+        durable: Checkpoints | None,
         note: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.step = self.calls = 0
         self.buffers = state.buffers
-        self.on_restore: Callable[[dict[str, Any]], None] = lambda saved: None
-        self.on_resume: Callable[[], None] = lambda: None
-        self.healing_state: Callable[[], dict[str, Any]] = dict
-        self.schedules: Schedules | None = None
-        self.durable: Checkpoints | None = None
+        self._schedules = schedules
+        self._durable = durable
+        self._held: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self._rollback_callbacks: list[Callable[[int], None]] = []
         self.ring = SnapshotRing(
             config.snapshot_interval,
             config.snapshot_count,
@@ -111,6 +109,18 @@ class TorchRun:
         self._unfinished: Snapshot | None = None  # to be brought up to date
         self._returned_to: Snapshot | None = None  # by the rollback of this step
 
+    def begin_at(self, step: int) -> None:
+        """Count from the step that a trainer is at."""
+        self.step = step
+
+    def hold(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        """Have snapshots in memory hold what ``save`` returns; a rollback gives it to ``load``."""
+        self._held[name] = save, load
+
+    def on_rollback(self, callback: Callable[[int], None]) -> None:
+        """Call ``callback(step)`` after each rollback, when all else has returned to ``step``."""
+        self._rollback_callbacks.append(callback)
+
     @property
     def lr_scale(self) -> float:
         """The factor on every learning rate, beside all schedules."""
@@ -134,7 +144,7 @@ class TorchRun:
     def snapshots(self) -> Sequence[int]:
         """Return the steps that every rank can return to, in memory or on disk, newest first."""
         kept = self.ring.good_steps()
-        saved = [] if self.durable is None else self.durable.steps()
+        saved = [] if self._durable is None else self._durable.steps()
         return self._ranks.common(sorted({*kept, *saved}, reverse=True))
 
     def capture(self, is_proven: bool = False) -> bool:
@@ -150,7 +160,7 @@ class TorchRun:
             **self._state.values(),
             "rng": RngState.now(),
             "data": self._stream.position(),
-            "healing": self.healing_state(),
+            **{name: save() for name, (save, _) in self._held.items()},
         }
         tensors, without_nan = self._state.tensors(), self._state.without_nan()
         taken = self.ring.capture(self.step, tensors, values, is_proven, without_nan)
@@ -259,7 +269,6 @@ class TorchRun:
         self.ring.drop_all()
         self._constants.forget()
         self._signature = self._state.signature()
-        self.on_resume()
 
     def has_changed_shape(self) -> bool:
         """Return whether parameters came, went, froze or thawed since last asked.
@@ -308,12 +317,12 @@ class TorchRun:
 
     def _write(self, snapshot: Snapshot) -> RestoreFailed | None:
         """Write a snapshot over the run; return why it could not be done."""
-        settle = None if self.schedules is None else self.schedules.before_return()
+        settle = self._schedules.before_return()
         try:
             self._state.restore(
                 snapshot.tensors,
                 snapshot.values,
-                (lambda: None) if settle is None else (lambda: settle(snapshot.step)),
+                lambda: settle(snapshot.step),
                 self._ranks.all_agree,
             )
         except RestoreFailed as failure:
@@ -334,9 +343,13 @@ class TorchRun:
         self._constants.count_as_changing(changed, ", and stays as it is in this rollback")
         self.step = snapshot.step
         self.ring.drop_after(snapshot.step)
-        self.on_restore(snapshot.values["healing"])
-        if self.durable is not None:
-            self.durable.abandon_after(snapshot.step)
+        for name, (_, load) in self._held.items():
+            if name in snapshot.values:
+                load(snapshot.values[name])
+        if self._durable is not None:
+            self._durable.abandon_after(snapshot.step)
+        for callback in self._rollback_callbacks:
+            callback(snapshot.step)
 
     def _misfit(self, snapshot: Snapshot, changed: Sequence[Key]) -> str:
         """Return why the run cannot return to a snapshot; empty if it can."""
@@ -478,4 +491,4 @@ class TorchRun:
             self._note(f"{error}; falling back to the disk, or to an older one")
         except KeyError:
             pass  # it is on the disk only
-        return None if self.durable is None else self.durable.snapshot(step)
+        return None if self._durable is None else self._durable.snapshot(step)

@@ -160,6 +160,8 @@ CAPABILITIES = {
     "add_state": "healer.md",
     "forward=": "experiments.md",
     "on_instability": "extend.md",
+    "on_rollback": "extend.md",
+    "on_record": "extend.md",
     "zclip.optim": "optimizers.md",
     "PythonRule": "rules.md",
     "disabled_detectors": "healing.md",

@@ -58,7 +58,7 @@ def hold_models_of(callbacks: Iterable[Any], healer: Healer) -> None:
             if attribute in written:
                 healer.add_state(name, value.state_dict, value.load_state_dict)
             else:
-                healer.parts.notes.add(
+                healer.note(
                     f"{name} is a model that no snapshot holds: if training changes it, a rollback "
                     "leaves it as it is; healer.add_state has it returned too"
                 )

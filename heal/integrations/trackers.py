@@ -57,14 +57,6 @@ class Tracker(Protocol):
 # From the names of trackers to trackers.
 
 
-KNOWN: dict[str, str] = {
-    "trackio": "TrackioTracker",
-    "tensorboard": "TensorBoardTracker",
-    "wandb": "WandbTracker",
-    "mlflow": "MlflowTracker",
-}
-"""Trackers by name, which is also that of the package and of our file; and the class in there."""
-
 METHODS = ("start", "log", "alert", "close")
 
 
@@ -109,8 +101,7 @@ def _made(wanted: Any, settings: dict[str, Any]) -> Tracker:
                 f"tracker {wanted!r} needs the package {wanted}, which is not installed: "
                 f"pip install {wanted}"
             )
-        module = import_module(f"heal.integrations.trackers.{wanted}")
-        make: Callable[..., Tracker] = getattr(module, KNOWN[wanted])
+        make: Callable[..., Tracker] = KNOWN[wanted]
         return make(**settings)
     missing = [name for name in METHODS if not callable(getattr(wanted, name, None))]
     if missing or isinstance(wanted, type):
@@ -526,3 +517,12 @@ class MlflowTracker:
             self._client.create_experiment(self.project) if known is None else known.experiment_id
         )
         return found
+
+
+KNOWN: dict[str, Callable[..., Tracker]] = {
+    "trackio": TrackioTracker,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+}
+"""Trackers by name, which is also that of the package."""

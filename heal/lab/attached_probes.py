@@ -16,7 +16,7 @@ from heal.causes import Cause, Finding, Severity
 from heal.journal import Journal, Notes
 from heal.lab.probes.undisturbed import undisturbed
 from heal.ranks import Ranks
-from heal.recovery import Treatment
+from heal.recovery import Recovery
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class AttachedProbes:
     Args:
         model: what is trained; a look leaves its buffers, modes and the generators as they were.
         ranks: a probe that fails on one rank ends on all, and an alarm of one is one of all.
-        treatment: told of alarms.
+        recovery: gets the alarms.
         journal: gets the numbers.
         notes: told of probes that failed.
     """
@@ -46,13 +46,13 @@ class AttachedProbes:
         self,
         model: Module,
         ranks: Ranks,
-        treatment: Treatment,
+        recovery: Recovery,
         journal: Journal,
         notes: Notes,
     ) -> None:
         self._model = model
         self._ranks = ranks
-        self._treatment = treatment
+        self._recovery = recovery
         self._journal = journal
         self._notes = notes
         self._probes: dict[str, AttachedProbe] = {}
@@ -112,7 +112,7 @@ class AttachedProbes:
             self._journal.event("probe", step, probe=probe.name, found=told, seconds=seconds)
         was_alarmed, probe.is_alarmed = probe.is_alarmed, is_alarmed
         if is_alarmed and not was_alarmed:  # once, until it has been off again
-            self._treatment.treat([_alert(probe, step)])
+            self._recovery.treat_findings([_alert(probe, step)])
 
 
 def numbers_of(found: Any) -> dict[str, float]:

@@ -117,7 +117,7 @@ def main(folder, wrap, where, what):
     except CannotHeal as halt:
         code = halt.exit_code
         told |= {"code": code, "halt": str(halt)}
-    told |= {"step": healer.last_step, "skipped": healer.parts.stream.skipped}
+    told |= {"step": healer.last_step, "skipped": healer.stream.skipped}
     told["notes"] = list(healer.notes)
     Path(folder, f"told{rank}").write_text(json.dumps(told))
     if code == 0:

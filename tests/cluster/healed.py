@@ -94,7 +94,7 @@ def absent_at_the_ping(folder, absent):
     """One rank does not come to the second ping."""
     rank = join().rank
     healer = build(folder, rank, nccl_timeout_seconds=10.0, fingerprint_interval=0)
-    watch = healer.parts.listener.cluster
+    watch = healer.monitor.cluster
     look = watch.look
     if rank == absent:
         watch.look = lambda step: look(step) if step < 10 else []

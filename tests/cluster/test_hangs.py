@@ -101,7 +101,7 @@ def test_a_timeout_that_is_not_positive_is_refused():
         HangWatchdog(0)
 
 
-@pytest.mark.parametrize(("failures", "told"), [(1, "progress_board.py"), (99, "cannot be read")])
+@pytest.mark.parametrize(("failures", "told"), [(1, "watchdog.py"), (99, "cannot be read")])
 def test_a_stack_that_changes_under_our_eyes_does_not_end_the_watch(monkeypatch, failures, told):
     real, tries = traceback.extract_stack, []
 

@@ -31,7 +31,7 @@ def build(checkpoint_dir=None, **settings):
     config = HealingConfig(**settings)
     healer = Healer(model, optimizer, config=config, checkpoint_dir=checkpoint_dir)
     healer.exits.dismiss()
-    healer.parts.listener.watch.detectors["counter"] = Counter()
+    healer.monitor.watch.detectors["counter"] = Counter()
     return model, optimizer, healer
 
 
@@ -52,4 +52,4 @@ def nan_step(model, healer):
 
 def heard_of(healer):
     """Return how many records the detectors have heard of."""
-    return healer.parts.listener.watch.detectors["counter"].seen
+    return healer.monitor.watch.detectors["counter"].seen

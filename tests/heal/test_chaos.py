@@ -88,7 +88,7 @@ def test_a_fault_is_found_and_healed(kind, make, undisturbed):
     assert len(chaos.strikes) == 1
     found = [diagnosis.cause.value for _, diagnosis, _ in healer.history]
     if not causes:  # looked into, and found to be none of the weights
-        assert healer.parts.experiment.settled == 1
+        assert healer.experiment.settled == 1
     else:
         assert found, "nobody noticed"
     assert set(found[:1]) <= causes
@@ -214,7 +214,7 @@ def test_a_fault_that_finds_nothing_to_break_is_no_strike():
     setup.optimizer = torch.optim.SGD(setup.model.parameters(), lr=1e-3)
     healer = setup.healer()
     kinds = ["reset_optimizer", "corrupt_optimizer", "flip_snapshot_bit"]
-    healer.parts.run.ring.newest_good = lambda: None
+    healer.training.ring.newest_good = lambda: None
     chaos = Chaos(healer, [Fault(kind, at=5) for kind in kinds])
     healer.run(chaos.wrap(setup.train_step), setup.loader, 10, progress=False)
     assert chaos.strikes == []

@@ -296,7 +296,7 @@ def test_a_dry_run_puts_back_frozen_weights_too(at, scaled):
     setup.model.eval()
 
     def everything():
-        healed = [o.clipper.state_dict() for o in healer.parts.guarded.optimizers]
+        healed = [o.clipper.state_dict() for o in healer.guarded.optimizers]
         parts = setup.model, setup.optimizer, setup.scheduler
         states = [part.state_dict() for part in parts] + [scaled and scaler.state_dict()]
         return tree_leaves(copy.deepcopy((states, healed, torch.get_rng_state())))
@@ -307,11 +307,11 @@ def test_a_dry_run_puts_back_frozen_weights_too(at, scaled):
         setup.scheduler.last_epoch += 1
         return loss
 
-    before, letters = everything(), list(healer.parts.guarded.mailbox._sent)
+    before, letters = everything(), list(healer.guarded.mailbox._sent)
     assert healer.dry_run(train_step, setup.loader).is_ok
     for now, then in zip(everything(), before, strict=True):
         assert torch.equal(now, then) if isinstance(now, torch.Tensor) else now == then
-    assert list(healer.parts.guarded.mailbox._sent) == letters
+    assert list(healer.guarded.mailbox._sent) == letters
     assert not setup.model.training
     healer.exits.dismiss()
 

@@ -154,7 +154,7 @@ def test_accumulated_batches_are_given_out_again_together():
     setup = regression()
     healer = suspected(setup)
     loop(healer.batches(setup.loader), healer.step, setup)
-    assert healer.parts.experiment.forwards
+    assert healer.experiment.forwards
     assert_same(fingerprint(setup), expected)
 
 
@@ -213,7 +213,7 @@ def test_experiments_cost_no_more_than_their_budget():
     setup = regression()
     healer = suspected(setup)
     healer.run(setup.train_step, setup.loader, 300, progress=False)
-    assert 0 < healer.parts.experiment.forwards <= BUDGET
+    assert 0 < healer.experiment.forwards <= BUDGET
 
 
 def damaged(setup, step, damage):
@@ -305,7 +305,7 @@ def test_a_body_that_is_left_in_a_trial_finds_its_own_weights():
     healer = suspected(setup)
     own = []
     for batch in healer.batches(setup.loader):
-        if healer.parts.trials.is_open and healer.last_step > 4:
+        if healer.trials.is_open and healer.last_step > 4:
             swapped = [p.detach().clone() for p in setup.model.parameters()]
             break
         loss = setup.train_step(batch)
@@ -322,7 +322,7 @@ def test_an_error_in_a_trial_is_no_error_of_the_run():
     healer = suspected(setup)
     for batch in healer.batches(setup.loader):
         with healer.attempt():
-            if healer.parts.trials.is_open:
+            if healer.trials.is_open:
                 raise ValueError("only with old weights")
             loss = setup.train_step(batch)
             loss.backward()

@@ -99,8 +99,8 @@ def test_after_a_rollback_the_learning_rate_is_the_factor_times_the_schedule(nam
 
         def on_step(step):
             if disturb and step == 33 and len(seen) == 34:
-                healer.parts.run.restore(healer.snapshots()[0])
-                healer.parts.run.scale_lr(0.5, 0.01, 10)
+                healer.training.restore(healer.snapshots()[0])
+                healer.training.scale_lr(0.5, 0.01, 10)
 
         healer.run(setup.train_step, setup.loader, 50, progress=False, on_step=on_step)
         return seen
@@ -120,7 +120,7 @@ def test_after_a_rollback_the_learning_rate_is_the_factor_times_the_schedule(nam
 def test_factors_compound_survive_rollbacks_and_keep_to_the_floor():
     setup = regression(lr_ramp_steps=50)
     healer = setup.run(30)
-    run = healer.parts.run
+    run = healer.training
     for _ in range(3):
         run.scale_lr(0.5, 0.2, 50)
     assert run.lr_scale == 0.2
@@ -153,7 +153,7 @@ def test_a_tightened_clip_is_loosened_again():
     healer = setup.healer()
     healer.run(setup.train_step, setup.loader, 20, progress=False)
     clipper = healer.optimizers[0].clipper
-    healer.parts.run.tighten_clip(0.5)
+    healer.training.tighten_clip(0.5)
     assert 0 < clipper.max_norm < math.inf
     healer.run(setup.train_step, setup.loader, 25, progress=False)
     assert clipper.max_norm == math.inf
@@ -177,8 +177,8 @@ def test_a_bad_batch_is_not_a_bad_model_whatever_the_preset(preset):
 def test_healing_that_fails_itself_is_left_out_and_said(monkeypatch):
     setup, bare = regression(), None
     healer = setup.healer()
-    monkeypatch.setattr(healer.parts.run, "capture", lambda is_proven: 1 / 0)
-    monkeypatch.setattr(healer.parts.listener, "check_health", lambda: {}["nothing"])
+    monkeypatch.setattr(healer.training, "capture", lambda is_proven: 1 / 0)
+    monkeypatch.setattr(healer.monitor, "check_health", lambda: {}["nothing"])
     healer.run(setup.train_step, setup.loader, 40, progress=False)
     assert any("ZeroDivisionError" in note for note in healer.notes)
     healthy = regression()
@@ -201,9 +201,9 @@ def test_memory_that_was_short_once_is_tried_again_later():
     setup = regression(micro_batch_grow_steps=10)
     healer = setup.healer()
     strike(setup, [Fault("oom_forward", at=20, times=2)], 23, healer)
-    assert healer.parts.run.micro_batches == 4
+    assert healer.training.micro_batches == 4
     strike(setup, [], 80, healer)
-    assert healer.parts.run.micro_batches == 1
+    assert healer.training.micro_batches == 1
 
 
 def test_an_oom_step_has_the_gradient_of_the_whole_batch():
@@ -216,7 +216,7 @@ def test_an_oom_step_has_the_gradient_of_the_whole_batch():
     whole.run(30)
     cut = build()
     healer = strike(cut, [Fault("oom_backward", at=12), Fault("oom_forward", at=14)], 30)
-    assert healer.parts.run.micro_batches == 4
+    assert healer.training.micro_batches == 4
     for a, b in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 

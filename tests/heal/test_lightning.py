@@ -337,7 +337,7 @@ def test_out_of_memory_is_healed_in_smaller_pieces():
     trainer = fit(module, callback)
     assert {d.cause.value for _, d, _ in callback.healer.history} == {"oom"}
     assert trainer.global_step == STEPS
-    assert callback.healer.parts.micro.pieces == 1  # grown back
+    assert callback.healer.micro.pieces == 1  # grown back
     assert last_losses(module) < 1.2 * bare_loss()
 
 

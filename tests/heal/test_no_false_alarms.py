@@ -125,4 +125,4 @@ def test_a_curriculum_that_changes_at_once_is_left_alone(change, zclip_enabled):
         optimizer.zero_grad()
         loss.backward()
         healer.step(loss)
-    assert [plan for _, _, plan in healer.parts.treatment.log if changes_training(plan)] == []
+    assert [plan for _, _, plan in healer.recovery.log if changes_training(plan)] == []

@@ -88,7 +88,7 @@ def build(num_optimizers=1, scaler=None, **config):
 def take_steps(model, healer, steps):
     for batch in healer.batches([torch.empty(5, 4, device="cuda") for _ in range(steps)]):
         loss = model(batch).square().mean()
-        scaler = healer.parts.guarded.scaler
+        scaler = healer.guarded.scaler
         (loss if scaler is None else scaler.scale(loss)).backward()
         healer.step(loss)
         healer.model.zero_grad()
@@ -130,7 +130,7 @@ def test_the_forecast_waits_for_nothing(device):
         model, healer = build(forecast=True, lag=0)
         take_steps(model, healer, 25)
     assert healer.notes == []
-    assert healer.parts.listener.watch.forecast.features.steps == 25
+    assert healer.monitor.watch.forecast.features.steps == 25
     assert Event.host_waits == 0
     healer.exits.dismiss()
 
@@ -139,7 +139,7 @@ def test_an_anchor_waits_for_nothing_neither_set_nor_holding(device):
     with fake_cuda():
         model, healer = build()
         take_steps(model, healer, 2)
-        assert healer.parts.run.anchor_weights(0.1, 3)
+        assert healer.training.anchor_weights(0.1, 3)
         take_steps(model, healer, 2)
         assert healer.optimizers[0].pull is not None
         take_steps(model, healer, 2)
@@ -163,9 +163,9 @@ def test_the_whole_loop_waits_for_nothing(device):
 def test_a_wait_would_be_noticed(device, monkeypatch):
     with fake_cuda():
         model, healer = build()
-        step = healer.parts.guarded.step
+        step = healer.guarded.step
         monkeypatch.setattr(
-            healer.parts.guarded, "step", lambda n, loss, facts: (float(loss), step(n, loss))
+            healer.guarded, "step", lambda n, loss, facts: (float(loss), step(n, loss))
         )
         with pytest.raises(WAITS):
             take_steps(model, healer, 1)

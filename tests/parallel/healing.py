@@ -81,7 +81,7 @@ class Setup:
         ]
 
     def assert_alike(self):
-        told = self.healer.parts.guarded.ranks.gather((self.done, self.healer.last_step))
+        told = self.healer.guarded.ranks.gather((self.done, self.healer.last_step))
         assert all(one == told[0] for one in told), told
         assert self.healer.notes == []
         weights = [getattr(p, "_local_tensor", p).detach() for p in self.model.parameters()]
@@ -127,7 +127,7 @@ def every_rank_hears_of_the_mean_loss_and_of_seconds_alike():
         setup.healer.step(torch.tensor(2.0 + 2.0 * dist.get_rank()))
     assert setup.healer.latest.loss == 3.0
     shared = setup.healer.latest._replace(own_seconds=0.0)  # all but what it says it is
-    told = setup.healer.parts.guarded.ranks.gather(repr(shared))
+    told = setup.healer.guarded.ranks.gather(repr(shared))
     assert told[0] == told[1]
 
 
@@ -234,7 +234,7 @@ def a_snapshot_that_one_rank_asks_for_is_taken_by_all_at_the_same_step():
     setup = Setup(snapshot_interval=100)
     setup.fault(0, 3, lambda batch: setup.healer.request_snapshot())
     setup.run(12)
-    told = setup.healer.parts.guarded.ranks.gather(setup.healer.snapshots())
+    told = setup.healer.guarded.ranks.gather(setup.healer.snapshots())
     assert told[0] == told[1]
     assert 3 + setup.healer.config.lag + 2 in told[0]
 
@@ -265,7 +265,7 @@ def memory_that_runs_out_on_one_rank_shrinks_the_pieces_of_all():
         assert setup.causes() == ["oom"]
         assert setup.done[0][3] == ["ClearCache", "ShrinkBatch"]
         assert setup.pieces[-1] == 4
-        told = setup.healer.parts.guarded.ranks.gather(setup.healer.micro_batches)
+        told = setup.healer.guarded.ranks.gather(setup.healer.micro_batches)
         assert told == [2, 2]
 
 
@@ -288,7 +288,7 @@ def memory_that_runs_out_within_forward_does_not_send_buffers_twice():
 @check(2)
 def memory_that_runs_out_while_accumulating_is_no_loss_either():
     setup = Setup()
-    setup.healer.parts.micro.pieces = 4
+    setup.healer.micro.pieces = 4
 
     def fail(batch):
         setup.faults[6] = None  # armed again: the next piece of the same attempt
@@ -347,7 +347,7 @@ def a_loader_that_fails_on_one_rank_costs_all_one_step():
     setup.run(20, Torn(setup.loader))
     setup.assert_alike()
     assert setup.causes() == ["data_error"]
-    assert setup.healer.parts.stream.ordinal == 20
+    assert setup.healer.stream.ordinal == 20
 
 
 @check(2)
@@ -389,7 +389,7 @@ def memory_that_runs_out_in_the_step_of_one_rank_returns_all_to_a_snapshot():
 def a_snapshot_that_is_corrupt_on_one_rank_is_used_by_none():
     setup = Setup(snapshot_memory_fraction=4.0).run(19)
     if dist.get_rank() == 0:  # all but the oldest; which of them is chosen is the policy's affair
-        for snapshot in setup.healer.parts.run.ring._kept[1:]:
+        for snapshot in setup.healer.training.ring._kept[1:]:
             next(iter(snapshot.tensors.values())).view(-1)[0] += 1.0
 
     def damage(batch):
@@ -401,7 +401,7 @@ def a_snapshot_that_is_corrupt_on_one_rank_is_used_by_none():
     resumed = []
     setup.healer.on_instability(lambda d, plan: resumed.append((setup.healer.last_step, plan)))
     setup.run(40)
-    told = setup.healer.parts.guarded.ranks.gather((setup.done, resumed, setup.healer.last_step))
+    told = setup.healer.guarded.ranks.gather((setup.done, resumed, setup.healer.last_step))
     assert told[0] == told[1]
     assert "Rollback" in setup.actions()
     assert same_on_all_ranks(*[p.detach() for p in setup.model.parameters()])
@@ -508,9 +508,9 @@ def a_forecast_hears_the_mean_loss_and_warns_alike():
     setup.assert_alike()
     assert setup.causes() == ["instability_ahead"]
     assert setup.actions() == {"TakeSnapshot", "TightenClip", "WatchClosely"}
-    forecast = setup.healer.parts.listener.watch.forecast
+    forecast = setup.healer.monitor.watch.forecast
     heard = (forecast.evidence, forecast.features.last_loss, forecast.features.second_fast)
-    ranks = setup.healer.parts.guarded.ranks
+    ranks = setup.healer.guarded.ranks
     assert len(set(ranks.gather(heard))) == 1
     losses = ranks.gather(own)
     assert losses[0][-1] != losses[1][-1]
@@ -533,7 +533,7 @@ def _damage_on_one_rank_is_found_by_all(wrap):
     setup.run(60)
     setup.assert_alike()
     assert "Rollback" in setup.actions()
-    assert setup.healer.parts.experiment.forwards
+    assert setup.healer.experiment.forwards
     assert setup.healer.last_step == 59
 
 
@@ -572,7 +572,7 @@ def _experiments_change_no_bit(wrap):
     setup = Setup(wrap, norm=wrap == "ddp")
     setup.healer.add_detector("suspicious", _Suspicious())
     setup.run(24)
-    assert setup.healer.parts.experiment.forwards > 2
+    assert setup.healer.experiment.forwards > 2
     assert not setup.actions()
     for param, other in zip(setup.model.parameters(), expected, strict=True):
         local, theirs = (getattr(t, "_local_tensor", t) for t in (param, other))

@@ -229,7 +229,7 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
         """Return the state of clipping and healing, for Lightning's checkpoint."""
         if self.healer is None:
             return self._saved or {}
-        return self.healer.parts.memory.state_dict()
+        return self.healer.memory.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state of a checkpoint until training starts."""
@@ -239,6 +239,6 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
     def _resume(healer: Healer, saved: dict[str, Any]) -> None:
         """Go on with what is known; of what cannot be read healing learns anew, and says so."""
         try:
-            healer.parts.memory.load_state_dict(saved)
+            healer.memory.load_state_dict(saved)
         except Exception as error:
-            healer.parts.notes.add(f"the checkpoint's state of healing cannot be used: {error!r}")
+            healer.note(f"the checkpoint's state of healing cannot be used: {error!r}")

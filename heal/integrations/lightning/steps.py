@@ -46,7 +46,7 @@ class HealedSteps:
         self._heals_errors = (
             self._is_automatic and self._accumulate == 1 and trainer.world_size == 1
         )
-        self._buffers = healer.parts.guarded.buffers
+        self._buffers = healer.guarded.buffers
         self._sum: Tensor | None = None  # of the losses of batches that were only accumulated
         self._num_summed = 0
         self._clips_before = self._watched.steps
@@ -94,11 +94,11 @@ class HealedSteps:
 
     def _backward(self, closure: Any) -> tuple[bool, Any]:
         """Return whether there are gradients, and the loss; False if the batch was given up."""
-        if self._healer.parts.experiment.is_due and hasattr(closure, "_step_fn"):
+        if self._healer.experiment.is_due and hasattr(closure, "_step_fn"):
             self._try_old_weights(closure._step_fn.args[0])
         if not self._heals_errors or not hasattr(closure, "_step_fn"):
             return True, closure()
-        attempts, micro = self._healer.parts.attempts, self._healer.parts.micro
+        attempts, micro = self._healer.retries, self._healer.micro
         arguments = closure._step_fn.args[0]
         # The first attempt has the batch itself: hooks may look for what it wrote there.
         as_it_came = own_copy(arguments.get("batch"))
@@ -116,7 +116,9 @@ class HealedSteps:
             self._watched.zero_grad()
             self._buffers.put_back()
             rng.put_back()
-            if not attempts.heal(*failure):
+            with self._healer.halting():
+                is_cured = attempts.heal(*failure)
+            if not is_cured:
                 loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
                 closure._result = loop.output_result_cls(None)
                 return False, None
@@ -125,7 +127,7 @@ class HealedSteps:
 
     def _try_old_weights(self, arguments: Mapping[str, Any]) -> None:
         """Compare old weights with today's on this batch; nothing is logged meanwhile."""
-        experiment, module = self._healer.parts.experiment, self._module
+        experiment, module = self._healer.experiment, self._module
         strategy = self._trainer.strategy
         if "batch" not in arguments:
             return  # training_step draws from the loader itself
@@ -149,7 +151,7 @@ class HealedSteps:
 
     def _in_pieces(self, closure: Any) -> Tensor:
         """Forward and backward of a batch that does not fit whole, with Lightning's hooks."""
-        micro, step_fn = self._healer.parts.micro, closure._step_fn
+        micro, step_fn = self._healer.micro, closure._step_fn
         arguments = step_fn.args[0]
         batch = arguments["batch"]
         outputs = []
@@ -178,10 +180,11 @@ class HealedSteps:
         except Exception as error:
             if not self._heals_errors:
                 raise
-            attempts = self._healer.parts.attempts
-            attempts.heal(*attempts.judge(error, "step"))
+            attempts = self._healer.retries
+            with self._healer.halting():
+                attempts.heal(*attempts.judge(error, "step"))
         else:
-            self._healer.parts.micro.note_clean()
+            self._healer.micro.note_clean()
 
     def _mean(self, loss: Tensor | None) -> Tensor | None:
         """Return the mean loss of all batches of the step, computed on the device."""

@@ -13,6 +13,7 @@ from heal.attempts import Attempts
 from heal.causes import Family
 from heal.data.split import CannotSplit, num_samples, split
 from heal.data.stream import own_copy
+from heal.diagnose import Diagnosis
 from heal.guarded_step import GuardedStep, Judged, WatchedOptimizer
 from heal.healer import Healer
 from heal.integrations.patches import Patches
@@ -263,20 +264,22 @@ class TrainerAttempts(Attempts):
         training_step: TrainingStep,
     ) -> None:
         super().__init__(
-            healer.parts.run,
-            healer.parts.guarded,
-            healer.parts.micro,
-            healer.parts.treatment,
-            healer.parts.stream,
+            healer.training,
+            healer.guarded,
+            healer.micro,
+            healer.recovery,
+            healer.stream,
             healer.journal,
-            healer,
-            healer.parts.experiment,
+            healer.experiment,
+            healer.durable,
+            healer.report,
         )
+        self._healer = healer
         self._trainer = trainer
         self._guard = guard
         self._batches = batches
         self._training_step = training_step
-        self._buffers = healer.parts.guarded.buffers
+        self._buffers = healer.guarded.buffers
         self._is_paired = is_paired(trainer)
         self._inputs: list[Any] = []  # of the micro-batches of this step, so far
         self._calls = 0
@@ -352,6 +355,11 @@ class TrainerAttempts(Attempts):
                 if not self._inputs:
                     return torch.zeros((), device=self._trainer.args.device)
             first = 0
+
+    def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
+        """Carry out the plan; a halt leaves its postmortem before the trainer sees it."""
+        with self._healer.halting():
+            return super().heal(diagnosis, error)
 
     def treat(self, error: Exception, phase: str) -> None:
         """Heal what was raised outside of forward and backward."""

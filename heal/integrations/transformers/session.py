@@ -10,7 +10,7 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from heal.actions import CannotHeal
-from heal.causes import Family, Finding
+from heal.causes import Family
 from heal.checkpoint.files import put_aside
 from heal.config import HealingConfig
 from heal.detectors.preference import ACCURACY, MARGIN
@@ -168,11 +168,11 @@ class Session:
         self._has_hooks = False  # whether the trainer tells of the beginning of its steps
         self._retries = retries
         self.stopped: CannotHeal | None = None
-        self._checkpoints = UndoneCheckpoints(trainer, self.healer.parts.notes.add)
+        self._checkpoints = UndoneCheckpoints(trainer, self.healer.note)
         self._patches = patches
         accelerator = trainer.accelerator
         self._guard = TrainerGuard(
-            self.healer.parts.guarded,
+            self.healer.guarded,
             config.zclip_enabled,
             accelerator.clip_grad_norm_,
             self._facts,
@@ -199,7 +199,7 @@ class Session:
         """Before the first micro-batch of a step."""
         self._is_in_step = self._has_hooks = True
         self.finish_snapshot()
-        self.healer.parts.notes.contain(self.healer.parts.books.before_step)
+        self.healer.contained(self.healer.before_step)
 
     def finish_snapshot(self) -> None:
         """Bring a snapshot of this very step up to date.
@@ -211,8 +211,8 @@ class Session:
         if snapshot is not None:
             self._fresh_snapshot = None
             snapshot.values["rng"] = RngState.now()
-            saved = snapshot.values["healing"]
-            saved["trainer"], saved["log"] = self.position.save(), self.log_watch.state()
+            snapshot.values["trainer"] = self.position.save()
+            snapshot.values["log"] = self.log_watch.state()
 
     def end_step(self, control: Any) -> None:
         """After the optimizer, the scheduler and the trainer's count have stepped.
@@ -240,22 +240,22 @@ class Session:
         """Count the step and hear of those before; what they tell is treated."""
         healer, guard = self.healer, self._guard
         try:
-            with healer.exits.halting():
-                healer.parts.notes.contain(
-                    lambda: healer.parts.books.after_step(guard.facts, self._posted, guard.has_loss)
+            with healer.halting():
+                healer.contained(
+                    lambda: healer.after_step(guard.facts, self._posted, guard.has_loss)
                 )
         except CannotHeal as halt:
             if not self._retries or control is None or not is_preemption(halt):
                 raise
             self._stop(halt, control)
-        fresh = healer.parts.run.ring.of_step(healer.parts.run.step)
+        fresh = healer.training.ring.of_step(healer.training.step)
         if fresh is not None:
             self._fresh_snapshot = fresh
 
     def observe_log(self, logs: Mapping[str, Any]) -> None:
         """Hear of a line of the trainer's log: what it tells of preferences and rewards."""
         healer = self.healer
-        detectors = healer.parts.listener.watch.detectors
+        detectors = healer.monitor.watch.detectors
         if ACCURACY in logs or MARGIN in logs:
             # The loss alone would name a plateau at chance; here there is better evidence.
             plateau = detectors.get("plateau")
@@ -265,13 +265,7 @@ class Session:
             # A policy loss is zero on average, exactly zero without advantages, and leaps with
             # every group that has some. Rewards, divergence and gradients tell more.
             detectors.pop("loss_spike", None)
-        with healer.exits.halting():
-            healer.parts.notes.contain(
-                lambda: self._treat(self.log_watch.observe(healer.parts.run.step, logs))
-            )
-
-    def _treat(self, findings: Sequence[Finding]) -> None:
-        self.healer.parts.treatment.treat(findings)
+        healer.contained(lambda: healer.treat(self.log_watch.observe(healer.training.step, logs)))
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the postmortem."""
@@ -296,43 +290,35 @@ class Session:
             trackers=trackers,
             sleep=sleep,
         )
-        parts = healer.parts
-        parts.run.step = trainer.state.global_step
-        parts.schedules.caller_repeats = True  # a rollback returns the trainer's count as well
+        healer.training.begin_at(trainer.state.global_step)
+        healer.schedules.follow_caller()  # a rollback returns the trainer's count as well
         return healer
 
     def _facts(self) -> HostFacts:
         try:
-            return self.healer.parts.listener.facts()
+            return self.healer.monitor.facts()
         except Exception as error:
-            self.healer.parts.notes.add(f"{LEFT_OUT}: {error!r}")
+            self.healer.note(f"{LEFT_OUT}: {error!r}")
             return HostFacts()
 
     def _keep_position(self) -> None:
         """Have snapshots hold the trainer's own counters beside the healer's."""
-        run = self.healer.parts.run
-        healing_state, on_restore = run.healing_state, run.on_restore
+        training = self.healer.training
+        training.hold("trainer", self.position.save, self._put_position_back)
+        training.hold("log", self.log_watch.state, self.log_watch.load_state)
 
-        def save() -> dict[str, Any]:
-            own = {"trainer": self.position.save(), "log": self.log_watch.state()}
-            return {**healing_state(), **own}
-
-        def restore(saved: dict[str, Any]) -> None:
-            on_restore(saved)
-            if self._has_hooks:
-                self.position.put_back(saved["trainer"])
-                self.healer.parts.notes.contain(self._undo_checkpoints)
-            self.log_watch.load_state(saved["log"])
-
-        run.healing_state, run.on_restore = save, restore
+    def _put_position_back(self, saved: Any) -> None:
+        if self._has_hooks:
+            self.position.put_back(saved)
+            self.healer.contained(self._undo_checkpoints)
 
     def note_save(self) -> None:
         """The trainer has saved a checkpoint of its present step."""
-        self.healer.parts.notes.contain(lambda: self._tell_aside(self._checkpoints.after_save()))
+        self.healer.contained(lambda: self._tell_aside(self._checkpoints.after_save()))
 
     def _undo_checkpoints(self) -> None:
         """Also those that were saved before the damage: the run will save these steps anew."""
-        treated = self.healer.parts.treatment.treated
+        treated = self.healer.recovery.treated
         bad_step = self.trainer.state.global_step if treated is None else treated.bad_step
         self._tell_aside(self._checkpoints.put_aside(bad_step))
 
@@ -347,7 +333,7 @@ class Session:
             self._epochs = ReplayedEpochs(trainer, self._patches)
         self.batches = batches = TrainerBatches(
             trainer,
-            self.healer.parts.stream,
+            self.healer.stream,
             self._waits,
             self.finish_snapshot,
             batches_passed_over(trainer),
@@ -356,7 +342,6 @@ class Session:
         self._attempts = TrainerAttempts(
             trainer, self.healer, self._guard, batches, trainer.training_step
         )
-        self.healer.parts.attempts = self._attempts
         self._patches.set(trainer, "get_batch_samples", batches.get_batch_samples)
         self._patches.set(trainer, "training_step", self._attempts.training_step)
 
@@ -382,7 +367,7 @@ class Session:
             self._step_alone()
             return
         try:
-            self._posted = self._guard.step(self.healer.parts.run.step)
+            self._posted = self._guard.step(self.healer.training.step)
         except Exception as error:
             if self._attempts is None:
                 raise
@@ -393,8 +378,8 @@ class Session:
 
         The trainer's counters are left alone then, and what it raises goes on.
         """
-        self.healer.parts.notes.contain(self.healer.parts.books.before_step)
-        self._posted = self._guard.step(self.healer.parts.run.step)
+        self.healer.contained(self.healer.before_step)
+        self._posted = self._guard.step(self.healer.training.step)
         self._hear(None)
         self._fresh_snapshot = None
 
@@ -408,7 +393,7 @@ class Session:
         self._guard.forget()
         self._attempts.treat(error, "step")
         if not self.position.was_set_back:
-            self.healer.parts.run.advance()
+            self.healer.training.advance()
 
     def _waits(self, error: Exception) -> bool:
         """Wait if that may cure an error of the loader; True if it was waited."""

@@ -131,7 +131,7 @@ FILE = "healing.pt"
 def save_healing(session: Session, folder: str | Path) -> None:
     """Write what was tried, what is remembered and what was changed into a checkpoint."""
     unwanted = [] if session.batches is None else session.batches.unwanted()
-    log, memory = session.log_watch.state(), session.healer.parts.memory
+    log, memory = session.log_watch.state(), session.healer.memory
     state = {**memory.state_dict(), "log": log, "unwanted": unwanted}
     beside = Path(folder) / f"{FILE}.partial"
     torch.save(state, beside)
@@ -149,7 +149,7 @@ def load_healing(session: Session, folder: str | Path) -> str:
         return ""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        session.healer.parts.memory.load_state_dict(state)
+        session.healer.memory.load_state_dict(state)
         session.log_watch.load_state(state["log"])
         if session.batches is not None:
             session.batches.leave_out(state["unwanted"])
@@ -232,7 +232,7 @@ class SelfHealingCallback(TrainerCallback):
         )
         trouble = load_healing(self.session, self.resumed_from) if self.resumed_from else ""
         if trouble:
-            self.session.healer.parts.notes.add(trouble)
+            self.session.healer.note(trouble)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.session is not None:
@@ -259,7 +259,7 @@ class SelfHealingCallback(TrainerCallback):
             return
         folder = checkpoint_folder(self._trainer, state.global_step)
         if args.should_save and folder.is_dir():
-            session.healer.parts.notes.contain(lambda: save_healing(session, folder))
+            session.healer.contained(lambda: save_healing(session, folder))
         session.note_save()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -337,7 +337,7 @@ def summary(healer: Healer) -> dict[str, float]:
         **counts,
         "healing/alerts": float(alerts),
         "healing/lr_scale": healer.lr_scale,
-        "healing/micro_batches": float(healer.parts.run.micro_batches),
+        "healing/micro_batches": float(healer.training.micro_batches),
     }
 
 

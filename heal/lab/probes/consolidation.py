@@ -154,7 +154,7 @@ class AnchoredRecovery:
             self._anchor = self.make_anchor(self.healer.model, fisher, self.strength)
             self._left = self.steps
         except Exception as error:  # what is only to help must not end the run
-            self.healer.parts.notes.add(f"the run is not anchored after its rollback: {error!r}")
+            self.healer.note(f"the run is not anchored after its rollback: {error!r}")
 
     def _was_rolled_back(self) -> bool:
         new = self.healer.recoveries[self._known :]

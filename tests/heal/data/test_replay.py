@@ -51,7 +51,7 @@ def trained(epochs, spoil_at, is_over=lambda epoch, step: False):
             loss = model(batch.float().view(-1, 4)).square().mean() * 1e-5
             loss.backward()
             healer.step(loss)
-            healer.parts.guarded.optimizers[0].zero_grad()
+            healer.guarded.optimizers[0].zero_grad()
             if is_over(epoch, healer.last_step + 1):
                 break
     return seen, list(model.parameters()), healer
@@ -201,7 +201,7 @@ def test_after_a_rollback_no_sample_comes_twice_in_an_epoch_and_no_shuffle_repea
             loss = model(torch.ones(1, 4)).square().mean()  # whatever comes, in whatever order
             loss.backward()
             healer.step(loss)
-            healer.parts.guarded.optimizers[0].zero_grad()
+            healer.guarded.optimizers[0].zero_grad()
     target, *more = rolled_back_to(healer)
     assert not more
     assert target < 2 * PER_EPOCH  # before the shuffle of the third epoch

@@ -16,9 +16,10 @@ def load():
     return module
 
 
-@pytest.mark.parametrize(
-    "name", ["docs/forecast.md", "docs/probes.md", "heal/lab/forecast/CARD.md"]
-)
+FILLED = ["docs/forecast.md", "docs/probes.md", "heal/lab/forecast/CARD.md"]
+
+
+@pytest.mark.parametrize("name", FILLED)
 def test_the_tables_of_the_page_are_current(name):
     update = load()
     page = (ROOT / name).read_text(encoding="utf-8")

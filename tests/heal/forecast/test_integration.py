@@ -40,11 +40,11 @@ def test_the_weights_are_measured_every_ten_steps_and_heard_of(calm):
     setup = regression(forecast=True, check_interval=1000)
     healer = setup.healer()
     checks = []
-    post = healer.parts.listener._health.post
-    healer.parts.listener._health.post = lambda step: (checks.append(step), post(step))
+    post = healer.monitor._health.post
+    healer.monitor._health.post = lambda step: (checks.append(step), post(step))
     healer.run(setup.train_step, setup.loader, 60, progress=False)
     assert checks == [10, 20, 30, 40, 50, 60]
-    features = healer.parts.listener.watch.forecast.features
+    features = healer.monitor.watch.forecast.features
     assert features.w == 5.0  # the last is read two steps after the end
     total = sum(float(p.detach().square().sum()) for p in setup.model.parameters())
     assert abs(features.weight_last - 0.5 * math.log(total)) < 0.2  # ten steps old
@@ -54,7 +54,7 @@ def test_the_weights_are_measured_every_ten_steps_and_heard_of(calm):
 def test_who_wants_no_checks_gets_none(calm):
     setup = regression(forecast=True, check_interval=0)
     healer = setup.run(40)
-    assert healer.parts.listener.watch.forecast.features.w == 0.0
+    assert healer.monitor.watch.forecast.features.w == 0.0
 
 
 def test_the_shipped_model_warns_of_a_rate_that_grows_and_not_before(tmp_path):
@@ -75,7 +75,7 @@ def test_the_shipped_model_warns_of_a_rate_that_grows_and_not_before(tmp_path):
 
 def test_it_is_off_unless_asked_for():
     healer = regression().healer()
-    assert "forecast" not in healer.parts.listener.watch.detectors
+    assert "forecast" not in healer.monitor.watch.detectors
     healer.exits.dismiss()
 
 
@@ -92,8 +92,8 @@ def test_a_warning_takes_a_snapshot_tightens_the_clip_and_checks_more_often(alar
     healer = setup.healer(run_dir=tmp_path)
     clipper = healer.optimizers[0].clipper
     checks, limits = [], {}
-    post = healer.parts.listener._health.post
-    healer.parts.listener._health.post = lambda step: (checks.append(step), post(step))
+    post = healer.monitor._health.post
+    healer.monitor._health.post = lambda step: (checks.append(step), post(step))
 
     def train_step(batch):
         limits[healer.last_step + 1] = clipper.max_grad_norm
@@ -202,7 +202,7 @@ def test_a_rank_that_is_gone_is_a_failure(calm, tmp_path):
     gone = Finding(
         cause=Cause.COLLECTIVE_ERROR, step=30, bad_step=30, severity=Severity.FATAL, evidence={}
     )
-    healer.parts.listener.cluster.look = lambda step: [gone] if step == 30 else []
+    healer.monitor.cluster.look = lambda step: [gone] if step == 30 else []
     with pytest.raises(CannotHeal):
         healer.run(setup.train_step, setup.loader, 60, progress=False)
     assert moves_in(tmp_path) == [(30, "healthy", "failure")]

@@ -16,10 +16,10 @@ from heal.lab.probes import (
     NoiseScale,
     fisher_diagonal,
     importance,
+    noise_scale,
     optimizer_health,
     sharpness,
 )
-from heal.lab.probes import series as noise_scale
 from tests.heal.runs import assert_same, fingerprint, regression
 
 

@@ -127,7 +127,7 @@ def test_the_end_of_a_run_is_saved_too_and_old_ones_go(tmp_path):
     _, healer = train(
         regression(checkpoint_interval=10, checkpoint_keep=2, checkpoint_async=False), tmp_path, 25
     )
-    assert healer.parts.books.durable.steps() == [25, 20]
+    assert healer.durable.steps() == [25, 20]
 
 
 def test_a_run_that_is_told_to_stop_saves_its_last_step_and_goes_on_from_there(tmp_path):
@@ -172,7 +172,7 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert limited_journal == [12, 28]
     assert_same(fingerprint(limited), expected)
-    durable = healer.parts.books.durable
+    durable = healer.durable
     assert durable.failures >= 2
     assert any("checkpoint of step 15 failed" in note for note in healer.notes)
     assert durable.steps() == [40, 35, 30]
@@ -199,7 +199,7 @@ def test_every_save_and_every_failure_is_in_the_journal(tmp_path):
 
 def spoil_memory(healer):
     """Flip a bit in every snapshot in memory."""
-    for snapshot in healer.parts.run.ring._kept:
+    for snapshot in healer.training.ring._kept:
         tensor = next(t for key, t in snapshot.tensors.items() if key[0] == "parameter")
         tensor.view(torch.int32).view(-1)[0] ^= 1 << 10
 
@@ -217,7 +217,7 @@ def test_without_an_intact_snapshot_the_run_returns_to_its_checkpoint(tmp_path):
     def damage(step):
         if step == 34 and not broken:
             broken.append(step)
-            healer.parts.books.durable.finish()
+            healer.durable.finish()
             spoil_memory(healer)
             with torch.no_grad():
                 next(setup.model.parameters()).view(-1)[0] = float("nan")
@@ -236,7 +236,7 @@ def test_damaged_checkpoints_are_passed_over_by_the_last_rung_too(tmp_path):
 
     def damage(step):
         if step == 34:
-            healer.parts.books.durable.finish()
+            healer.durable.finish()
             spoil_memory(healer)
             for path in tmp_path.glob("step-*/rank-*"):
                 path.write_bytes(b"")
@@ -254,8 +254,8 @@ def test_checkpoints_of_steps_that_were_taken_back_are_not_resumed_from(tmp_path
     healer = setup.healer(checkpoint_dir=tmp_path)
     healer.exits.dismiss()
     healer.run(setup.train_step, setup.loader, 35, progress=False)
-    healer.parts.run.restore(20)
-    assert healer.parts.books.durable.steps() == [20, 10]
+    healer.training.restore(20)
+    assert healer.durable.steps() == [20, 10]
     again = regression()
     assert again.healer(checkpoint_dir=tmp_path).resume() == 20
 
@@ -265,10 +265,10 @@ def test_what_healing_did_outlives_the_process(tmp_path):
     healer = setup.healer(checkpoint_dir=tmp_path)
     healer.exits.dismiss()
     healer.run(setup.train_step, setup.loader, 10, progress=False)
-    healer.parts.run.scale_lr(0.5, 0.1, 20)
-    healer.parts.run.tighten_clip(0.5)
-    healer.parts.run.skip_batches(12, 13)
-    healer.parts.treatment.history.attempts = 3
+    healer.training.scale_lr(0.5, 0.1, 20)
+    healer.training.tighten_clip(0.5)
+    healer.training.skip_batches(12, 13)
+    healer.recovery.history.attempts = 3
     healer.save_checkpoint()
     other = regression(checkpoint_interval=0, zclip_enabled=True).healer(checkpoint_dir=tmp_path)
     other.exits.dismiss()
@@ -276,11 +276,11 @@ def test_what_healing_did_outlives_the_process(tmp_path):
     assert other.lr_scale == 0.5
     assert other.optimizers[0].lr_scale == 0.5
     assert other.optimizers[0].clipper.max_grad_norm == healer.optimizers[0].clipper.max_grad_norm
-    assert other.parts.treatment.history == healer.parts.treatment.history
-    assert other.parts.stream.unwanted() == healer.parts.stream.unwanted() != []
+    assert other.recovery.history == healer.recovery.history
+    assert other.stream.unwanted() == healer.stream.unwanted() != []
     for each in (healer, other):
         for _ in range(30):
-            each.parts.run.advance()
+            each.training.advance()
     assert other.lr_scale == 1.0
     assert other.optimizers[0].clipper.max_grad_norm is None
 
@@ -312,10 +312,10 @@ def test_where_a_run_could_return_to_does_not_depend_on_the_speed_of_the_disk(
 
     def look(step):
         if step == 6:
-            found.append(list(healer.parts.run.snapshots()))
+            found.append(list(healer.training.snapshots()))
             allowed.set()
-            healer.parts.books.durable.store.wait()
-            found.append(list(healer.parts.run.snapshots()))
+            healer.durable.store.wait()
+            found.append(list(healer.training.snapshots()))
 
     healer.run(setup.train_step, setup.loader, 9, progress=False, on_step=look)
     assert found[0] == found[1]

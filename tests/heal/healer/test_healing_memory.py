@@ -10,6 +10,7 @@ import torch
 from heal.actions import ScaleLr, SkipBatches, TightenClip
 from heal.causes import Cause, Finding, Severity
 from heal.exit_codes import ExitCode
+from heal.monitor import Seen
 from heal.plain import plain as plain_value
 from tests.heal.linear_run import LAG, build, heard_of, nan_step, step_of
 from tests.heal.runs import roll_back_after_skipped
@@ -34,11 +35,11 @@ def plain(state):
 
 def test_a_new_healer_knows_all_that_the_old_one_did():
     old = healed_run()
-    saved = old.parts.memory.state_dict()
+    saved = old.memory.state_dict()
     _, _, new = build(snapshot_interval=5, quarantine_steps=2)
-    assert plain(new.parts.memory.state_dict()) != plain(saved)
-    new.parts.memory.load_state_dict(saved)
-    assert plain(new.parts.memory.state_dict()) == plain(saved)
+    assert plain(new.memory.state_dict()) != plain(saved)
+    new.memory.load_state_dict(saved)
+    assert plain(new.memory.state_dict()) == plain(saved)
     assert new.last_step == old.last_step
     assert new.lr_scale == old.lr_scale
     assert new.optimizers[0].lr_scale == old.lr_scale
@@ -48,14 +49,14 @@ def test_all_that_may_be_read_was_heard_before_it_is_saved():
     model, _, healer = build()
     step_of(model, healer, 20)
     assert heard_of(healer) < 20 - LAG  # nobody has asked: the rest of the mail waits
-    healer.parts.memory.values()
+    healer.memory.values()
     assert heard_of(healer) == 20 - LAG
 
 
 def test_what_was_saved_does_not_change_when_the_run_goes_on():
     model, _, healer = build()
     step_of(model, healer, 5)
-    saved = healer.parts.memory.state_dict()
+    saved = healer.memory.state_dict()
     before = plain(saved)
     step_of(model, healer, 5)
     assert plain(saved) == before
@@ -63,21 +64,21 @@ def test_what_was_saved_does_not_change_when_the_run_goes_on():
 
 def test_another_version_is_refused_before_anything_is_changed():
     old, (_, _, new) = healed_run(), build()
-    before = plain(new.parts.memory.state_dict())
+    before = plain(new.memory.state_dict())
     with pytest.raises(ValueError, match="version 1; wanted 2"):
-        new.parts.memory.load_state_dict({**old.parts.memory.state_dict(), "version": 1})
-    assert plain(new.parts.memory.state_dict()) == before
+        new.memory.load_state_dict({**old.memory.state_dict(), "version": 1})
+    assert plain(new.memory.state_dict()) == before
 
 
 @pytest.mark.parametrize("torn", ["clip", "loss", "history", "healing", "run", "step"])
 def test_what_cannot_be_used_leaves_no_half_of_it(torn):
     old, (_, _, new) = healed_run(), build()
-    before = plain(new.parts.memory.state_dict())
-    saved = old.parts.memory.state_dict()
+    before = plain(new.memory.state_dict())
+    saved = old.memory.state_dict()
     del saved[torn]
     with pytest.raises(KeyError, match=torn):
-        new.parts.memory.load_state_dict(saved)
-    assert plain(new.parts.memory.state_dict()) == before
+        new.memory.load_state_dict(saved)
+    assert plain(new.memory.state_dict()) == before
     assert new.optimizers[0].lr_scale == 1.0
 
 
@@ -90,11 +91,11 @@ def test_numbers_that_a_hook_computed_can_be_read_again_without_running_code(hal
     nan_step(model, healer)
     nan_step(model, healer)
     step_of(model, healer, 5)
-    torch.save(healer.parts.memory.state_dict(), tmp_path / "healing.pt")
+    torch.save(healer.memory.state_dict(), tmp_path / "healing.pt")
     _, _, new = build()
-    new.parts.memory.load_state_dict(torch.load(tmp_path / "healing.pt", weights_only=True))
+    new.memory.load_state_dict(torch.load(tmp_path / "healing.pt", weights_only=True))
     assert new.lr_scale == healer.lr_scale == pytest.approx(0.5, abs=0.1)
-    ((tried,),) = [incident.plans for incident in new.parts.treatment.history.incidents]
+    ((tried,),) = [incident.plans for incident in new.recovery.history.incidents]
     assert [action["action"] for action in tried] == ["TightenClip", "ScaleLr", "SkipBatches"]
 
 
@@ -127,10 +128,10 @@ def test_what_was_found_while_saving_is_treated_after_the_resume():
         severity=Severity.WARN,
         evidence={"level": np.float32(0.5)},
     )
-    healer.parts.listener._late = [(3, [found, replace(found, cause=Cause.OVERFITTING)])]
-    saved = json.loads(json.dumps(healer.parts.memory.state_dict()["untreated"]))
+    healer.recovery._late = [Seen(3, [found, replace(found, cause=Cause.OVERFITTING)])]
+    saved = json.loads(json.dumps(healer.memory.state_dict()["untreated"]))
     model, _, new = build()
-    new.parts.memory.load_state_dict({**healer.parts.memory.state_dict(), "untreated": saved})
+    new.memory.load_state_dict({**healer.memory.state_dict(), "untreated": saved})
     assert not new.history
     step_of(model, new)
     assert [diagnosis.cause for _, diagnosis, _ in new.history] == [Cause.PLATEAU]
@@ -140,12 +141,12 @@ def test_what_was_found_while_saving_is_treated_after_the_resume():
 def test_batches_in_pieces_grow_back_when_they_would_have():
     _, _, healer = build(micro_batch_grow_steps=3)
     _, _, new = build(micro_batch_grow_steps=3)
-    old, young = healer.parts.micro, new.parts.micro
+    old, young = healer.micro, new.micro
     assert old.shrink()
     assert old.shrink()
     for _ in range(5):  # three for the first growth, of six for the second
         old.note_clean()
-    new.parts.memory.resume(5, healer.parts.memory.values())
+    new.memory.resume(5, healer.memory.values())
     counts = []
     for _ in range(5):
         for micro in (old, young):
@@ -159,5 +160,5 @@ def test_a_note_of_a_run_is_of_its_step():
     told = []
     healer.journal.event = lambda event, step, **fields: told.append((event, step))
     step_of(model, healer, 7)
-    healer.parts.notes.add("the run is odd")
+    healer.note("the run is odd")
     assert ("note", 7) in told

@@ -41,13 +41,13 @@ def flip(tensor, bit=20):
 
 def test_a_sound_state_is_reproducible_and_every_byte_is_put_back(tmp_path):
     setup, healer, kept, losses = trained(run_dir=tmp_path)
-    before, mailbox = fingerprint(setup), healer.parts.guarded.mailbox
+    before, mailbox = fingerprint(setup), healer.guarded.mailbox
     found = healer.recompute(setup.train_step, kept, losses)
     assert (found.origin, found.ranks, found.tensor) == (Origin.REPRODUCIBLE, (), "")
     assert (found.first_step, found.last_step) == (10, 12)
     assert "data or the model" in found.reason
     assert_same(fingerprint(setup), before)
-    assert healer.parts.guarded.mailbox is mailbox
+    assert healer.guarded.mailbox is mailbox
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     told = next(e for e in map(json.loads, lines) if e["event"] == "recompute")
     assert (told["origin"], told["first_step"], told["step"]) == ("reproducible", 10, 12)
@@ -110,7 +110,7 @@ def test_without_a_snapshot_of_the_first_step_there_is_an_error():
         healer.recompute(setup.train_step, kept[1:])
     with pytest.raises(CannotRecompute, match="no snapshot"):
         healer.recompute(setup.train_step, [])
-    healer.parts.run.scale_lr(0.5, 0.1, 20)
+    healer.training.scale_lr(0.5, 0.1, 20)
     with pytest.raises(CannotRecompute, match=r"learning rate at 0\.5 of its schedule"):
         healer.recompute(setup.train_step, kept)
 

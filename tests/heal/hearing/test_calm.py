@@ -121,10 +121,10 @@ def test_a_rate_that_nobody_knows_is_calm():
 def test_no_record_is_lost_by_waiting():
     model, _, healer = build()
     step_of(model, healer, 33)
-    assert healer.parts.guarded.mailbox.dropped == 0
+    assert healer.guarded.mailbox.dropped == 0
     healer.hear_the_rest()
     assert healer.latest.step == 32
-    assert healer.parts.listener.watch.detectors["counter"].seen == 33
+    assert healer.monitor.watch.detectors["counter"].seen == 33
 
 
 def test_what_is_told_of_a_run_is_as_new_as_ever():
@@ -136,7 +136,7 @@ def test_what_is_told_of_a_run_is_as_new_as_ever():
             assert healer.latest.step == step - LAG
             assert healer.metrics()["zclip/raw_grad_norm"] == healer.latest.norm
     assert healer.latest.lr == 1e-3
-    assert healer.parts.listener.watch.detectors["counter"].seen < 25 - LAG
+    assert healer.monitor.watch.detectors["counter"].seen < 25 - LAG
 
 
 @pytest.mark.parametrize(("loss", "ratio"), [(2.0, 2.0), (math.nan, 1.0), (math.inf, 1.0)])
@@ -157,27 +157,27 @@ def test_numbers_are_those_of_a_record_that_nobody_has_heard_of():
     step_of(model, healer, 60)
     healer.snapshots()  # hears of all
     heard = healer.metrics()["healing/loss_spike_ratio"]
-    assert heard == healer.parts.listener.watch.detectors["loss"].ratio
+    assert heard == healer.monitor.watch.detectors["loss"].ratio
     step_of(model, healer, 3)
-    assert healer.parts.listener.unheard.step == 62 - LAG
+    assert healer.monitor.unheard.step == 62 - LAG
     assert healer.metrics()["healing/loss_spike_ratio"] < heard  # the loss falls
-    assert healer.parts.listener.watch.detectors["loss"].ratio == heard
+    assert healer.monitor.watch.detectors["loss"].ratio == heard
 
 
 def test_a_forecast_hears_every_step_when_it_can():
     model, _, healer = build(forecast=True)
     for step in range(30):
         step_of(model, healer, 1)
-        assert healer.parts.listener.watch.forecast.features.steps == max(0, step + 1 - LAG)
+        assert healer.monitor.watch.forecast.features.steps == max(0, step + 1 - LAG)
 
 
 def test_nothing_else_waits_for_the_records():
     """Snapshots, checks and probes come when they are due, in whatever step that is."""
     model, _, healer = build(snapshot_interval=7, check_interval=13, quarantine_steps=0)
     captured, checked, looked = [], [], []
-    capture, post = healer.parts.run.capture, healer.parts.listener._health.post
-    healer.parts.run.capture = lambda *a: captured.append(healer.parts.run.step) or capture(*a)
-    healer.parts.listener._health.post = lambda step: checked.append(step) or post(step)
+    capture, post = healer.training.capture, healer.monitor._health.post
+    healer.training.capture = lambda **kw: captured.append(healer.training.step) or capture(**kw)
+    healer.monitor._health.post = lambda step: checked.append(step) or post(step)
     healer.add_probe("look", lambda: looked.append(healer.last_step + 1), every=11)
     step_of(model, healer, 45)
     assert captured == [0, 1, 2, 4, 7, 14, 21, 28, 35, 42]
@@ -193,9 +193,9 @@ def test_a_watchdog_hears_of_every_step():
         beat = staticmethod(beats.append)
 
     step_of(model, healer, 5)
-    healer.parts.listener.cluster.watchdog = Watchdog()
+    healer.monitor.cluster.watchdog = Watchdog()
     step_of(model, healer, 10)
-    healer.parts.listener.cluster.watchdog = None
+    healer.monitor.cluster.watchdog = None
     assert beats == list(range(6, 16))
 
 
@@ -242,8 +242,8 @@ def test_norms_that_scatter_are_heard_of_together():
     model, _, healer = build(zclip_enabled=False, disabled_detectors="not_learning")
     generator = torch.Generator().manual_seed(0)
     hearings = []
-    hear = healer.parts.guarded.mailbox.poll
-    healer.parts.guarded.mailbox.poll = lambda: hearings.append(healer.parts.run.step) or hear()
+    hear = healer.guarded.mailbox.poll
+    healer.guarded.mailbox.poll = lambda: hearings.append(healer.training.step) or hear()
     for _ in range(400):
         size = float(torch.randn((), generator=generator).exp())
         (size * model(torch.ones(2, 4)).mean()).backward()
@@ -254,7 +254,7 @@ def test_norms_that_scatter_are_heard_of_together():
 
 def test_the_usual_norm_is_known_when_there_are_enough():
     _, _, healer = build()
-    watch = healer.parts.listener.watch
+    watch = healer.monitor.watch
     for step in range(40):
         assert watch.usual().norm == (0.0 if step < 8 else pytest.approx(0.9 * step, abs=1.0))
         watch.observe(Record(step, norm=float(step), loss=1.0, lr=0.1, seconds=1.0))
@@ -264,11 +264,11 @@ def test_an_explosion_right_after_a_rollback_is_heard_as_soon_as_ever():
     model, _, healer = build()
     for step in range(120):
         explode(model, healer, 1.0 if step < 100 else 60.0)
-    healer.parts.run.restore(100)
-    log = len(healer.parts.treatment.log)
+    healer.training.restore(100)
+    log = len(healer.recovery.log)
     for step in range(5 + LAG + 1):
         explode(model, healer, 1.0 if step < 5 else 200.0)
-    told = [diagnosis for _, diagnosis, _ in list(healer.parts.treatment.log)[log:]]
+    told = [diagnosis for _, diagnosis, _ in list(healer.recovery.log)[log:]]
     assert [(d.cause, d.step) for d in told] == [(Cause.GRADIENT_EXPLOSION, 105)]
 
 

@@ -5,6 +5,7 @@ import torch
 
 from heal.actions import Rollback
 from heal.causes import Cause, Finding, Severity
+from heal.monitor import Seen
 from tests.heal.linear_run import LAG, build, heard_of, nan_step, step_of
 
 
@@ -35,7 +36,7 @@ def test_a_check_that_finds_damage_knows_of_every_clean_step(
 def test_an_optimizer_that_fails_half_way_returns_to_the_newest_that_can_be_known_good():
     model, optimizer, healer = build(snapshot_interval=8, quarantine_steps=3)
     step_of(model, healer, 13)
-    assert 8 not in healer.parts.run.ring.good_steps()  # nobody has asked: the rest waits
+    assert 8 not in healer.training.ring.good_steps()  # nobody has asked: the rest waits
     inner = optimizer.step
 
     def fails():
@@ -43,7 +44,7 @@ def test_an_optimizer_that_fails_half_way_returns_to_the_newest_that_can_be_know
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     with healer.attempt():
-        healer.parts.guarded.optimizers[0].inner.step = fails
+        healer.guarded.optimizers[0].inner.step = fails
         step_of(model, healer)
     rolled = [a for _, _, plan in healer.history for a in plan if isinstance(a, Rollback)]
     assert rolled
@@ -78,7 +79,7 @@ def test_what_is_found_on_the_way_is_treated_in_the_next_step():
         def load_state(self, state):
             pass
 
-    healer.parts.listener.watch.detectors["finds"] = Finds()
+    healer.monitor.watch.detectors["finds"] = Finds()
     step_of(model, healer, 30)
     assert heard_of(healer) < 25
     healer.snapshots()  # hears, and must not change the run
@@ -93,7 +94,7 @@ def test_what_is_found_on_the_way_is_treated_in_the_next_step():
 def test_a_snapshot_holds_what_detectors_know_of_every_step_before_it():
     model, _, healer = build(snapshot_interval=7, quarantine_steps=0)
     step_of(model, healer, 14)
-    held = healer.parts.run.ring.of_step(14).values["healing"]["counter"]["seen"]
+    held = healer.training.ring.of_step(14).values["healing"]["counter"]["seen"]
     assert held == 14 - LAG
 
 
@@ -104,26 +105,26 @@ def test_a_check_that_raises_keeps_no_detector_from_hearing(interval):
     def raises(step):
         raise RuntimeError("no such measure")
 
-    healer.parts.listener._health.post = raises
+    healer.monitor._health.post = raises
     step_of(model, healer, 120)
     healer.snapshots()  # hears of the rest
     assert heard_of(healer) == 120 - LAG
-    assert healer.parts.guarded.mailbox.dropped == 0
+    assert healer.guarded.mailbox.dropped == 0
     assert healer.notes == ["healing failed and was left out: RuntimeError('no such measure')"]
 
 
 def test_detectors_that_raise_lose_no_more_than_what_they_were_told():
     model, _, healer = build()
     step_of(model, healer, 10)
-    observe = healer.parts.listener.watch.observe_all
-    healer.parts.listener.watch.observe_all = lambda records: 1 / 0
+    observe = healer.monitor.watch.observe_all
+    healer.monitor.watch.observe_all = lambda records: 1 / 0
     step_of(model, healer, 30)
-    healer.parts.listener.watch.observe_all = observe
+    healer.monitor.watch.observe_all = observe
     step_of(model, healer, 30)
     healer.snapshots()  # hears of the rest
-    assert healer.parts.guarded.mailbox.dropped == 0
+    assert healer.guarded.mailbox.dropped == 0
     assert 30 <= heard_of(healer) < 70 - LAG
-    assert healer.parts.listener._latest.step == 69 - LAG
+    assert healer.monitor._latest.step == 69 - LAG
 
 
 def test_checkpoints_are_saved_when_due_and_do_not_hurry_the_records(tmp_path):
@@ -132,13 +133,13 @@ def test_checkpoints_are_saved_when_due_and_do_not_hurry_the_records(tmp_path):
     step_of(model, healer, 7)
     assert heard_of(healer) < 7 - LAG  # the last ones wait
     step_of(model, healer, 10)
-    assert healer.parts.books.durable.store.steps() == [16, 8]
+    assert healer.durable.store.steps() == [16, 8]
     assert heard_of(healer) == 16 - LAG
 
 
 def test_what_was_found_in_steps_that_were_undone_is_forgotten():
     model, optimizer, healer = build(snapshot_interval=8, quarantine_steps=3)
-    watch = healer.parts.listener.watch
+    watch = healer.monitor.watch
     found = Finding(
         cause=Cause.DIVERGENCE, step=10, bad_step=9, severity=Severity.ERROR, evidence={}
     )
@@ -179,13 +180,13 @@ def test_parameters_that_freeze_have_a_snapshot_taken_in_that_step():
     step_of(model, healer, 13)
     model.bias.requires_grad_(False)
     step_of(model, healer)
-    assert healer.parts.run.ring.newest_step() == 14
+    assert healer.training.ring.newest_step() == 14
 
 
 def test_the_hardware_is_looked_at_when_that_is_due():
     model, _, healer = build(gpu_health_check_interval=7)
     looked = []
-    healer.parts.listener.cluster._look_at_gpu = looked.append
+    healer.monitor.cluster._look_at_gpu = looked.append
     step_of(model, healer, 23)
     assert looked == [7, 14, 21]
 
@@ -203,7 +204,7 @@ def test_a_model_that_cannot_be_looked_at_keeps_no_detector_from_hearing():
     def raises():
         raise RuntimeError("no such shape")
 
-    healer.parts.run.has_changed_shape = raises
+    healer.training.has_changed_shape = raises
     step_of(model, healer, 45)
     assert healer.last_step == 44
     healer.snapshots()  # hears of the rest
@@ -217,27 +218,27 @@ def lasting(cause, step):
 
 def test_what_was_found_on_the_way_is_noted_when_the_run_ends():
     model, _, healer = build(snapshot_interval=50)
-    observe = healer.parts.listener.watch.observe_all
-    healer.parts.listener.watch.observe_all = lambda records: [
+    observe = healer.monitor.watch.observe_all
+    healer.monitor.watch.observe_all = lambda records: [
         [lasting(Cause.PLATEAU, 13)] if record.step == 13 else [] for record in records
     ]
     step_of(model, healer, 17)
-    healer.parts.listener.catch_up()
-    healer.parts.listener.watch.observe_all = observe
+    healer.recovery.catch_up()
+    healer.monitor.watch.observe_all = observe
     healer.hear_the_rest()
-    assert (Cause.PLATEAU.value, 13) in healer.parts.treatment.history.suspects
+    assert (Cause.PLATEAU.value, 13) in healer.recovery.history.suspects
 
 
 def test_what_was_found_stays_so_when_hearing_fails():
     _, _, healer = build(snapshot_interval=50)
-    healer.parts.listener._late = [(13, [lasting(Cause.PLATEAU, 13)])]
+    healer.recovery._late = [Seen(13, [lasting(Cause.PLATEAU, 13)])]
 
     def raises():
         raise RuntimeError("no mail")
 
-    healer.parts.guarded.mailbox.poll = raises
-    healer.parts.listener.catch_up()
-    assert [step for step, _ in healer.parts.listener._late] == [13]
+    healer.guarded.mailbox.poll = raises
+    healer.recovery.catch_up()
+    assert [seen.step for seen in healer.recovery._late] == [13]
     assert "RuntimeError('no mail')" in healer.notes[0]
 
 
@@ -254,8 +255,8 @@ def test_a_detector_that_raises_keeps_no_other_from_hearing():
         def load_state(self, state):
             pass
 
-    detectors = healer.parts.listener.watch.detectors
-    healer.parts.listener.watch.detectors = {"first": Raises(), **detectors}
+    detectors = healer.monitor.watch.detectors
+    healer.monitor.watch.detectors = {"first": Raises(), **detectors}
     step_of(model, healer, 45)
     healer.snapshots()  # hears of the rest
     assert heard_of(healer) == 45 - LAG
@@ -271,7 +272,7 @@ def test_a_thaw_between_the_first_batch_and_the_first_step_is_in_the_first_snaps
         healer.step()
         optimizer.zero_grad()
     assert healer.snapshots()[-1] == 0
-    assert ("parameter", 1) in healer.parts.run.ring.of_step(0).tensors
+    assert ("parameter", 1) in healer.training.ring.of_step(0).tensors
 
 
 def test_trouble_after_a_resume_in_the_midst_of_a_run_is_heard_in_time(tmp_path):
@@ -285,7 +286,7 @@ def test_trouble_after_a_resume_in_the_midst_of_a_run_is_heard_in_time(tmp_path)
     nan_step(model, healer)  # step 33
     step_of(model, healer, LAG)
     assert healer.history[-1][1].cause is Cause.NONFINITE_LOSS
-    assert healer.parts.guarded.mailbox.dropped == 0
+    assert healer.guarded.mailbox.dropped == 0
 
 
 def test_an_evaluation_is_compared_with_all_losses_that_can_be_known():
@@ -299,7 +300,7 @@ def test_no_snapshot_takes_the_place_of_one_that_an_open_suspicion_may_need():
     model, _, healer = build(snapshot_interval=8)
     step_of(model, healer, 13)
     before = healer.snapshots()
-    ring = healer.parts.run.ring
+    ring = healer.training.ring
     ring.note_suspect(11)
     step_of(model, healer, 20)
     assert healer.snapshots() == before

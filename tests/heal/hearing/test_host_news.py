@@ -54,7 +54,7 @@ def test_a_stop_is_sent_again_if_the_step_it_went_with_is_undone():
 
     def after_step(taken):
         if taken == 30:
-            healer.parts.run.restore(healer.parts.run.snapshots()[0])
+            healer.training.restore(healer.training.snapshots()[0])
         if taken == 29:
             healer.request_stop()
 
@@ -89,7 +89,7 @@ def test_a_stop_survives_an_optimizer_that_fails():
 def test_flags_are_sent_though_healing_itself_fails_before_every_step():
     setup = regression()
     healer = setup.healer()
-    healer.parts.run.ring.before_step = broken
+    healer.training.ring.before_step = broken
     healer.request_stop()
     taken, code = train(setup, healer)
     assert code == ExitCode.PREEMPTED

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from heal.lab.probes import series as noise_scale
+from heal.lab.probes import noise_scale
 from tests.heal.probes.problems import Noisy
 
 

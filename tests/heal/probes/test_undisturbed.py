@@ -9,11 +9,11 @@ from heal.lab.probes import (
     LyapunovMeter,
     every,
     fisher_diagonal,
+    noise_scale,
     optimizer_health,
     sharpness,
     undisturbed,
 )
-from heal.lab.probes import series as noise_scale
 from tests.heal.probes.problems import Noisy
 
 PROBES = {

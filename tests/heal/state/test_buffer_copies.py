@@ -235,7 +235,7 @@ def test_a_graph_that_is_kept_over_a_step_can_still_be_used():
     kept = norm(torch.randn(6, 4, requires_grad=True)).square().mean()
     loss = other(torch.randn(6, 4)).mean()
     loss.backward()
-    healer.parts.guarded.buffers.settle(torch.tensor(0.0))  # as on a device, where both are written
+    healer.guarded.buffers.settle(torch.tensor(0.0))  # as on a device, where both are written
     healer.step(loss)
     kept.backward()
     healer.exits.dismiss()

@@ -66,9 +66,9 @@ def test_a_frozen_weight_that_changed_unseen_does_not_stop_a_rollback():
     healer = setup.healer()
     healer.run(setup.train_step, setup.loader, 15, progress=False)
     setup.model[5].bias.data += 1.0
-    healer.parts.run.restore(healer.snapshots()[0])
+    healer.training.restore(healer.snapshots()[0])
     assert "stays as it is in this rollback" in healer.notes[0]
-    assert healer.parts.run.has_changed_shape()  # snapshots from now on hold it
+    assert healer.training.has_changed_shape()  # snapshots from now on hold it
 
 
 def test_a_frozen_weight_that_became_nan_does():
@@ -77,7 +77,7 @@ def test_a_frozen_weight_that_became_nan_does():
     healer.run(setup.train_step, setup.loader, 15, progress=False)
     setup.model[5].bias.data *= float("nan")
     with pytest.raises(CannotHeal, match=r"parameter 5.bias holds NaN or Inf, and no snapshot"):
-        healer.parts.run.restore(healer.snapshots()[0])
+        healer.training.restore(healer.snapshots()[0])
 
 
 def test_parameters_of_an_optimizer_that_lost_its_state_are_still_in_the_run():
@@ -102,9 +102,9 @@ def test_a_quantised_base_is_neither_in_snapshots_nor_copied_beside_the_model():
     setup = regression(model=Quantized, snapshot_memory_fraction=2.0)
     healer = setup.run(45)
     trainable = 3 * sum(p.nbytes for p in setup.model.parameters())
-    counters = healer.parts.guarded.watch.state.nbytes + 2 * 4  # of the loss, and Adam's steps
-    assert healer.parts.run.ring.held_bytes() <= 2 * (trainable + counters)
-    assert healer.parts.micro._buffers._groups == []
+    counters = healer.guarded.watch.state.nbytes + 2 * 4  # of the loss, and Adam's steps
+    assert healer.training.ring.held_bytes() <= 2 * (trainable + counters)
+    assert healer.micro._buffers._groups == []
     assert healer.notes == []
 
 
@@ -153,6 +153,6 @@ def test_a_rollback_returns_small_buffers_that_began_to_move_after_the_snapshot(
         loss.backward()
         healer.step(loss)
         optimizer.zero_grad()
-    healer.parts.run.restore(0)
+    healer.training.restore(0)
     assert model.seen == 0
     healer.exits.dismiss()

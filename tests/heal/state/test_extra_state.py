@@ -80,7 +80,7 @@ def test_what_fails_is_noted_and_costs_no_snapshot():
     setup = regression(model=nested(Counting))
     healer = setup.run(30)
     setup.model[1].set_extra_state = lambda state: 1 / 0
-    healer.parts.run.restore(healer.snapshots()[0])
+    healer.training.restore(healer.snapshots()[0])
     (note,) = healer.notes
     assert note.startswith("set_extra_state of 1 (Counting) failed: ZeroDivisionError")
 

@@ -84,7 +84,7 @@ def test_the_group_furthest_above_its_schedule_is_told_of():
     setup.optimizer, setup.scheduler = optimizer, schedules.ConstantLR(optimizer, 1.0)
     healer = setup.healer()
     optimizer.param_groups[1]["lr"] = 20.0
-    rates = LearningRates(healer.optimizers, healer.parts.schedules.wanted, healer.notes.append)
+    rates = LearningRates(healer.optimizers, healer.schedules.wanted, healer.notes.append)
     assert rates.now() == (20.0, 0.1)
     healer.exits.dismiss()
 

@@ -95,7 +95,7 @@ def test_a_scale_that_the_fused_step_applies_is_applied_once(unscale):
 def test_an_overflow_names_its_tensor_to_whoever_looks(fused):
     _, _, healer = healed(fused, "in step", overflows=(19,))
     assert healer.latest.blocked
-    assert healer.parts.guarded.name_of(healer.latest.worst) == "0.weight"
+    assert healer.guarded.name_of(healer.latest.worst) == "0.weight"
 
 
 @FUSED

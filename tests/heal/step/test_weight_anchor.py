@@ -39,7 +39,7 @@ def test_a_rollback_anchors_the_run_and_the_journal_tells_so(model, tmp_path):
     healer = setup.healer(run_dir=tmp_path)
     chaos = Chaos(healer, [Fault("corrupt_weight", at=50)])
     held = []
-    noted = lambda step: held.append(healer.parts.run.anchor.steps_left)  # noqa: E731
+    noted = lambda step: held.append(healer.training.anchor.steps_left)  # noqa: E731
     healer.run(chaos.wrap(setup.train_step), setup.loader, 120, progress=False, on_step=noted)
     entry = next(e for e in healer.recoveries if "rollback" in e["actions"])
     assert "anchor_weights" in entry["actions"]
@@ -62,7 +62,7 @@ def test_each_rollback_sets_one_anchor_anew():
     pulls, held = [], []
 
     def noted(step):
-        held.append(healer.parts.run.anchor.steps_left)
+        held.append(healer.training.anchor.steps_left)
         pull = healer.optimizers[0].pull
         if pull is not None and not any(pull is known for known in pulls):
             pulls.append(pull)
@@ -90,7 +90,7 @@ def test_without_a_rollback_there_is_no_anchor_and_training_is_bit_by_bit_the_ba
 def test_the_pull_is_strength_times_importance_times_the_way_back():
     weight, healer = one_weight()
     start = weight.detach().clone()
-    assert healer.parts.run.anchor_weights(0.5, 10)
+    assert healer.training.anchor_weights(0.5, 10)
     with torch.no_grad():
         weight += 2.0
     stepped(weight, healer, 0.0)
@@ -99,7 +99,7 @@ def test_the_pull_is_strength_times_importance_times_the_way_back():
 
 def test_where_nothing_has_moved_the_gradient_is_bit_by_bit_as_it_was():
     weight, healer = one_weight()
-    healer.parts.run.anchor_weights(0.5, 10)
+    healer.training.anchor_weights(0.5, 10)
     stepped(weight, healer, 0.3)
     assert torch.equal(weight.grad, torch.full_like(weight, 0.3))
 
@@ -109,7 +109,7 @@ def test_important_weights_are_held_most():
     for _ in range(5):
         stepped(weight, healer, [[0.0, 1.0, 10.0]])
     fisher = healer.optimizers[0].state[weight]["exp_avg_sq"].clone()
-    healer.parts.run.anchor_weights(1.0, 10)
+    healer.training.anchor_weights(1.0, 10)
     with torch.no_grad():
         weight += 1.0
     stepped(weight, healer, 0.0)
@@ -122,7 +122,7 @@ def test_important_weights_are_held_most():
 def test_a_memory_of_zeros_makes_all_weights_alike():
     weight, healer = one_weight(lambda params: torch.optim.AdamW(params, lr=0.0, weight_decay=0.0))
     stepped(weight, healer, 0.0)
-    healer.parts.run.anchor_weights(1.0, 10)
+    healer.training.anchor_weights(1.0, 10)
     with torch.no_grad():
         weight += 1.0
     stepped(weight, healer, 0.0)
@@ -135,7 +135,7 @@ def test_clipping_bounds_the_pull():
             torch.optim.SGD(params, lr=1.0), zclip.GlobalNorm(0.01)
         )
     )
-    healer.parts.run.anchor_weights(1e6, 10)
+    healer.training.anchor_weights(1e6, 10)
     with torch.no_grad():
         weight += 1.0
     before = weight.detach().clone()
@@ -145,7 +145,7 @@ def test_clipping_bounds_the_pull():
 
 def test_a_scaled_gradient_is_pulled_as_much():
     weight, healer = one_weight()
-    healer.parts.run.anchor_weights(0.5, 10)
+    healer.training.anchor_weights(0.5, 10)
     with torch.no_grad():
         weight += 2.0
     weight.grad = torch.zeros_like(weight)
@@ -162,7 +162,7 @@ def test_a_grad_scaler_changes_nothing_about_the_pull(fused):
             model.weight.copy_(torch.tensor([[1.0, 2.0, 3.0]]))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
         healer = Healer(model, optimizer, config=quick(), scaler=scaler)
-        healer.parts.run.anchor_weights(0.5, 10)
+        healer.training.anchor_weights(0.5, 10)
         for _ in range(3):
             loss = model(torch.ones(1, 3)).mean()
             (loss if scaler is None else scaler.scale(loss)).backward()
@@ -176,29 +176,29 @@ def test_a_grad_scaler_changes_nothing_about_the_pull(fused):
 
 def test_a_new_anchor_takes_the_place_of_the_old():
     weight, healer = one_weight()
-    healer.parts.run.anchor_weights(0.5, 10)
+    healer.training.anchor_weights(0.5, 10)
     with torch.no_grad():
         weight += 2.0
-    healer.parts.run.anchor_weights(1.0, 4)
+    healer.training.anchor_weights(1.0, 4)
     with torch.no_grad():
         weight += 1.0
     stepped(weight, healer, 0.0)
     torch.testing.assert_close(weight.grad, torch.ones_like(weight))
-    assert healer.parts.run.anchor.steps_left == 3
+    assert healer.training.anchor.steps_left == 3
 
 
 def test_a_rollback_lets_go():
     weight, healer = one_weight()
     stepped(weight, healer, 0.1)
-    healer.parts.run.anchor_weights(0.5, 10)
-    healer.parts.run.restore(0)
+    healer.training.anchor_weights(0.5, 10)
+    healer.training.restore(0)
     assert healer.optimizers[0].pull is None
-    assert healer.parts.run.anchor.steps_left == 0
+    assert healer.training.anchor.steps_left == 0
 
 
 def test_a_hand_written_loop_is_anchored_and_released():
     weight, healer = one_weight()
-    healer.parts.run.anchor_weights(0.5, 3)
+    healer.training.anchor_weights(0.5, 3)
     pulled = []
     for _ in range(5):
         with torch.no_grad():
@@ -224,7 +224,7 @@ def test_nothing_waits_for_the_device():
     weight, healer = one_weight(lambda params: torch.optim.AdamW(params, fused=True))
     stepped(weight, healer, 1.0)
     with Reads() as reads:
-        healer.parts.run.anchor_weights(0.5, 3)
+        healer.training.anchor_weights(0.5, 3)
         healer.optimizers[0].pull.add_to_gradients(torch.tensor(2.0))
     assert reads.count == 0
 
@@ -249,16 +249,16 @@ def test_an_anchor_that_cannot_be_made_is_no_reason_to_stop(monkeypatch, tmp_pat
 
 def test_an_anchor_that_cannot_be_made_leaves_none_of_before(monkeypatch):
     _, healer = one_weight()
-    healer.parts.run.anchor_weights(0.5, 10)
+    healer.training.anchor_weights(0.5, 10)
     monkeypatch.setattr("heal.lab.weight_anchor._held", lambda optimizer, mean: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        healer.parts.run.anchor_weights(0.5, 10)
+        healer.training.anchor_weights(0.5, 10)
     assert healer.optimizers[0].pull is None
 
 
 def test_a_model_that_was_changed_is_pulled_where_it_still_fits():
     weight, healer = one_weight()
-    healer.parts.run.anchor_weights(0.5, 10)
+    healer.training.anchor_weights(0.5, 10)
     weight.data = torch.ones(2, 2, dtype=torch.float64)
     weight.grad = torch.zeros(2, 2, dtype=torch.float64)
     healer.optimizers[0].pull.add_to_gradients(None)
@@ -267,13 +267,13 @@ def test_a_model_that_was_changed_is_pulled_where_it_still_fits():
 
 def test_a_resumed_run_says_that_the_anchor_is_gone():
     _, healer = one_weight()
-    healer.parts.run.anchor_weights(0.5, 10)
-    saved = healer.parts.run.state()
+    healer.training.anchor_weights(0.5, 10)
+    saved = healer.training.state()
     _, other = one_weight()
-    other.parts.run.resume(7, saved)
+    other.training.resume(7, saved)
     assert other.notes == ["an anchor held for 10 more steps; it was not saved"]
     del saved["anchor_steps"]  # as in a checkpoint of before there were anchors
-    other.parts.run.resume(7, saved)
+    other.training.resume(7, saved)
 
 
 def test_steps_that_were_pulled_are_not_recomputed():
@@ -282,7 +282,7 @@ def test_steps_that_were_pulled_are_not_recomputed():
     batches = []
     noted = lambda batch: batches.append(batch) or setup.train_step(batch)  # noqa: E731
     healer.run(noted, setup.loader, 10, progress=False)
-    healer.parts.run.anchor_weights(0.5, 10)
+    healer.training.anchor_weights(0.5, 10)
     with pytest.raises(CannotRecompute, match="holds the weights for 10 more steps"):
         healer.recompute(setup.train_step, batches[healer.snapshots()[0] :])
 
@@ -290,6 +290,6 @@ def test_steps_that_were_pulled_are_not_recomputed():
 def test_with_nothing_to_train_there_is_no_anchor():
     weight, healer = one_weight()
     weight.requires_grad_(False)
-    assert not AnchorWeights(1.0, 10).apply(healer.parts.run)
-    assert healer.parts.run.anchor.steps_left == 0
+    assert not AnchorWeights(1.0, 10).apply(healer.training)
+    assert healer.training.anchor.steps_left == 0
     assert math.isfinite(float(weight.detach().sum()))

@@ -88,7 +88,7 @@ def test_out_of_memory_cuts_batches_and_keeps_the_gradient(tmp_path):
     failures.oom_above(trainer, rows=1, at=5)
     healed = Healed(trainer)
     assert healed.told == [("oom", ["ClearCache", "ShrinkBatch"])] * 2
-    assert healed.healer.parts.micro.pieces == 4
+    assert healed.healer.micro.pieces == 4
     assert trainer.state.global_step == 6
     for ours, theirs in zip(weights(trainer), weights(alone), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

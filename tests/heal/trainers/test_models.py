@@ -59,7 +59,7 @@ def test_snapshots_of_adapters_hold_the_adapters_only(tmp_path):
     model = healed.trainer.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) * 4
     buffers = sum(b.nbytes for b in model.buffers())
-    (snapshot, *_) = healed.healer.parts.run.ring._kept
+    (snapshot, *_) = healed.healer.training.ring._kept
     assert sum(t.nbytes for t in snapshot.tensors.values()) <= 3 * trained + buffers + 4096
 
 

@@ -80,4 +80,4 @@ def test_a_log_of_preferences_speaks_for_chance_in_place_of_the_loss(name, chanc
             logs[name] = 0.5
 
     healed = Healed(tiny.plain(tmp_path, callbacks=[Tells()], max_steps=3), chance_loss=0.69)
-    assert healed.healer.parts.listener.watch.detectors["plateau"].chance == chance
+    assert healed.healer.monitor.watch.detectors["plateau"].chance == chance
