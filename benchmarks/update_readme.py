@@ -69,7 +69,7 @@ def table(document):
     for name in ROWS:
         if name in found:
             lines.append("| " + " | ".join(COLUMNS[c](found[name]) for c in SHOWN) + " |")
-    return "\n".join([*lines, "", f"Made by `zclip-bench`: {about(document)}."])
+    return "\n".join([*lines, "", f"Made by `zclip-bench` {document.version}: {about(document)}."])
 
 
 def compiled(document):

@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.failures.families import FAMILIES, STEPS
 from benchmarks.failures.protections import PROTECTIONS, SETTINGS
 from benchmarks.failures.rows import AT, ROWS
+from zclip.version import __version__
 
 Key = tuple[str, str, int, str]  # row, family, seed, protection
 Results = Mapping[Key, Mapping[str, Any]]
@@ -100,7 +101,7 @@ def _head(results: Results, load: str) -> Iterable[str]:
         f"- **Settings** that differ from the defaults, because runs are short: {settings}."
     )
     yield ""
-    yield f"`python -m benchmarks.failures` makes this page; {load}."
+    yield f"`python -m benchmarks.failures` makes this page; version {__version__}, {load}."
     yield ""
 
 

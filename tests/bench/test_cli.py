@@ -13,6 +13,7 @@ import torch
 from zclip.bench import arguments, cli, suites
 from zclip.bench.catalogue import Case
 from zclip.bench.run import run_case
+from zclip.version import __version__
 
 TINY = ["--shapes", "tiny", "--rounds", "3"]
 
@@ -48,6 +49,7 @@ def test_a_run_prints_a_table_and_writes_every_file(standard, tmp_path, capsys):
     assert "checked against float64" in printed
     document = json.loads((tmp_path / "bench.json").read_text())
     assert document["complete"]
+    assert document["version"] == __version__
     assert [r["case"] for r in document["results"]][:2] == [
         "clip_grad_norm_, tiny, float32",
         "flags, tiny, float32",
