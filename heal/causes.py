@@ -89,10 +89,10 @@ DISPLACEMENT = "Razin et al. 2024, arXiv:2410.08847"
 
 ABOUT: dict[Cause, About] = {
     Cause.NONFINITE_GRADIENT: About(
-        Family.NUMERIC, "NaN or Inf in the gradients; the device refused the step.", ZCLIP
+        Family.NUMERIC, "NaN or Inf in the gradients; the device skipped the step.", ZCLIP
     ),
     Cause.NONFINITE_LOSS: About(
-        Family.NUMERIC, "The loss is NaN or Inf; the device refused the step.", ZCLIP
+        Family.NUMERIC, "The loss is NaN or Inf; the device skipped the step.", ZCLIP
     ),
     Cause.SCALER_OVERFLOW: About(
         Family.ALERT, "Gradients overflowed under a loss scale that is still being searched."
@@ -165,7 +165,7 @@ ABOUT: dict[Cause, About] = {
     Cause.DEVICE_ERROR: About(
         Family.STOP, "The device reported an error that poisons the process.", UNICRON
     ),
-    Cause.PREEMPTED: About(Family.STOP, "The job was told to stop."),
+    Cause.PREEMPTED: About(Family.STOP, "The job received a signal to stop."),
     Cause.UNKNOWN: About(Family.STOP, "An error that healing has no cure for."),
 }
 
