@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from zclip.clippers import CLIPPERS, Clipper, ClipResult
+from zclip.during_backward import Attachment
 from zclip.layout import BLOCKED, FLAGS, HAS_INF, HAS_NAN
 from zclip.mailbox import Mailbox
 from zclip.momentum import FirstMomentum
@@ -66,12 +68,16 @@ class ClippedOptimizer(OptimizerProxy):
             DDP, FSDP2 and whatever else makes DTensors.
         pipeline_group: ranks with the other stages of a pipeline.
         record_group: ranks to share losses and extra lanes with, where gradients need no message.
+        during_backward: measure gradients as they become final, see :meth:`zclip.Clipper.attach`.
+            True for one process or ``fully_shard``; a DistributedDataParallel model has to be
+            given itself.
 
     Attributes:
         inner: the wrapped optimizer.
         clipper: what clips.
         lr_scale: multiplies the learning rate of every group during the step and is not seen
             outside of it, so that no scheduler undoes it; not part of ``state_dict``.
+        attachment: what :meth:`zclip.Clipper.attach` returned, if ``during_backward`` is given.
         mailbox: carries the verdicts to the host.
         steps: how many steps were clipped; set back by those who take steps back.
 
@@ -93,6 +99,7 @@ class ClippedOptimizer(OptimizerProxy):
         process_group: "ProcessGroup | None" = None,
         pipeline_group: "ProcessGroup | None" = None,
         record_group: "ProcessGroup | None" = None,
+        during_backward: bool | Module = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}; wanted a torch Optimizer")
@@ -124,6 +131,10 @@ class ClippedOptimizer(OptimizerProxy):
         if (process_group, pipeline_group, record_group) != (None, None, None):
             clipper.distribute(process_group, pipeline_group, record_group)
         clipper.bind(self.param_groups)
+        self.attachment: Attachment | None = None
+        if during_backward is not False:
+            watched = self.param_groups if during_backward is True else during_backward
+            self.attachment = clipper.attach(watched)
 
     @property
     def guards_on_device(self) -> bool:
@@ -433,6 +444,7 @@ class ClippedOptimizer(OptimizerProxy):
         return {
             **{name: self.__dict__[name] for name in kept},
             "capturable": self.capturable,
+            "attachment": None,
             "_warned": self._warned,
             "_momentum": FirstMomentum(),
             "_named": [(name, param) for name, param in self._named if id(param) in own],
@@ -459,8 +471,8 @@ def wrap(
         >>> optimizer = zclip.wrap(torch.optim.AdamW(model.parameters(), fused=True), "zclip")
     """
     groups = ("process_group", "pipeline_group", "record_group")
-    own = ("skip_nonfinite", "apply", "named_parameters", "lag", "capturable", *groups)
-    of_wrapper = {name: settings.pop(name) for name in own if name in settings}
+    own = ("skip_nonfinite", "apply", "named_parameters", "lag", "capturable", "during_backward")
+    of_wrapper = {name: settings.pop(name) for name in (*own, *groups) if name in settings}
     if isinstance(clipper, str):
         if clipper not in CLIPPERS:
             raise ValueError(f"clipper is {clipper!r}; wanted one of {', '.join(CLIPPERS)}")

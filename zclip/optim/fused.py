@@ -184,11 +184,12 @@ class FusedOptimizer(Optimizer):
         plan, grads = self._gradients()
         if grads is None and self.clipper is None:
             return None
-        clipper, call = self.clipper, None
+        clipper, call, stats = self.clipper, None, None
         if clipper is not None:
             call = clipper.rule_call(self.param_groups, plan.device, loss)
             if call is None or grads is None:
                 return self._step_apart(loss, None)
+            stats = clipper.early_stats(grads)
         scaler = self.__dict__
         grad_scale, found_inf = scaler.get("grad_scale"), scaler.get("found_inf")
         rule = (plan.ledger, _NO_RULE, (), None) if call is None else call
@@ -200,6 +201,7 @@ class FusedOptimizer(Optimizer):
             found_inf is not None and bool(found_inf),
             self.skip_nonfinite,
             self.seed,
+            stats,
         )
         if results is None:  # a tensor has moved
             self._make_plans()
@@ -269,8 +271,13 @@ class FusedOptimizer(Optimizer):
         call = None if grads is None else clipper.rule_call(self.param_groups, plan.device, loss)
         if call is None or grads is None:
             return None
-        served = serve(torch.ops.zclip.decide_by_.default, grads, *call, name=plan.name)
-        clip = ClipResult(*served[0]) if served else None
+        stats = clipper.early_stats(grads)
+        clip: ClipResult | None
+        if stats is not None:
+            clip = clipper.finish(stats, self.param_groups[0], loss)
+        else:
+            served = serve(torch.ops.zclip.decide_by_.default, grads, *call, name=plan.name)
+            clip = ClipResult(*served[0]) if served else None
         if clip is not None:
             clipper.accept(clip)
         return clip
