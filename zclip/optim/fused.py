@@ -1,6 +1,7 @@
 """What all fused optimizers share: plans, clipping inside the step, telemetry, checkpoints."""
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from operator import is_
 from typing import Any, ClassVar
 
@@ -420,6 +421,31 @@ class FusedOptimizer(Optimizer):
                 state[key] = value.to(fresh.device, fresh.dtype)
             elif key != "step" and value.stride() != fresh.stride():
                 state[key] = fresh.copy_(value)
+
+    def for_one_tensor(
+        self, group: Mapping[str, Any], param: Tensor, number: int, clipper: Clipper | None
+    ) -> "FusedOptimizer":
+        """Return an optimizer of one parameter, whose state is the one that it has here.
+
+        Args:
+            group: the group that the parameter is in.
+            param: the parameter; it has a gradient.
+            number: of the parameter in all groups.
+            clipper: what clips it.
+        """
+        if self.state.get(param):
+            self._complete(group, param)
+        alone = copy(self)
+        alone.param_groups = [{**group, "params": [param], "param_names": [self.names[number]]}]
+        alone.state = {param: dict(self.state[param])} if param in self.state else {}
+        alone.seed = self.seed + number  # or all tensors would round by the same numbers
+        alone.clipper = clipper
+        if clipper is not None:
+            clipper.align()
+            clipper.bind(alone.param_groups)
+        alone._make_plans()
+        self.state[param] = dict(alone.state[param])
+        return alone
 
     # Checkpoints and copies
 
