@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import heal
 import zclip
 from zclip.optim import SGD, Adam, AdamW, Lion, step_in_backward
 
@@ -201,3 +202,42 @@ def test_what_cannot_work_says_so():
         step_in_backward(model, AdamW, zclip.ZClip())
     with pytest.raises(ValueError, match="without per_group"):
         step_in_backward(model, AdamW, zclip.AdaGC(per_group=True))
+
+
+def test_heal_hears_of_every_step_and_rolls_back_all_of_it():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 1))
+    optimizer = step_in_backward(model, AdamW, zclip.AdaGC(warmup_steps=0), lr=1e-2)
+    healer = heal.Healer(model, optimizer)
+    inputs = torch.randn(64, 10)
+    targets = inputs.sum(1, keepdim=True)
+    losses = []
+    for step in range(90):
+        if step == 40:
+            poison = model[0].weight.register_hook(lambda grad: grad * math.nan)
+        if step == 60:
+            with torch.no_grad():
+                model[2].weight[0, 0] = math.nan
+        loss = (model(inputs) - targets).square().mean()
+        loss.backward()
+        healer.step(loss)
+        if step == 40:
+            poison.remove()
+        losses.append(float(loss.detach()))
+    healer.close()
+    assert healer.metrics()["healing/nan_count"] >= 1.0
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_a_wrapper_reports_what_backward_has_done():
+    model = make_model()
+    inner = step_in_backward(model, AdamW, zclip.AdaGC(warmup_steps=0), lr=1e-2)
+    optimizer = zclip.wrap(inner, "global_norm", max_norm=math.inf)
+    plain = make_model()
+    train(plain, step_in_backward(plain, AdamW, zclip.AdaGC(warmup_steps=0), lr=1e-2))
+    train(model, optimizer)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert torch.equal(optimizer.result.stats, inner.result.clip.stats)
+    with pytest.raises(ValueError, match="warmup_steps=0"):
+        zclip.wrap(step_in_backward(make_model(), AdamW, zclip.AdaGC()), "zclip")

@@ -17,6 +17,7 @@ from zclip.layout import BLOCKED, FLAGS, HAS_INF, HAS_NAN
 from zclip.mailbox import Mailbox
 from zclip.momentum import FirstMomentum
 from zclip.optim.fused import CLIP_KEY, FusedOptimizer
+from zclip.optim.in_backward import StepInBackward
 from zclip.optimizer_proxy import OptimizerProxy
 from zclip.unscaling import adopt_unscaling, asking_scaler
 from zclip.verdict_ring import VerdictRing, is_capturing
@@ -112,6 +113,11 @@ class ClippedOptimizer(OptimizerProxy):
                 f"optimizer is {type(optimizer).__name__} with a clipper of its own; expected one "
                 "made with clipper=None, or no wrapper"
             )
+        if isinstance(optimizer, StepInBackward) and not optimizer.clips_in_backward:
+            raise ValueError(
+                "optimizer steps in backward; a wrapper can only report what it does if it has a "
+                "clipper that is past its warm-up: expected AdaGC(warmup_steps=0)"
+            )
         super().__init__(optimizer)
         self.clipper = clipper
         self.skip_nonfinite = skip_nonfinite
@@ -140,7 +146,7 @@ class ClippedOptimizer(OptimizerProxy):
     def guards_on_device(self) -> bool:
         """Whether the wrapped optimizer reads ``found_inf`` on the device."""
         inner = self.inner
-        if isinstance(inner, FusedOptimizer):
+        if isinstance(inner, (FusedOptimizer, StepInBackward)):
             return True
         # Copying and pickling lose the attribute, although the step still reads found_inf.
         if isinstance(inner, _FUSED):
@@ -286,7 +292,16 @@ class ClippedOptimizer(OptimizerProxy):
         grad_scale: Tensor | None,
         extra: Tensor | None,
     ) -> ClipResult | None:
-        """Clip these groups, or with ``apply="grad_scale"`` only decide; count nothing."""
+        """Clip these groups, or with ``apply="grad_scale"`` only decide; count nothing.
+
+        Of an optimizer that steps in backward this returns what that has found and done.
+        """
+        if isinstance(self.inner, StepInBackward):
+            self.inner.lr_scale = self.lr_scale  # of the next backward
+            found = self.inner.finish()
+            if found is not None:
+                self.clipper.accept(found)
+            return found
         if self.apply == "inplace":
             self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
         else:

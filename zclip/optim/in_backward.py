@@ -63,7 +63,7 @@ class StepInBackward(OptimizerProxy):
         self._results: dict[Tensor, StepResult] = {}
         self._last: dict[Tensor, StepResult] | None = None
         self._handles: dict[Tensor, Any] = {}
-        self._steps = 0
+        self._is_finished = False
         self._watch()
         self._split_if_ready()
 
@@ -71,6 +71,11 @@ class StepInBackward(OptimizerProxy):
     def is_in_backward(self) -> bool:
         """Whether updates happen in backward: the warm-up is over."""
         return self._singles is not None
+
+    @property
+    def clips_in_backward(self) -> bool:
+        """Whether there is a clipper, and its warm-up is over."""
+        return self._clipper is not None and self.is_in_backward
 
     @property
     def result(self) -> StepResult | None:
@@ -98,19 +103,33 @@ class StepInBackward(OptimizerProxy):
         if closure is not None:
             with torch.enable_grad():
                 returned = closure()
-        self._steps += 1
         if self._singles is None:
             with self.scaled_lr():
                 self.inner.step(loss=loss)
             self._split_if_ready()
-            return returned
+        elif not self._is_finished:
+            self._close()
+        self._is_finished = False
+        return returned
+
+    @torch.no_grad()
+    def finish(self) -> ClipResult | None:
+        """Do what :meth:`step` does after the warm-up; return what was found in the gradients.
+
+        For wrappers, which call :meth:`step` as well: that does nothing more then.
+        """
+        self._close()
+        self._is_finished = True
+        result = self.result
+        return None if result is None else result.clip
+
+    def _close(self) -> None:
         left = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
         for group, param in left:  # set by hand, or of a parameter that was frozen
             self._update(group, param)
         if left:
             self._watch()
         self._last, self._results = self._results, {}
-        return returned
 
     def detach(self) -> FusedOptimizer:
         """Take all hooks off the parameters; return the optimizer inside, which can go on."""
