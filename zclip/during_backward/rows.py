@@ -20,6 +20,9 @@ DEVICE_BATCH_BYTES = 16 << 20
 """Likewise on an accelerator: a third of the L2 of a data-centre GPU, and few launches."""
 
 
+_WITH_STREAMS = ("cuda", "xpu")
+
+
 class Row(NamedTuple):
     """One row of a table of stats, and the gradient as it was when the row was taken."""
 
@@ -101,14 +104,15 @@ class EarlyRows:
         """Return what to call with the parameter when its gradient has become final."""
         # A closure with all it needs in cells: this runs once per parameter and backward pass.
         waiting, where, size = self._waiting, slot.param.device, slot.size
-        on_cpu = where.type == "cpu"
-        enough = BATCH_BYTES if on_cpu else DEVICE_BATCH_BYTES
+        enough = BATCH_BYTES if where.type == "cpu" else DEVICE_BATCH_BYTES
+        has_streams = where.type in _WITH_STREAMS
 
         def became_final(_: Tensor) -> None:
             slot.turns += 1
             if slot.turns < slot.expected:
                 return
-            place = None if on_cpu else (where, torch.accelerator.current_stream(where))
+            # A gradient is measured on the stream that made it, so that nothing has to wait.
+            place = (where, torch.accelerator.current_stream(where) if has_streams else None)
             batch = waiting.get(place)
             if batch is None:
                 batch = waiting[place] = ([], [0])
@@ -230,6 +234,6 @@ def _fingerprint(part: Tensor) -> tuple[int, int, int]:
 
 def _ready(table: Tensor, device: torch.device) -> Tensor:
     """Return a table where the step needs it. It may have been made on another stream."""
-    if table.device.type != "cpu":
+    if table.device.type in _WITH_STREAMS:
         table.record_stream(torch.accelerator.current_stream(table.device))
     return table.to(device, non_blocking=True)

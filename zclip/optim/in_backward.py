@@ -313,7 +313,7 @@ def _joined(whole: FusedOptimizer, found: Mapping[Tensor, StepResult]) -> StepRe
     nothing = torch.zeros(1, NUM_TELEMETRY, dtype=torch.float64, device=device)
     each = [found.get(param) for param in params]
     table = torch.cat([nothing if r is None or not len(r.rows) else r.rows for r in each])
-    bad = table[:, [FIRST_BAD, SECOND_BAD]].sum(dim=1) > 0
+    bad = table[:, FIRST_BAD] + table[:, SECOND_BAD] > 0
     foreign = table[:, FOREIGN] > 0
     flags = BAD_WEIGHT * (table[:, WEIGHT_BAD] > 0).any() + BAD_STATE * bad.any()
     flags = flags + FOREIGN_WRITE * foreign.any()
