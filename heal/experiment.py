@@ -536,7 +536,7 @@ class Trial:
                 loss = compute()
                 if isinstance(loss, Tensor) and loss.requires_grad:
                     loss.backward()
-            return self.judged(float(loss))
+            return self.judged(float(loss.detach() if isinstance(loss, Tensor) else loss))
         except Exception as error:  # an experiment must not end a run
             self._experiment._note(f"experiment: the backward pass failed: {error!r}")
             return None
