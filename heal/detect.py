@@ -154,13 +154,19 @@ class Watch:
 
     def start_over(self) -> None:
         """Take all that comes from now on as usual: something was changed on purpose."""
-        self.rebase()
+        self._loss.rebase()
+        self._explosion.rebase()
         self._lr.start_over()
         self._health.start_over()
 
     def rebase(self) -> None:
-        """Take the present level of loss and gradients as usual: the data has changed."""
-        self._loss.rebase()
+        """Take the present level of loss and gradients as usual: the data has changed.
+
+        The level of the loss only if that was suspected. An answer about weights or gradients is
+        none about the loss, and a slow climb is measured against the best level of the run.
+        """
+        if self._loss.is_suspected:
+            self._loss.rebase()
         self._explosion.rebase()
 
     def observe_health(self, row: HealthRow) -> list[Finding]:
