@@ -419,7 +419,9 @@ class ClippedOptimizer(OptimizerProxy):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state = {**self.inner.state_dict(), CLIP_KEY: self.clipper.state_dict()}
+        state = self.inner.state_dict()
+        if not isinstance(self.inner, StepInBackward):  # which clips, and has its own state there
+            state = {**state, CLIP_KEY: self.clipper.state_dict()}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, state)
             state = state if changed is None else changed
@@ -438,7 +440,9 @@ class ClippedOptimizer(OptimizerProxy):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        clip_state = state_dict.pop(CLIP_KEY, None)
+        clip_state = None
+        if not isinstance(self.inner, StepInBackward):
+            clip_state = state_dict.pop(CLIP_KEY, None)
         if clip_state is not None:
             self.clipper.load_state_dict(clip_state)
         self.inner.load_state_dict(state_dict)
