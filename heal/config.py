@@ -232,7 +232,7 @@ class HealingConfig:
     )
     throughput_factor: float = setting(
         3.0,
-        "Steps slower than this many times their median are worth an alert.",
+        "Steps slower than this many times their upper range are worth an alert.",
         group="checks",
         above=1,
     )

@@ -9,7 +9,7 @@ from heal.actions import CannotHeal, ScaleLr
 from heal.causes import Cause, Severity
 from heal.diagnose import Diagnosis
 from heal.journal import Journal
-from heal.recovery import Treatment
+from heal.recovery import Recovery
 from heal.testing import Fault
 from tests.heal.fake_run import FakeRun
 from tests.heal.runs import regression, strike
@@ -80,20 +80,27 @@ def test_nan_batches_with_sound_weights_are_skipped_as_before():
     assert {tuple(actions) for _, actions in failures(healer)} == {("refuse",)}
 
 
+class QuietMonitor:
+    """Has nothing to report."""
+
+    def poll(self):
+        return iter(())
+
+
 def diagnosis(cause, step, severity=Severity.ERROR):
     return Diagnosis(cause, {}, 0.9, "", severity, bad_step=step, step=step)
 
 
 def test_the_lower_rate_of_a_misdiagnosis_is_taken_back():
     run = FakeRun(snapshots=[90])
-    treatment = Treatment(run, HealingConfig(), Journal(None))
+    recovery = Recovery(run, QuietMonitor(), HealingConfig(), Journal(None))
     for _ in range(2):  # the second rollback lowers the rate
-        plan = treatment.carry_out(diagnosis(Cause.GRADIENT_EXPLOSION, 100))
+        plan = recovery.carry_out(diagnosis(Cause.GRADIENT_EXPLOSION, 100))
     assert any(isinstance(action, ScaleLr) for action in plan)
     assert run.lr_scale == 0.5
     run.step = 110
     run.corrupt = {"cause": "weight_corruption", "tensor": "head", "tensors": 1}
-    treatment.carry_out(diagnosis(Cause.NONFINITE_LOSS, 110, Severity.WARN))
+    recovery.carry_out(diagnosis(Cause.NONFINITE_LOSS, 110, Severity.WARN))
     assert ("restore", 90) in run.done
     assert run.lr_scale == 1.0
 
