@@ -36,8 +36,11 @@ from heal.verdict import Record
 CLEAR_NOISE, CLEAR_RATIO = 1.0, 1.5
 """Today's weights lose a batch clearly if their loss is higher by this much noise and factor."""
 
-SLIGHT_NOISE, SLIGHT_RATIO = 0.5, 1.1
-"""They lose slightly: enough only if they lose every batch, and none is hard for both."""
+STEADY_RATIO = 1.1
+"""The factor that is enough if they lose every batch, and none of them is hard for both."""
+
+LEARNED_NOISE = 0.5
+"""They have learned something if their loss is lower than that of the first weights by this."""
 
 GREAT_NOISE, GREAT_RATIO = 10.0, 3.0
 """They lose it by so much that one batch is enough."""
@@ -51,8 +54,11 @@ BATCHES = 3
 BUDGET, BUDGET_STEPS = 20, 1000
 """Forward passes that experiments may cost within so many steps."""
 
-LONGEST_WAIT = 50
-"""Steps for which a loss that comes down by itself is given time."""
+LONGEST_WAIT, SHORTEST_WAIT = 50, 4
+"""Steps for which a loss that comes down by itself is given time; a quarter of a run between."""
+
+LATEST = 5
+"""Losses whose median says whether the loss comes down."""
 
 UNANSWERED_STEPS = 3
 """Steps after which a question that nobody could run a forward pass for is given up."""
@@ -82,7 +88,7 @@ def judge(pairs: Sequence[Pair], noise: float, usual: float = math.nan) -> Answe
     are judged by differences beside the noise alone.
 
     Pairs share their batch and their random numbers, so that their differences vary far less than
-    losses do: today's weights that lose every batch are worse though it be by less than the noise.
+    losses do: today's weights that lose every batch are worse, though it be by a tenth.
 
     Args:
         pairs: at least one.
@@ -100,9 +106,8 @@ def judge(pairs: Sequence[Pair], noise: float, usual: float = math.nan) -> Answe
     if len(pairs) < BATCHES:
         return None
     mean = _mean(pairs)
-    is_lost = _loses(mean, CLEAR_NOISE * noise, CLEAR_RATIO)
-    if mean.old > 0.0 and all(pair.now > pair.old for pair in pairs):
-        is_lost = _loses(mean, SLIGHT_NOISE * noise, SLIGHT_RATIO)
+    ratio = STEADY_RATIO if all(pair.now > pair.old for pair in pairs) else CLEAR_RATIO
+    is_lost = _loses(mean, CLEAR_NOISE * noise, ratio)
     return Answer.DAMAGED if is_lost else Answer.OTHER_DATA
 
 
@@ -215,7 +220,7 @@ class Experiment:
         self._note = note
         self._question: _Question | None = None
         self._spent: deque[int] = deque()
-        self._recent: deque[float] = deque(maxlen=5)
+        self._recent: deque[float] = deque(maxlen=LATEST)
         self.forwards = 0
         self.settled = 0
 
@@ -244,7 +249,7 @@ class Experiment:
         usual = _number(finding.evidence.get("usual_loss"), level)
         noise = _number(finding.evidence.get("noise"), spread)
         noise = 0.0 if math.isnan(noise) else noise
-        wait = min(LONGEST_WAIT, max(4, step // 4))
+        wait = min(LONGEST_WAIT, max(SHORTEST_WAIT, step // 4))
         self._question = _Question(finding, noise, usual, step, step + wait, arms)
         self._run.ring.pin({step for step, _ in arms})
         return True
@@ -327,7 +332,7 @@ class Experiment:
         """Go on to the next batch, the next arm or the answer."""
         if question.finding.cause is Cause.NOT_LEARNING:
             pair = question.pairs[-1]
-            if pair.now < pair.old - 0.5 * question.noise:
+            if pair.now < pair.old - LEARNED_NOISE * question.noise:
                 return self._settle(Answer.OTHER_DATA, "today's weights do better than the first")
             return self._settle(Answer.UNDECIDED, NOT_LEARNING)
         answer = judge(question.pairs, question.noise, question.usual)
@@ -405,7 +410,7 @@ class Experiment:
         }
         cause = finding.cause
         held, lr = self._held_lr(), self._run.learning_rate()
-        if held > 0.0 and not 0.0 < lr < 1.5 * held:
+        if held > 0.0 and not 0.0 < lr < CLEAR_RATIO * held:
             cause = Cause.LR_SPIKE
             evidence |= {"lr": lr, "usual_lr": held}
         if math.isinf(pair.now):
