@@ -551,12 +551,20 @@ class Trial:
             self.rng.put_back()
 
     def judged(self, loss: float) -> float:
-        """Return the loss of a body that has backpropagated; infinite if its gradients matter."""
+        """Return the loss of a body that has backpropagated; infinite if its step would be skipped.
+
+        So it is where gradients are in question and they, or the statistics that forward wrote,
+        are not finite: weights that overflow a variance leave loss and gradients finite.
+        """
         if not self.wants_gradients:
             return loss
-        grads = [getattr(p.grad, "_local_tensor", p.grad) for p, _ in self._grads]
-        is_bad = any(g is not None and not bool(g.isfinite().all()) for g in grads)
-        return math.inf if is_bad else loss
+        grads = [p.grad for p, _ in self._grads if p.grad is not None]
+        buffers = [
+            self._live[key]
+            for key, before in self._saved.items()
+            if key[0] == "buffer" and _is_finite(before)
+        ]
+        return loss if all(map(_is_finite, [*grads, *buffers])) else math.inf
 
     def put_back(self) -> None:
         """Put today's weights back, and go on in the trial, to compute with them."""
@@ -572,6 +580,10 @@ class Trial:
             module.training = mode
         self._state.restore_settings(self._values)
         self.rng.put_back()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(getattr(tensor, "_local_tensor", tensor).isfinite().all())
 
 
 def _number(value: object, otherwise: float) -> float:

@@ -461,3 +461,26 @@ def test_gradients_that_are_nan_under_a_finite_loss_are_told_from_bad_data(by_ha
     assert any(e["resumed_at"] < e["noticed_at"] for e in events("recovery"))
     assert healer.last_step == 89
     assert healer.metrics()["healing/nan_count"] < 20
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["run", "loop"])
+def test_weights_that_overflow_running_statistics_are_told_from_bad_data(by_hand):
+    """Loss and gradients stay finite; each step is skipped because of what it leaves behind."""
+
+    def normed():
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+    def overflow(setup):
+        setup.model[0].weight[3, 2] = 1e30
+
+    setup = damaged(regression(model=normed), 40, overflow)
+    healer = setup.healer(run_dir=Path.cwd())
+    if by_hand:
+        in_a_loop(setup, healer, 90)
+        healer.close()
+    else:
+        healer.run(setup.train_step, setup.loader, 90, progress=False)
+    skipped = [e for e in events("experiment") if e["suspicion"] == "nonfinite_gradient"]
+    assert [e["answer"] for e in skipped] == ["damaged"]
+    assert float(setup.model[0].weight.detach().abs().max()) < 1e3
+    assert healer.last_step == 89
