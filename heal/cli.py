@@ -271,6 +271,7 @@ REPORT_HELP = """Show what happened in a run: one HTML page that needs no networ
 
 heal report runs/7                      # writes runs/7/report.html
 heal report runs/7 --text
+heal report runs/7 --run 1              # the first of several runs in that folder
 heal report runs/7 --json | jq .summary.totals
 """
 
@@ -282,6 +283,9 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="the run_dir that was given to Healer")
     parser.add_argument(
         "--output", "-o", metavar="FILE", help=f"where to write; RUN_DIR/{PAGE} by default, - shows"
+    )
+    parser.add_argument(
+        "--run", type=at_least_one, metavar="N", help="which run of the folder; the last by default"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="print it for a terminal")
@@ -297,7 +301,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     from heal.report.text import make_text
 
     try:
-        report = read_run(arguments.run_dir)
+        report = read_run(arguments.run_dir, run=arguments.run)
     except (NotARun, OSError) as error:
         print(f"heal report: {error}", file=sys.stderr)
         return 2

@@ -15,14 +15,17 @@ from heal.report.read import (
     Damage,
     NotARun,
     RunFiles,
+    Start,
     find_files,
+    find_runs,
     read_events,
     read_lines,
     read_postmortem,
+    run_id,
     seconds_of,
     whole,
 )
-from heal.report.story import Story, tell_incident
+from heal.report.story import Story, describe
 
 # Thins out curves without losing a spike: of every stretch the extremes are kept.
 #
@@ -274,7 +277,8 @@ class RunReport:
     """What is known of a run.
 
     Attributes:
-        incidents: as :func:`heal.report.story.tell_incident` returns them.
+        runs: how many runs the folder holds, and ``number``, which of them this is, from 1.
+        incidents: as :func:`heal.report.story.describe` returns them.
         last_step: the furthest step known, -1 if none.
         live_for: seconds from the first to the last sign of life.
     """
@@ -285,6 +289,8 @@ class RunReport:
     story: Story
     postmortems: dict[int, dict[str, Any]]
     damage: Damage
+    number: int = 1
+    runs: int = 1
     incidents: list[dict[str, Any]] = field(default_factory=list)
     last_step: int = -1
     began: float | None = None
@@ -308,42 +314,67 @@ class RunReport:
         return first.usual_seconds() if first is not None else 0.0
 
 
-def read_run(run_dir: str | os.PathLike[str], max_rows: int = MAX_ROWS) -> RunReport:
+def read_run(
+    run_dir: str | os.PathLike[str], max_rows: int = MAX_ROWS, run: int | None = None
+) -> RunReport:
     """Read a run.
 
     Args:
         run_dir: what was given to ``Healer``.
         max_rows: about how many rows of the curves are kept, over all ranks.
+        run: which run of the folder, counted from 1; the last if None.
 
     Raises:
-        NotARun: the folder holds no run, or not one line of it can be read.
+        NotARun: the folder holds no such run, or not one line of it can be read.
     """
     files = find_files(run_dir)
+    runs = find_runs(files) or [Start(set(), 0.0)]
+    number = len(runs) if run is None else run
+    if not 1 <= number <= len(runs):
+        raise NotARun(f"expected a run from 1 to {len(runs)}, got {number}, in {files.folder}")
+    others: set[str] = set().union(*(other.ids for other in runs)) - runs[number - 1].ids
     damage = Damage()
     story = Story()
     for rank, line in read_events(files, damage):
-        story.tell(rank, line)
-    curves = _read_curves(files, damage, max_rows)
+        if run_id(line) not in others:
+            story.add(rank, line)
+    curves = _read_curves(files, damage, max_rows, others)
     postmortems = {
         rank: page
         for rank, path in sorted(files.postmortems.items())
-        if (page := read_postmortem(path, damage)) is not None
+        if (page := read_postmortem(path, damage)) is not None and _run_of(page, runs) == number
     }
-    report = RunReport(files.folder, files.ranks, curves, story.finish(), postmortems, damage)
+    ranks = files.ranks if len(runs) == 1 else sorted({*story.ranks, *curves, *postmortems})
+    report = RunReport(
+        files.folder, ranks, curves, story.finish(), postmortems, damage, number, len(runs)
+    )
     if not story.events and not postmortems and not any(c.count for c in curves.values()):
         raise NotARun(_nothing(files, damage))
     _conclude(report)
     return report
 
 
-def _read_curves(files: RunFiles, damage: Damage, max_rows: int) -> dict[int, RankCurves]:
+def _run_of(page: Mapping[str, Any], runs: Sequence[Start]) -> int:
+    """Return which run a postmortem ended: the last that began before it was written."""
+    written = seconds_of(page.get("timestamp"))
+    if written is None:
+        return len(runs)
+    return max(1, sum(run.began <= written for run in runs))
+
+
+def _read_curves(
+    files: RunFiles, damage: Damage, max_rows: int, others: set[str]
+) -> dict[int, RankCurves]:
     ranks = sorted(files.metrics)[:MAX_RANKS]
     curves = {}
     for rank in ranks:
-        curves[rank] = RankCurves(max(MIN_ROWS, max_rows // len(ranks)))
+        curve = RankCurves(max(MIN_ROWS, max_rows // len(ranks)))
         for path in files.metrics[rank]:
             for line in read_lines(path, damage):
-                curves[rank].add_line(line)
+                if run_id(line) not in others:
+                    curve.add_line(line)
+        if curve.count or not others:
+            curves[rank] = curve
     return curves
 
 
@@ -356,7 +387,7 @@ def _conclude(report: RunReport) -> None:
     steps += [int(step) for step in ends if abs(step) < 2**53]
     report.last_step = max(steps, default=report.story.last_step)
     report.incidents = [
-        tell_incident(i, report.step_seconds, report.last_step, report.postmortem is not None)
+        describe(i, report.step_seconds, report.last_step, report.postmortem is not None)
         for i in report.story.incidents
     ]
 

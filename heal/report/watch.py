@@ -1,5 +1,6 @@
 """Shows a live run until it ends: a screen if there is a terminal and rich, else lines."""
 
+import math
 import os
 import sys
 import time
@@ -20,13 +21,14 @@ from heal.report.read import (
     open_regular,
     parse_line,
     read_postmortem,
+    run_id,
     seconds_of,
     whole,
 )
 from heal.report.story import KINDS, Event
 from heal.report.words import count, duration
 
-# Reads the new lines of a file that somebody else is writing, rotating or replacing.
+# Reads the new lines of a file that another process writes, rotates or replaces.
 
 
 START_BYTES = 2**20  # read of a file that is long already; the end is what counts
@@ -114,17 +116,20 @@ class Tail:
 
 
 MAX_NEWS = 200  # events kept
+MAX_LOSSES = 4096  # of each rank, for the curve
+CURVE_CELLS = 32
 
 
 @dataclass(slots=True)
 class RankState:
-    """The newest numbers of one rank; None where nothing was told."""
+    """The newest numbers of one rank; None where nothing is known."""
 
     step: int | None = None
     loss: str = "-"
     norm: str = "-"
     lr_scale: str = "-"
-    pieces: str = "-"
+    micro_batches: str = "-"
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
     steps_per_second: float | None = None
     time: float | None = None
     nans: int = 0
@@ -135,12 +140,14 @@ class LiveRun:
     """Polls the files of a run.
 
     Attributes:
+        runs: the id of the newest run in the folder, by rank; older ones are not shown.
         news: what happened, the newest last, as sentences.
         ending: why the run ended; empty while it has not.
     """
 
     folder: Path
     ranks: dict[int, RankState] = field(default_factory=dict)
+    runs: dict[int, str] = field(default_factory=dict)
     goal: int | None = None
     began: float | None = None
     acted: int = 0
@@ -159,10 +166,11 @@ class LiveRun:
         fresh: list[str] = []
         for rank in sorted(files.events):
             for line in self._tail(f"events{_suffix(rank)}").lines():
-                fresh += self._hear(rank, line)
+                fresh += self._add_event(rank, line)
         for rank in sorted(files.metrics):
             for line in self._tail(f"metrics{_suffix(rank)}").lines():
-                self._measure(rank, line)
+                if run_id(line) == self.runs.get(rank, run_id(line)):
+                    self._add_metrics(rank, line)
         self._look_for_ending(files.postmortems)
         self.news.extend(fresh)
         return fresh
@@ -188,17 +196,20 @@ class LiveRun:
     def _tail(self, name: str) -> Tail:
         return self._tails.setdefault(name, Tail(self.folder / f"{name}.jsonl"))
 
-    def _hear(self, rank: int, line: dict[str, Any]) -> list[str]:
+    def _add_event(self, rank: int, line: dict[str, Any]) -> list[str]:
         event = Event.of_line(rank, line)
         if event.name == "goal":
             self.goal = whole(line.get("steps"))
             return []
         if event.name == "started":
             self.began, self.ending, self.ended = event.time, "", False
+            if self.runs.get(rank, run_id(line)) != run_id(line):  # not that of the run before
+                self.ranks.pop(rank, None)
+                self.goal, self.acted, self.noted = None, 0, 0
+            self.runs[rank] = run_id(line)
             return [_sentence(rank, f"started on {words.show(line.get('host'))}")]
         if not event.is_trouble:
-            told = words.show(line.get("text") or line.get("error") or event.name)
-            return [_sentence(rank, f"step {event.step}: {told}")]
+            return [_sentence(rank, f"step {event.step}: {words.event_words(line)}")]
         if event.kind in ("alert", "refused"):
             self.noted += event.kind == "alert"
         else:
@@ -207,7 +218,7 @@ class LiveRun:
         what = words.title(event.failure)
         return [_sentence(rank, f"step {event.step}: {what}. {done or KINDS[event.kind]}")]
 
-    def _measure(self, rank: int, line: dict[str, Any]) -> None:
+    def _add_metrics(self, rank: int, line: dict[str, Any]) -> None:
         step = whole(line.get("step"))
         if step is None:
             return
@@ -221,10 +232,9 @@ class LiveRun:
         series = line.get("series")
         if not isinstance(series, dict):
             series = {"norm": line.get("zclip/raw_grad_norm"), **line}
-        state.loss = words.show(_newest(series.get("loss")))
-        state.norm = words.show(_newest(series.get("norm")))
-        state.lr_scale = words.show(_newest(series.get("lr_scale")))
-        state.pieces = words.show(_newest(series.get("micro_batches")))
+        for name in ("loss", "norm", "lr_scale", "micro_batches"):
+            setattr(state, name, words.show(_column(series, name)[-1]))
+        state.losses.extend(number(loss) for loss in _column(series, "loss"))
         nans = number(line.get("healing/nan_count"))
         state.nans = int(nans) if abs(nans) < 2**53 else state.nans
 
@@ -244,8 +254,9 @@ class LiveRun:
             self.ending += f" (exit code {words.show(page.get('exit_code'))}: {message})"
 
 
-def _newest(column: Any) -> Any:
-    return column[-1] if isinstance(column, list) and column else column
+def _column(series: dict[str, Any], name: str) -> list[Any]:
+    values = series.get(name)
+    return values if isinstance(values, list) and values else [values]
 
 
 def _suffix(rank: int) -> str:
@@ -257,7 +268,7 @@ def _sentence(rank: int, text: str) -> str:
 
 
 QUIET_SECONDS = 60.0
-"""Without a line of metrics for so long, the reader is told that nothing comes."""
+"""Without a line of metrics for this long, the screen says so."""
 
 
 def follow(
@@ -285,7 +296,7 @@ def follow(
             screen(interval, sleep)
             print(closing_line(run))
     except KeyboardInterrupt:
-        print("\nstopped watching; the run goes on without us")
+        print("\nstopped watching; the run continues")
 
 
 def _wait(run: LiveRun, interval: float, sleep: Callable[[float], None]) -> None:
@@ -328,28 +339,41 @@ def numbers_line(run: LiveRun) -> str:
         f"norm {lowest.norm}",
         f"lr x {lowest.lr_scale}",
     ]
+    if curve := curve_of(lowest):
+        parts.append(curve)
     if lowest.steps_per_second:
         parts.append(f"{lowest.steps_per_second:.3g} steps/s")
     if len(run.ranks) > 1:
         parts.append(f"{len(run.ranks)} ranks")
     if run.acted:
-        parts.append(f"treated {count(run.acted, 'time')}")
+        parts.append(f"acted {count(run.acted, 'time')}")
     return "  ".join(parts)
+
+
+def curve_of(state: RankState, bars: str = words.BARS) -> str:
+    """Return the latest losses of a rank as a sparkline, the mean of every stretch."""
+    losses = list(state.losses)
+    width = -(-len(losses) // CURVE_CELLS) or 1
+    cells: list[float | None] = []
+    for start in range(0, len(losses), width):
+        finite = [loss for loss in losses[start : start + width] if math.isfinite(loss)]
+        cells.append(sum(finite) / len(finite) if finite else None)
+    return words.sparkline(cells, bars) if len(cells) > 1 else ""
 
 
 def quiet_words(run: LiveRun, now: float) -> str:
     """Return how long nothing came, if that is long."""
     if run.last_time is None or now - run.last_time < QUIET_SECONDS:
         return ""
-    return f"no news for {duration(now - run.last_time)}: busy, stuck or killed"
+    return f"nothing new for {duration(now - run.last_time)}: busy, stuck or killed"
 
 
 def closing_line(run: LiveRun) -> str:
     """Return how the run ended."""
     at = "" if run.step is None else f" after {count(run.step + 1, 'step')}"
-    healed = f" and was treated {count(run.acted, 'time')}" if run.acted else ""
+    acted = f"; heal acted {count(run.acted, 'time')}" if run.acted else ""
     page = f"heal report {run.folder}"
-    return f"the run {run.ending or 'goes on'}{at}{healed}. For the whole story: {page}"
+    return f"the run {run.ending or 'goes on'}{at}{acted}. For the full report: {page}"
 
 
 def _screen(run: LiveRun) -> Any:
