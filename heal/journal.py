@@ -85,7 +85,7 @@ def _detail(failure: str, evidence: Mapping[str, Any]) -> str:
         shown = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."
         return f"{evidence['type']}: {shown}" if shown else str(evidence["type"])
     tensor = str(evidence.get("tensor", ""))
-    # A NaN loss has NaN gradients all over; the first tensor is not to blame for it.
+    # NaN spreads to the gradients of all layers below: the first tensor may not be its origin.
     return f"first in the gradient of {tensor}" if tensor and "nonfinite" in failure else tensor
 
 

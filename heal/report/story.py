@@ -302,8 +302,11 @@ class Story:
             incident.add(event)
         if event.failure in self._pending:
             incident.experiments.append(self._pending.pop(event.failure))
-        tensor = event.evidence().get("tensor")
-        if tensor and event.failure != "nonfinite_loss":  # which makes every gradient NaN
+        evidence = event.evidence()
+        # Old versions named the first gradient of a NaN loss, which makes every gradient NaN.
+        is_first = event.failure == "nonfinite_loss" and "tensor_index" in evidence
+        tensor = evidence.get("tensor")
+        if tensor and not is_first:
             counts = self.tensors.setdefault(words.shorten(str(tensor), 200), {})
             counts[event.failure] = counts.get(event.failure, 0) + 1
         return incident
