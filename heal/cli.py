@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def at_least_one(word: str) -> int:
     """Return the whole number that a word is, 1 or more; argparse names the argument."""
     if not word.strip().isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} given; wanted a whole number >= 1")
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {word!r}")
     return int(word)
 
 
@@ -87,8 +87,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the findings; return the exit code of the gravest."""
     found = check_all(arguments)
     if found is None:
-        wanted = "a folder of checkpoints, --config heal.toml or --cluster"
-        print(f"heal doctor: nothing to look at; give {wanted}", file=sys.stderr)
+        print(
+            "heal doctor: expected a folder of checkpoints, --config heal.toml or --cluster, got "
+            "none of them",
+            file=sys.stderr,
+        )
         return 2
     for finding in found:
         print(f"{SIGNS[finding.level]} {finding.what}")
@@ -185,7 +188,7 @@ def _build(target: str) -> "tuple[Healer, Any, Any]":
 
     module, colon, function = target.partition(":")
     if not colon:
-        raise ValueError(f"{target!r} names no function; wanted module:function")
+        raise ValueError(f"expected module:function, got {target!r}")
     sys.path.insert(0, "")
     build = getattr(import_module(module), function)
     try:
@@ -195,9 +198,8 @@ def _build(target: str) -> "tuple[Healer, Any, Any]":
         where = f"{place.filename}:{place.lineno}"
         raise ValueError(f"{target} raised {error!r} at {where}") from error
     if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], Healer):
-        wanted = "wanted (healer, train_step, loader)"
         kinds = [type(item).__name__ for item in made] if isinstance(made, tuple) else made
-        raise ValueError(f"{target} returned {kinds}; {wanted}")
+        raise ValueError(f"{target}: expected (healer, train_step, loader), got {kinds}")
     return made
 
 
@@ -352,12 +354,12 @@ def run_watch(arguments: argparse.Namespace) -> int:
 
     if not 0.05 <= arguments.interval <= 3600:
         print(
-            f"heal watch: --interval is {arguments.interval:g}; wanted 0.05 to 3600 seconds",
+            f"heal watch: --interval: expected 0.05 to 3600 seconds, got {arguments.interval:g}",
             file=sys.stderr,
         )
         return 2
     if arguments.run_dir.is_file():
-        print(f"heal watch: {arguments.run_dir} is a file; wanted a folder", file=sys.stderr)
+        print(f"heal watch: expected a folder, got the file {arguments.run_dir}", file=sys.stderr)
         return 2
     follow(arguments.run_dir, interval=arguments.interval, plain=arguments.plain)
     return 0

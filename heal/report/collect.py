@@ -46,10 +46,10 @@ COLUMNS = (
     "mean",
     "std",
 )
-"""The columns of a row. A value is None where nobody told, NaN where NaN was measured."""
+"""The columns of a row. A value is None where it is not known, NaN where NaN was measured."""
 
 Row = tuple[float | None, ...]
-STEP = COLUMNS.index("step")
+STEP, LOSS = COLUMNS.index("step"), COLUMNS.index("loss")
 EXTREMES = tuple(COLUMNS.index(name) for name in ("loss", "norm", "lr", "lr_scale", "seconds"))
 MICRO_BATCHES = COLUMNS.index("micro_batches")
 MAX_TURNS = 4  # rollbacks kept in one stretch
@@ -145,20 +145,19 @@ class RankCurves:
         count: records in all, also those that were thinned out.
         losses: first, last, least and largest finite loss; None before the first.
         first_time: seconds since 1970 of the first line.
+        newest: the last row.
     """
 
     def __init__(self, max_rows: int) -> None:
         self._sampler = Sampler(max_rows)
         self.first_time: float | None = None
         self.last_time: float | None = None
-        self.first_step: int | None = None
         self.last_step = -1
+        self.newest: Row = (None,) * len(COLUMNS)
         self.nonfinite = 0
         self.losses: list[float] | None = None
-        self.newest: Mapping[str, Any] = {}
         self._durations: list[float] = []
         self._stride = 1
-        self._norm_max = -math.inf
 
     @property
     def count(self) -> int:
@@ -173,7 +172,6 @@ class RankCurves:
         if time is not None:
             self.first_time = time if self.first_time is None else min(self.first_time, time)
             self.last_time = time if self.last_time is None else max(self.last_time, time)
-        self.newest = line
         series = line.get("series")
         told = series if isinstance(series, Mapping) else {"threshold": line.get("zclip/threshold")}
         slow = [_value(told.get(name)) for name in SLOW]
@@ -198,34 +196,38 @@ class RankCurves:
         """Return the median duration of a step; 0 if none is known."""
         return statistics.median(self._durations) if self._durations else 0.0
 
-    @property
-    def norm_max(self) -> float | None:
-        """The largest finite norm."""
-        return self._norm_max if math.isfinite(self._norm_max) else None
-
     def _add(self, rows: list[Row]) -> None:
         if not rows:
             return
         steps, _, losses, norms, *others = zip(*rows, strict=True)
         known = [step for step in steps if step is not None]
-        first_step = min(known)
-        self.first_step = int(
-            min(first_step, first_step if self.first_step is None else self.first_step)
-        )
         self.last_step = int(max(self.last_step, *known))
         finite = _finite(losses)
         if finite:
             first, _, least, most = self.losses or [finite[0]] * 4
             self.losses = [first, finite[-1], min(least, *finite), max(most, *finite)]
         finite_norms = _finite(norms)
-        self._norm_max = max(self._norm_max, *finite_norms, -math.inf)
         if len(finite) < len(rows) or len(finite_norms) < len(rows):
             self.nonfinite += sum(_is_bad(row[2]) or _is_bad(row[3]) for row in rows)
         self._durations += _finite(others[SECONDS - 4])[:: self._stride]
         if len(self._durations) > MAX_DURATIONS:
             del self._durations[::2]
             self._stride = min(2 * self._stride, 8)  # of a line; then older ones thin out faster
+        self.newest = rows[-1]
         self._sampler.extend(rows)
+
+
+def highest(rows: Iterable[Row], cells: int) -> list[float | None]:
+    """Return the highest loss of each of so many stretches of steps; None where there is none."""
+    pairs = [(r[STEP], r[LOSS]) for r in rows if r[STEP] is not None and r[LOSS] is not None]
+    known = [(step, loss) for step, loss in pairs if step is not None and not _is_bad(loss)]
+    first, last = min((s for s, _ in known), default=0), max((s for s, _ in known), default=0)
+    heights: list[float | None] = [None] * (cells if last > first else 0)
+    for step, loss in known if heights else ():
+        cell = min(cells - 1, int((step - first) / (last - first) * cells))
+        before = heights[cell]
+        heights[cell] = loss if before is None or loss is None else max(before, loss)
+    return heights
 
 
 def _finite(values: Iterable[float | None]) -> list[float]:

@@ -16,7 +16,7 @@ from string import Template
 from typing import Any
 
 from heal.report import words
-from heal.report.collect import COLUMNS, STEP, Row, RunReport
+from heal.report.collect import LOSS, STEP, Row, RunReport
 from heal.report.data import INTRODUCTION, report_data
 
 # Parts of the page. They are there without scripts, for printers and screen readers.
@@ -112,7 +112,6 @@ def _incident(index: int, incident: dict[str, Any], picture: str, has_ranks: boo
     )
 
 
-LOSS = COLUMNS.index("loss")
 WIDTH, HEIGHT = 240, 56  # of a thumbnail
 
 

@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from heal.report.watch import LiveRun, curve_of, quiet_words
+from heal.report.watch import LiveRun, curve_of, quiet_words, rate_of, shown, step_of
 from heal.report.words import duration
 
 MAX_RANKS = 16  # rows; of more, those furthest behind
@@ -53,7 +53,7 @@ class Screen:
         if run.goal:
             cells += [ProgressBar(total=run.goal, completed=done, width=24)]
             cells += [Text(f"{done} of {run.goal} steps, {done / run.goal:.0%}")]
-            rate = next((r.steps_per_second for r in run.ranks.values() if r.steps_per_second), 0)
+            rate = next(filter(None, map(rate_of, run.ranks.values())), 0)
             if rate and done < run.goal:
                 cells += [Text(f"{duration((run.goal - done) / rate)} to go", style="dim")]
         else:
@@ -68,12 +68,15 @@ class Screen:
         table = Table(box=None, pad_edge=False, header_style="dim")
         for name in ("rank", "step", "loss", "norm", "lr x", "split", "steps/s", "NaN"):
             table.add_column(name, justify="right", no_wrap=True)
-        states = sorted(self._run.ranks.items(), key=lambda item: (item[1].step or 0, item[0]))
-        for rank, state in sorted(states[:MAX_RANKS]):
-            rate = "-" if state.steps_per_second is None else f"{state.steps_per_second:.3g}"
-            cells = [str(rank), "-" if state.step is None else str(state.step), state.loss]
-            cells += [state.norm, state.lr_scale, state.micro_batches, rate, str(state.nans)]
+        order = sorted(
+            self._run.ranks, key=lambda rank: (step_of(self._run.ranks[rank]) or 0, rank)
+        )
+        for rank in sorted(order[:MAX_RANKS]):
+            curves, rate = self._run.ranks[rank], rate_of(self._run.ranks[rank])
+            names = ("step", "loss", "norm", "lr_scale", "micro_batches")
+            cells = [str(rank), *(shown(curves, name) for name in names)]
+            cells += ["-" if rate is None else f"{rate:.3g}", str(curves.nonfinite)]
             table.add_row(*(Text(cell) for cell in cells))
-        if len(states) > MAX_RANKS:
-            table.caption = f"{len(states) - MAX_RANKS} more ranks are further ahead"
+        if len(order) > MAX_RANKS:
+            table.caption = f"{len(order) - MAX_RANKS} more ranks are further ahead"
         return table

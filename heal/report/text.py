@@ -4,7 +4,7 @@ import shutil
 import textwrap
 from typing import Any
 
-from heal.report.collect import RunReport
+from heal.report.collect import STEP, RunReport, highest
 from heal.report.data import report_data
 from heal.report.story import OUTCOMES
 from heal.report.words import count, sparkline, times
@@ -27,7 +27,7 @@ def make_text(report: RunReport, *, to_terminal: bool = True) -> str:
     lines = [title, "=" * min(width, len(title)), ""]
     for sentence in (*data["summary"]["sentences"], *(f"Damaged: {d}" for d in data["damage"])):
         lines += textwrap.wrap(sentence, width)
-    lines += _curve(data, width)
+    lines += _curve(report, width)
     lines += _incidents(data["incidents"], width)
     listed = {
         "Experiments": [f"step {e['step']}: {e['text']}" for e in data["experiments"]],
@@ -44,27 +44,15 @@ def make_text(report: RunReport, *, to_terminal: bool = True) -> str:
     return _coloured(text) if to_terminal else text
 
 
-def _curve(data: dict[str, Any], width: int) -> list[str]:
+def _curve(report: RunReport, width: int) -> list[str]:
     """Return the loss as one line of marks, the highest of every stretch."""
-    columns = next((r["columns"] for r in data["ranks"] if r["records"]), None)
-    if columns is None:
+    rows = next((c.rows() for c in report.curves.values() if c.count), [])
+    heights = highest(rows, width - 7)
+    if not heights:
         return []
-    pairs = [
-        (step, loss)
-        for step, loss in zip(columns["step"], columns["loss"], strict=True)
-        if isinstance(loss, (int, float))
-    ]
-    if len(pairs) < 2:
-        return []
-    first, last = min(s for s, _ in pairs), max(s for s, _ in pairs)
-    cells = width - 7
-    heights: list[float | None] = [None] * cells
-    for step, loss in pairs:
-        cell = min(cells - 1, int((step - first) / max(1, last - first) * cells))
-        before = heights[cell]
-        heights[cell] = loss if before is None else max(before, loss)
-    step_line = f"step   {first:<{cells // 2}}{last:>{cells - cells // 2}}"
-    return ["", f"loss  |{sparkline(heights)}", step_line]
+    steps = [int(step) for row in rows if (step := row[STEP]) is not None]
+    ends = f"{min(steps)}{max(steps):>{len(heights) - len(str(min(steps)))}}"
+    return ["", f"loss  |{sparkline(heights)}", f"step   {ends}"]
 
 
 def _incidents(incidents: list[dict[str, Any]], width: int) -> list[str]:

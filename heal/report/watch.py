@@ -1,6 +1,5 @@
 """Shows a live run until it ends: a screen if there is a terminal and rich, else lines."""
 
-import math
 import os
 import sys
 import time
@@ -10,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from heal.json_lines import number
 from heal.report import words
+from heal.report.collect import COLUMNS, STEP, RankCurves, highest
 from heal.report.data import ENDINGS
 from heal.report.read import (
     MAX_LINE,
@@ -116,23 +115,8 @@ class Tail:
 
 
 MAX_NEWS = 200  # events kept
-MAX_LOSSES = 4096  # of each rank, for the curve
+MAX_ROWS = 2048  # of the curve of a rank
 CURVE_CELLS = 32
-
-
-@dataclass(slots=True)
-class RankState:
-    """The newest numbers of one rank; None where nothing is known."""
-
-    step: int | None = None
-    loss: str = "-"
-    norm: str = "-"
-    lr_scale: str = "-"
-    micro_batches: str = "-"
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
-    steps_per_second: float | None = None
-    time: float | None = None
-    nans: int = 0
 
 
 @dataclass(slots=True)
@@ -146,7 +130,7 @@ class LiveRun:
     """
 
     folder: Path
-    ranks: dict[int, RankState] = field(default_factory=dict)
+    ranks: dict[int, RankCurves] = field(default_factory=dict)
     runs: dict[int, str] = field(default_factory=dict)
     goal: int | None = None
     began: float | None = None
@@ -170,7 +154,7 @@ class LiveRun:
         for rank in sorted(files.metrics):
             for line in self._tail(f"metrics{_suffix(rank)}").lines():
                 if run_id(line) == self.runs.get(rank, run_id(line)):
-                    self._add_metrics(rank, line)
+                    self.ranks.setdefault(rank, RankCurves(MAX_ROWS)).add_line(line)
         self._look_for_ending(files.postmortems)
         self.news.extend(fresh)
         return fresh
@@ -187,11 +171,12 @@ class LiveRun:
     @property
     def step(self) -> int | None:
         """The last step of the rank that is furthest behind."""
-        return min((r.step for r in self.ranks.values() if r.step is not None), default=None)
+        return min((s for c in self.ranks.values() if (s := step_of(c)) is not None), default=None)
 
     @property
     def last_time(self) -> float | None:
-        return max((r.time for r in self.ranks.values() if r.time is not None), default=self.began)
+        times = [c.last_time for c in self.ranks.values() if c.last_time is not None]
+        return max(times, default=self.began)
 
     def _tail(self, name: str) -> Tail:
         return self._tails.setdefault(name, Tail(self.folder / f"{name}.jsonl"))
@@ -218,26 +203,6 @@ class LiveRun:
         what = words.title(event.failure)
         return [_sentence(rank, f"step {event.step}: {what}. {done or KINDS[event.kind]}")]
 
-    def _add_metrics(self, rank: int, line: dict[str, Any]) -> None:
-        step = whole(line.get("step"))
-        if step is None:
-            return
-        state = self.ranks.setdefault(rank, RankState())
-        time = seconds_of(line.get("time"))
-        if None not in (state.step, state.time, time) and state.step != step:
-            seconds, steps = time - state.time, step - state.step  # type: ignore[operator]
-            if seconds > 0 and steps > 0:
-                state.steps_per_second = steps / seconds
-        state.step, state.time = step, time if time is not None else state.time
-        series = line.get("series")
-        if not isinstance(series, dict):
-            series = {"norm": line.get("zclip/raw_grad_norm"), **line}
-        for name in ("loss", "norm", "lr_scale", "micro_batches"):
-            setattr(state, name, words.show(_column(series, name)[-1]))
-        state.losses.extend(number(loss) for loss in _column(series, "loss"))
-        nans = number(line.get("healing/nan_count"))
-        state.nans = int(nans) if abs(nans) < 2**53 else state.nans
-
     def _look_for_ending(self, postmortems: dict[int, Path]) -> None:
         """Believe a postmortem unless the run has started again since."""
         if not postmortems or self.ended:
@@ -252,11 +217,6 @@ class LiveRun:
         if reason != "completed":
             message = words.show(page.get("exception_message"))
             self.ending += f" (exit code {words.show(page.get('exit_code'))}: {message})"
-
-
-def _column(series: dict[str, Any], name: str) -> list[Any]:
-    values = series.get(name)
-    return values if isinstance(values, list) and values else [values]
 
 
 def _suffix(rank: int) -> str:
@@ -335,14 +295,14 @@ def numbers_line(run: LiveRun) -> str:
     done = 0 if run.step is None else run.step + 1
     parts = [
         f"{done} of {run.goal} steps" if run.goal else f"{done} steps",
-        f"loss {lowest.loss}",
-        f"norm {lowest.norm}",
-        f"lr x {lowest.lr_scale}",
+        f"loss {shown(lowest, 'loss')}",
+        f"norm {shown(lowest, 'norm')}",
+        f"lr x {shown(lowest, 'lr_scale')}",
     ]
     if curve := curve_of(lowest):
         parts.append(curve)
-    if lowest.steps_per_second:
-        parts.append(f"{lowest.steps_per_second:.3g} steps/s")
+    if rate := rate_of(lowest):
+        parts.append(f"{rate:.3g} steps/s")
     if len(run.ranks) > 1:
         parts.append(f"{len(run.ranks)} ranks")
     if run.acted:
@@ -350,15 +310,25 @@ def numbers_line(run: LiveRun) -> str:
     return "  ".join(parts)
 
 
-def curve_of(state: RankState, bars: str = words.BARS) -> str:
-    """Return the latest losses of a rank as a sparkline, the mean of every stretch."""
-    losses = list(state.losses)
-    width = -(-len(losses) // CURVE_CELLS) or 1
-    cells: list[float | None] = []
-    for start in range(0, len(losses), width):
-        finite = [loss for loss in losses[start : start + width] if math.isfinite(loss)]
-        cells.append(sum(finite) / len(finite) if finite else None)
-    return words.sparkline(cells, bars) if len(cells) > 1 else ""
+def shown(curves: RankCurves, column: str) -> str:
+    """Return the newest number of a column."""
+    return words.show(curves.newest[COLUMNS.index(column)])
+
+
+def step_of(curves: RankCurves) -> int | None:
+    """Return the newest step, which is lower after a rollback."""
+    return whole(curves.newest[STEP])
+
+
+def rate_of(curves: RankCurves) -> float | None:
+    """Return the steps per second, by the median step."""
+    seconds = curves.usual_seconds()
+    return 1.0 / seconds if seconds else None
+
+
+def curve_of(curves: RankCurves, bars: str = words.BARS) -> str:
+    """Return the losses of a rank as a sparkline, the highest of every stretch."""
+    return words.sparkline(highest(curves.rows(), CURVE_CELLS), bars)
 
 
 def quiet_words(run: LiveRun, now: float) -> str:

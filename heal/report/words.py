@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from heal.causes import ABOUT, Cause, Family
+from heal.causes import ABOUT, Family
 from heal.json_lines import number
 
 TITLES = {
@@ -44,9 +44,7 @@ TITLES = {
 }
 
 EVIDENCE = {
-    "tensor": "tensor",
     "norm": "gradient norm",
-    "loss": "loss",
     "lr": "learning rate",
     "ratio": "times the baseline",
     "usual_norm": "baseline norm",
@@ -55,18 +53,14 @@ EVIDENCE = {
     "usual_seconds": "baseline seconds per step",
     "seconds": "seconds per step",
     "type": "exception",
-    "message": "message",
     "phase": "raised in",
     "elements": "bad elements",
     "tensors": "bad tensors",
-    "norm_before": "norm before",
     "counter": "step counter",
     "counter_before": "step counter before",
     "suspect": "suspected cause",
     "suspect_step": "suspected since step",
     "kind": "found",
-    "epoch": "epoch",
-    "batch": "batch",
 }
 """Names of evidence that is shown; other entries are shown under their own names."""
 
@@ -81,17 +75,9 @@ def title(failure: str) -> str:
     return TITLES.get(failure, shorten(failure.replace("_", " ").capitalize(), 60))
 
 
-def family(failure: str) -> str:
-    """Return the family of a cause; its own name if it is none of ours."""
-    try:
-        return ABOUT[Cause(failure)].family.value
-    except ValueError:
-        return failure
-
-
 def is_numeric(failure: str) -> bool:
     """Return whether a cause is one of those that explain each other."""
-    return family(failure) == Family.NUMERIC.value
+    return failure in {c.value for c, about in ABOUT.items() if about.family is Family.NUMERIC}
 
 
 def evidence_words(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -187,7 +187,10 @@ def test_without_torchrun_the_place_is_that_of_slurm():
     ("environment", "message"),
     [
         ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not in the environment"),
-        ({**TORCHRUN, "RANK": "one"}, "RANK is 'one' in the environment; wanted a whole number"),
+        (
+            {**TORCHRUN, "RANK": "one"},
+            "RANK in the environment: expected a whole number, got 'one'",
+        ),
         ({"SLURM_JOB_ID": "1"}, "RANK, WORLD_SIZE"),
     ],
 )
