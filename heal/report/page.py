@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
+from statistics import median
 from string import Template
 from typing import Any
 
@@ -128,6 +129,8 @@ def thumbnail(rows: Sequence[Row], incident: dict[str, Any]) -> str:
     known = [(step, loss) for step, loss in near if loss is not None and math.isfinite(loss)]
     if len(known) < 4:
         return ""
+    began = next((i for i, (step, _) in enumerate(known) if step >= first), 0)
+    over = max((i for i, (step, _) in enumerate(known) if step <= last), default=0)
     left, right = known[0][0], max(step for step, _ in near)
     losses = [loss for _, loss in known]
     low, high = min(losses), max(losses)
@@ -135,17 +138,20 @@ def thumbnail(rows: Sequence[Row], incident: dict[str, Any]) -> str:
     def x(step: float) -> float:
         return max(0.0, (step - left) / ((right - left) or 1.0)) * WIDTH
 
-    path, before = "", math.inf
+    path, last_x = "", math.inf
     for step, loss in near:
         if loss is None or not math.isfinite(loss):
-            before = math.inf  # a gap
+            last_x = math.inf  # a gap
             continue
         y = HEIGHT - 4 - (loss - low) / ((high - low) or 1.0) * (HEIGHT - 8)
-        path += f"{'L' if step > before else 'M'}{x(step):.0f},{y:.0f}"
-        before = step
+        path += f"{'L' if step > last_x else 'M'}{x(step):.0f},{y:.0f}"
+        last_x = step
     start, width = x(incident["first_step"]), max(2.0, x(last) - x(incident["first_step"]))
-    peak = f"{high:.4g} at most" + ", and NaN or Inf" * (len(known) < len(near))
-    label = f"Loss: {losses[0]:.4g} before, {peak} during, {losses[-1]:.4g} after"
+    before, after = losses[:began], losses[over + 1 :]
+    figures = [f"{median(before):.4g} before"] if before else []
+    figures += [f"{high:.4g} at most" + " and NaN or Inf" * (len(known) < len(near))]
+    figures += [f"{median(after):.4g} after"] if after else []
+    label = f"Loss: {', '.join(figures)}"
     return (
         f'<svg class="thumbnail" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
         f'<rect x="{start:.0f}" width="{width:.0f}" height="{HEIGHT}"/><path d="{path}"/></svg>'

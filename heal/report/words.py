@@ -64,7 +64,7 @@ EVIDENCE = {
 }
 """Names of evidence that is shown; other entries are shown under their own names."""
 
-HIDDEN = {"tensor_index", "matched", "measured", "also", "applied"}
+HIDDEN = {"tensor_index", "matched", "measured", "also", "applied", "blames"}
 KINDS_OF_NUMBER = {"HAS_NAN": "NaN", "HAS_INF": "Inf", "OVERFLOW": "overflow", "LOSS_NAN": "NaN"}
 UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of Unicode
 MAX_TEXT = 400  # characters of any one thing that a journal says
@@ -84,7 +84,7 @@ def evidence_words(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what was measured, as names and values."""
     told = []
     for name, value in evidence.items():
-        if name in HIDDEN:
+        if name in HIDDEN or value is None:
             continue
         if name == "kind" and isinstance(value, Sequence) and not isinstance(value, str):
             value = ", ".join(KINDS_OF_NUMBER.get(str(flag), str(flag)) for flag in value)

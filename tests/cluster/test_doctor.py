@@ -129,7 +129,7 @@ def test_a_good_config_is_read_and_its_changes_are_listed(tmp_path):
     [
         ("lr_factr = 0.5", "error", "expected lr_factor"),
         ("lr_factor = ", "error", "is not TOML"),
-        ("lr_factor = 2.0", "error", "lr_factor is 2.0"),
+        ("lr_factor = 2.0", "error", "lr_factor: expected a number > 0 and <= 1, got 2.0"),
         ("quarantine_steps = 200", "error", "none ever counts as good"),
         ("quarantine_steps = 1", "warn", "quarantine_steps = 1 is less than lag = 2"),
         ("max_recovery_attempts = 0", "warn", "the first trouble ends the run"),
