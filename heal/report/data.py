@@ -116,7 +116,8 @@ def _cost(report: RunReport, totals: dict[str, Any]) -> str:
     share = totals["lost_steps"] / done if done else 0.0
     part = f"{share:.1%} of the work" if share >= 0.001 else "under 0.1% of the work"
     cost = words.cost(totals["lost_steps"], totals["skipped_batches"], totals["lost_seconds"])
-    return f"Together they cost {cost} ({part})."
+    they = "It" if totals["incidents"] == 1 else "Together they"
+    return f"{they} cost {cost} ({part})."
 
 
 def _experiments(report: RunReport) -> list[str]:

@@ -1,7 +1,7 @@
 """From events to incidents: what happened, evidence, cause, action, cost and outcome."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,13 +144,6 @@ class Incident:
     """The event that says whether the loss came back; None if the journal has none."""
     experiments: list[str] = field(default_factory=list)
 
-    @classmethod
-    def of_event(cls, event: Event) -> "Incident":
-        """Open an incident."""
-        incident = cls(event, event, event.step, event.bad_step)
-        incident.add(event)
-        return incident
-
     def takes(self, event: Event) -> bool:
         """Return whether an event belongs to this incident."""
         if self.is_closed:
@@ -281,25 +274,19 @@ class Story:
     def finish(self) -> "Story":
         """Call after the last event."""
         self._thin_marks()
-        if len(self.incidents) > MAX_INCIDENTS:
-            gravest = sorted(
-                range(len(self.incidents)),
-                key=lambda i: (-GRAVITY[self.incidents[i].kind], -i),
-            )[:MAX_INCIDENTS]
-            self.left_out = len(self.incidents) - MAX_INCIDENTS
-            self.incidents = [self.incidents[i] for i in sorted(gravest)]
+        kept = gravest([i.kind for i in self.incidents][::-1], MAX_INCIDENTS)
+        self.left_out = len(self.incidents) - len(kept)
+        self.incidents = [self.incidents[::-1][i] for i in kept][::-1]
         return self
 
     def _place(self, event: Event) -> Incident:
         recent = self.incidents[-RECENT:]
-        incident = next((i for i in reversed(recent) if i.has(event)), None)
-        if incident is None:
-            incident = next((i for i in reversed(recent) if i.takes(event)), None)
-        if incident is None:
-            incident = Incident.of_event(event)
-            self.incidents.append(incident)
-        else:
-            incident.add(event)
+        known = [i for i in recent if i.has(event)] or [i for i in recent if i.takes(event)]
+        if not known:
+            known = [Incident(event, event, event.step, event.bad_step)]
+            self.incidents += known
+        incident = known[-1]
+        incident.add(event)
         if event.failure in self._pending:
             incident.experiments.append(self._pending.pop(event.failure))
         evidence = event.evidence()
@@ -332,12 +319,14 @@ class Story:
                 incident.is_closed = True
 
     def _thin_marks(self) -> None:
-        if len(self.marks) > MAX_MARKS:
-            kept = sorted(
-                range(len(self.marks)), key=lambda i: (-GRAVITY[self.marks[i][0].kind], i)
-            )[:MAX_MARKS]
-            self.marks_left_out += len(self.marks) - MAX_MARKS
-            self.marks = [self.marks[i] for i in sorted(kept)]
+        kept = gravest([event.kind for event, _ in self.marks], MAX_MARKS)
+        self.marks_left_out += len(self.marks) - len(kept)
+        self.marks = [self.marks[i] for i in kept]
+
+
+def gravest(kinds: Sequence[str], most: int) -> list[int]:
+    """Return the places of the gravest kinds, in order; of equal ones the first."""
+    return sorted(sorted(range(len(kinds)), key=lambda i: -GRAVITY[kinds[i]])[:most])
 
 
 def describe(
