@@ -32,7 +32,7 @@ class HealingConfig:
     """How patient to be, and how hard to push back.
 
     Every value is checked: a wrong one raises :class:`ConfigError`, which names the setting, the
-    value and what was wanted. All counts are of optimizer steps, whatever the accumulation.
+    value and what was expected. All counts are of optimizer steps, whatever the accumulation.
     """
 
     # The budget.
@@ -352,8 +352,8 @@ class HealingConfig:
             object.__setattr__(self, name, checked(name, getattr(self, name), kind, about))
         if self.backoff_cap_seconds < self.backoff_seconds:
             raise ConfigError(
-                f"backoff_cap_seconds is {self.backoff_cap_seconds!r}; wanted at least "
-                f"backoff_seconds, {self.backoff_seconds!r}"
+                "backoff_cap_seconds: expected at least backoff_seconds, "
+                f"{self.backoff_seconds!r}, got {self.backoff_cap_seconds!r}"
             )
 
     @classmethod
@@ -418,7 +418,7 @@ class HealingConfig:
         changes: dict[str, Any] = {}
         for word in [assignments] if isinstance(assignments, str) else assignments:
             if not isinstance(word, str) or "=" not in word:
-                raise ConfigError(f"{shown(word)} is no assignment; wanted a str, key=value")
+                raise ConfigError(f"expected key=value, a str, got {shown(word)}")
             name, _, text = (part.strip() for part in word.partition("="))
             check_names(type(self), {name: text})
             kind, _, about = known[name]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heal.buffers import Key
+from heal.buffers import Key, local_part
 from heal.causes import Cause, Finding, Severity
 from heal.ranks import Ranks
 from heal.run import TorchRun
@@ -406,6 +406,7 @@ class Experiment:
             "loss_now": pair.now,
             "loss_with_old_weights": pair.old,
             "snapshot": snapshot_step,
+            **self._changed_most(snapshot_step),
         }
         cause = finding.cause
         held, lr = self._held_lr(), self._run.learning_rate()
@@ -422,6 +423,41 @@ class Experiment:
             evidence=evidence,
             wants_proof=False,
         )
+
+    @torch.no_grad()
+    def _changed_most(self, snapshot_step: int) -> dict[str, object]:
+        """Return which weights have changed by more than their norm since a snapshot, as evidence.
+
+        Returns:
+            The ``tensor`` that changed most, by what multiple of its norm, and how many ``tensors``
+            have; empty if none has. Of sharded weights the local part is measured.
+        """
+        snapshot = self._run.ring.of_step(snapshot_step)
+        if snapshot is None:
+            return {}
+        rows, keys = [], []
+        for key, tensor in self._state.tensors().items():
+            if key[0] == "parameter" and key in snapshot.tensors and tensor.is_floating_point():
+                old = local_part(snapshot.tensors[key]).to(tensor.device, torch.float64)
+                moved = local_part(tensor).double() - old
+                rows.append(torch.stack([moved.norm(), old.norm()]).cpu())
+                keys.append(key)
+        ratios = {
+            key: float(torch.nan_to_num(moved / norm, nan=math.inf))
+            for key, (moved, norm) in zip(keys, rows, strict=True)
+            if norm > 0.0
+        }
+        changed = [key for key, ratio in ratios.items() if ratio > 1.0]
+        if not changed:
+            return {}
+        most = max(changed, key=lambda key: ratios[key])
+        name = self._state.name_of(most).removeprefix("parameter ")
+        how = f"{name}, which changed by {ratios[most]:.3g} times its norm since step"
+        return {
+            "tensor": name,
+            "tensors": len(changed),
+            "blames": f"{how} {snapshot_step}",
+        }
 
     def _arms(self, finding: Finding) -> list[tuple[int, int | None]]:
         """Return which snapshots to compare with, and which optimizer's parameters to swap."""

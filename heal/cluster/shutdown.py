@@ -59,7 +59,7 @@ class Deadline:
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         if not 0 <= seconds < float("inf"):
-            raise ValueError(f"shutdown_timeout_sec is {seconds!r}; wanted 0 (never) or more")
+            raise ValueError(f"shutdown_timeout_sec: expected 0 (never) or more, got {seconds!r}")
         self._seconds = seconds
         self._run_dir = run_dir
         self._before_exit = before_exit
@@ -419,5 +419,5 @@ def _numbers(names: Iterable[str]) -> list[int]:
         if isinstance(number, signal.Signals):
             known.append(int(number))
         elif name not in SIGNALS:  # Windows lacks some of ours; any other name is a slip
-            raise ValueError(f"signals has {name!r}; wanted names such as {', '.join(SIGNALS)}")
+            raise ValueError(f"signals: expected names such as {', '.join(SIGNALS)}, got {name!r}")
     return known

@@ -357,7 +357,7 @@ class HangWatchdog:
         on_hang: Callable[[HangReport], object] | None = None,
     ) -> None:
         if not timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds is {timeout_seconds!r}; wanted more than 0")
+            raise ValueError(f"timeout_seconds: expected more than 0, got {timeout_seconds!r}")
         self.report: HangReport | None = None
         self._timeout = timeout_seconds
         self._look = min(max(timeout_seconds / LOOKS_PER_TIMEOUT, SHORTEST_LOOK), LONGEST_LOOK)

@@ -97,7 +97,7 @@ def test_a_single_process_hears_of_its_own_hang(tmp_path):
 
 
 def test_a_timeout_that_is_not_positive_is_refused():
-    with pytest.raises(ValueError, match="timeout_seconds is 0; wanted more than 0"):
+    with pytest.raises(ValueError, match="timeout_seconds: expected more than 0, got 0"):
         HangWatchdog(0)
 
 

@@ -118,3 +118,24 @@ def test_a_frozen_weight_that_became_nan_is_named_when_patience_ends():
     with pytest.raises(CannotHeal, match=r"0\.weight"):
         healer.run(train_step, setup.loader, 80, progress=False)
     assert healer.recoveries[-1]["failure"] == "weight_corruption"
+
+
+def test_a_finite_weight_that_makes_the_loss_nan_is_named_and_no_other_is():
+    """A weight of 1e30 overflows in forward: every gradient is NaN, that of the first layer too."""
+    setup = regression(check_interval=0)
+    layers = [name for name, _ in setup.model.named_parameters() if name.endswith("weight")]
+    first, broken = layers[0], layers[-1]
+    weight, calls = setup.model.get_parameter(broken), iter(range(10_000))
+
+    def train_step(batch):
+        if next(calls) == 45:
+            weight.data.mul_(1e30)
+        return nn.functional.mse_loss(setup.model(batch[0]), batch[1])
+
+    healer = setup.healer()
+    healer.run(train_step, setup.loader, 80, progress=False)
+    named = [entry["evidence"].get("tensor") for entry in healer.recoveries]
+    (healed,) = [e for e in healer.recoveries if "rollback" in e["actions"]]
+    assert healed["evidence"]["tensor"] == broken
+    assert broken in healed["diagnosis"]
+    assert first not in named

@@ -38,13 +38,13 @@ LEFT_TO_REFERENCE = ("optim_update_",)
 
 def problem() -> str | None:
     """Return why Triton cannot be used, or None. Reads its version without importing it."""
-    wanted = f"wanted triton >= {'.'.join(map(str, OLDEST))}: pip install -U triton"
+    expected = f"expected triton >= {'.'.join(map(str, OLDEST))}"
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
-        return f"triton is not installed; {wanted}"
+        return f"{expected}, got none; pip install -U triton"
     version = _version_in(Path(spec.origin))
     if version is not None and tuple(map(int, version.split(".")[:2])) < OLDEST:
-        return f"triton {version} is too old; {wanted}"
+        return f"{expected}, got {version}; pip install -U triton"
     return None
 
 
@@ -77,9 +77,8 @@ def implementation_of(name: str, dispatch_key: str) -> Callable[..., Any]:
         ) from error
     if dispatch_key == "CPU" and not knobs.runtime.interpret:
         raise RuntimeError(
-            f"zclip::{name}: ZCLIP_BACKEND=triton, but the tensors are on the CPU, where Triton "
-            "only runs under TRITON_INTERPRET=1, for tests; wanted CUDA or HIP tensors, or "
-            "ZCLIP_BACKEND=auto"
+            f"zclip::{name}: expected CUDA or HIP tensors, got tensors on the CPU; use "
+            "ZCLIP_BACKEND=auto, or TRITON_INTERPRET=1 for tests"
         )
     module = importlib.import_module(f"{__name__}.{MODULE_OF[name]}")
     implementation: Callable[..., Any] = getattr(module, name)
