@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from zclip.clippers import CLIPPERS, Clipper, ClipResult
@@ -16,7 +17,7 @@ from zclip.mailbox import Mailbox
 from zclip.momentum import FirstMomentum
 from zclip.optim.fused import CLIP_KEY, FusedOptimizer
 from zclip.optimizer_proxy import OptimizerProxy
-from zclip.unscaling import adopt_unscaling, asking_scaler
+from zclip.unscaling import adopt_unscaling
 from zclip.verdict_ring import VerdictRing, is_capturing
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ class ClippedOptimizer(OptimizerProxy):
             DDP, FSDP2 and whatever else makes DTensors.
         pipeline_group: ranks with the other stages of a pipeline.
         record_group: ranks to share losses and extra lanes with, where gradients need no message.
+        scaler: the GradScaler, needed where ``scaler.unscale_`` is given the optimizer inside: a
+            scaler tells optimizers apart by identity, and would divide the gradients again when
+            the wrapper is stepped. Copies and pickles of the wrapper have none.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -93,11 +97,14 @@ class ClippedOptimizer(OptimizerProxy):
         process_group: "ProcessGroup | None" = None,
         pipeline_group: "ProcessGroup | None" = None,
         record_group: "ProcessGroup | None" = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}; wanted a torch Optimizer")
         if not isinstance(clipper, Clipper):
             raise TypeError(f"clipper is {type(clipper).__name__}; wanted a zclip.Clipper")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
         if isinstance(optimizer, ClippedOptimizer):
             raise ValueError("the optimizer is already clipped; wrap the one inside, .inner")
         if isinstance(optimizer, FusedOptimizer) and optimizer.clipper is not None:
@@ -114,6 +121,7 @@ class ClippedOptimizer(OptimizerProxy):
         if capturable:
             self.mailbox = VerdictRing(self._device())
         self.steps = 0
+        self._scaler = scaler
         self._warned = False
         self._momentum = FirstMomentum()
         self._named: list[tuple[str, Tensor]] = []
@@ -142,9 +150,8 @@ class ClippedOptimizer(OptimizerProxy):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What GradScaler asks: if True it leaves unscaling and refusing to us, and never waits."""
-        scaler = asking_scaler()
-        if scaler is not None:
-            adopt_unscaling(scaler, self, self.inner)
+        if self._scaler is not None:
+            adopt_unscaling(self._scaler, self, self.inner)
         return self.guards_on_device
 
     @torch.no_grad()
@@ -433,6 +440,7 @@ class ClippedOptimizer(OptimizerProxy):
         return {
             **{name: self.__dict__[name] for name in kept},
             "capturable": self.capturable,
+            "_scaler": None,
             "_warned": self._warned,
             "_momentum": FirstMomentum(),
             "_named": [(name, param) for name, param in self._named if id(param) in own],
@@ -459,7 +467,7 @@ def wrap(
         >>> optimizer = zclip.wrap(torch.optim.AdamW(model.parameters(), fused=True), "zclip")
     """
     groups = ("process_group", "pipeline_group", "record_group")
-    own = ("skip_nonfinite", "apply", "named_parameters", "lag", "capturable", *groups)
+    own = ("skip_nonfinite", "apply", "named_parameters", "lag", "capturable", "scaler", *groups)
     of_wrapper = {name: settings.pop(name) for name in own if name in settings}
     if isinstance(clipper, str):
         if clipper not in CLIPPERS:
