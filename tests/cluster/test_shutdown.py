@@ -245,18 +245,21 @@ def test_code_after_the_block_is_not_ended(tmp_path):
 AFTER_A_LATE_SIGNAL = """
 import os, signal, time, torch
 from heal import Healer, HealingConfig
+from heal.actions import CannotHeal
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
 healer = Healer(model, optimizer, config=HealingConfig(shutdown_timeout_sec=1.5))
-for step, batch in enumerate(healer.batches([torch.ones(1, 2)] * 4)):
-    loss = model(batch).mean()
-    loss.backward()
-    healer.step(loss)
-    optimizer.zero_grad()
-    if step == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
-healer.close()
-time.sleep(3)
+try:
+    with healer:
+        for step, batch in enumerate(healer.batches([torch.ones(1, 2)] * 4)):
+            loss = model(batch).mean()
+            loss.backward()
+            healer.step(loss)
+            optimizer.zero_grad()
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+except CannotHeal:
+    time.sleep(3)
 print("still here")
 """
 
