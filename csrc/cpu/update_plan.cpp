@@ -77,28 +77,48 @@ void add_one(const Tensor& tensor) {
   }
 }
 
+// The instructions to use, and how many float32 numbers a vector of theirs holds.
+enum class Isa { kPortable, kAvx2, kAvx512 };
+
+Isa best_isa() { return use_avx512() ? Isa::kAvx512 : use_avx2() ? Isa::kAvx2 : Isa::kPortable; }
+
 template <bool kTelemetry, typename value_t>
 UpdateSlot update_portable(const ChunkUpdate& chunk, const UpdateScalars<value_t>& scalars) {
-  return update_chunk<kTelemetry>(chunk, scalars);
+  return update_chunk<kTelemetry, 8>(chunk, scalars);
 }
 
 #if ZCLIP_HAS_AVX2
 template <bool kTelemetry, typename value_t>
 ZCLIP_AVX2 UpdateSlot update_avx2(const ChunkUpdate& chunk, const UpdateScalars<value_t>& scalars) {
-  return update_chunk<kTelemetry>(chunk, scalars);
+  return update_chunk<kTelemetry, 8>(chunk, scalars);
 }
 #endif
 
+#if ZCLIP_HAS_AVX512
+template <bool kTelemetry, typename value_t>
+ZCLIP_AVX512 UpdateSlot update_avx512(const ChunkUpdate& chunk,
+                                      const UpdateScalars<value_t>& scalars) {
+  return update_chunk<kTelemetry, 16>(chunk, scalars);
+}
+#endif
+
+template <bool kTelemetry, typename value_t>
+UpdateSlot update_with(Isa isa, const ChunkUpdate& chunk, const UpdateScalars<value_t>& scalars) {
+#if ZCLIP_HAS_AVX512
+  if (isa == Isa::kAvx512) return update_avx512<kTelemetry>(chunk, scalars);
+#endif
+#if ZCLIP_HAS_AVX2
+  if (isa == Isa::kAvx2) return update_avx2<kTelemetry>(chunk, scalars);
+#endif
+  (void)isa;
+  return update_portable<kTelemetry>(chunk, scalars);
+}
+
 template <typename value_t>
 UpdateSlot update_on(const ChunkUpdate& chunk, const UpdateScalars<value_t>& scalars,
-                     bool telemetry, bool avx2) {
-#if ZCLIP_HAS_AVX2
-  if (avx2) {
-    return telemetry ? update_avx2<true>(chunk, scalars) : update_avx2<false>(chunk, scalars);
-  }
-#endif
-  (void)avx2;
-  return telemetry ? update_portable<true>(chunk, scalars) : update_portable<false>(chunk, scalars);
+                     bool telemetry, Isa isa) {
+  return telemetry ? update_with<true>(isa, chunk, scalars)
+                   : update_with<false>(isa, chunk, scalars);
 }
 
 }  // namespace
@@ -243,7 +263,7 @@ std::vector<UpdatePlan::Row> UpdatePlan::rows_of(const StepNumbers& numbers) con
 
 void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, double* telemetry,
                         float* summary) {
-  const bool avx2 = use_avx2();
+  const Isa isa = best_isa();
   std::vector<Row> rows;
   {
     const FloatMode mode;
@@ -274,8 +294,8 @@ void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, dou
                               (row.flags & kStochastic) != 0,
                               row.key,
                               chunk.begin};
-    slots[c] = param.format == Format::kFloat64 ? update_on(work, row.wide, telemetry_, avx2)
-                                                : update_on(work, row.narrow, telemetry_, avx2);
+    slots[c] = param.format == Format::kFloat64 ? update_on(work, row.wide, telemetry_, isa)
+                                                : update_on(work, row.narrow, telemetry_, isa);
   });
   const FloatMode mode;
   close(grads, slots, telemetry, summary);
