@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from heal.causes import ABOUT, Family  # noqa: E402
+from heal.causes import Cause, Family  # noqa: E402
 from heal.config import HealingConfig  # noqa: E402
 from heal.exit_codes import ExitCode  # noqa: E402
 from heal.settings import settings_of  # noqa: E402
@@ -43,7 +43,8 @@ def settings_table() -> str:
 def causes_table() -> str:
     """One row per cause."""
     rows = ["| cause | means | cure | reference |", "|---|---|---|---|"]
-    for cause, about in ABOUT.items():
+    for cause in Cause:
+        about = cause.about
         cure = CURES[about.family]
         rows.append(f"| `{cause.value}` | {about.summary} | {cure} | {about.reference} |")
     return "\n".join(rows)

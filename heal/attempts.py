@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from heal.actions import Backoff, CannotHeal, CheckpointActivations, Plan, Rollback, ShrinkBatch
-from heal.causes import ABOUT, Cause, Family
+from heal.causes import Cause, Family
 from heal.cluster import watchdog as last_message
 from heal.data.loader_pass import AfterError
 from heal.data.stream import BatchStream, StepBatches, own_copy
@@ -20,24 +20,13 @@ from heal.experiment import Experiment
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal
 from heal.micro_batch import MicroBatcher, TrainStep
-from heal.policy import EXIT_CODES, MAX_HALVINGS
+from heal.policy import MAX_HALVINGS
 from heal.recovery import Recovery
 from heal.run import TorchRun
 from heal.verdict import Flag
 
 Failure = tuple[Diagnosis, Exception]
 Step = Callable[[Tensor | None], None]
-
-TOLD_AS = {
-    Cause.OUT_OF_MEMORY: Flag.OUT_OF_MEMORY,
-    Cause.DATA_ERROR: Flag.DATA_ERROR,
-    Cause.NETWORK_ERROR: Flag.NETWORK_ERROR,
-    Cause.STORAGE_ERROR: Flag.NETWORK_ERROR,
-}
-"""How other ranks hear of what one of them met with; of all else as an unknown error."""
-
-NOT_FOR_ALL = (Cause.COLLECTIVE_ERROR, Cause.DEVICE_ERROR)
-"""After these there is no message by which others could be told."""
 
 READ_WAITS = 3
 """Waits for a batch that the disk does not give; then its file is at fault, and others may not."""
@@ -280,7 +269,7 @@ class Attempts:
 
     def _stand_in(self, failure: Failure, train_step: TrainStep, count: int) -> None:
         """Tell all ranks of a failure, and send what they wait for. Halt if that is too late."""
-        if failure[0].cause in NOT_FOR_ALL:
+        if failure[0].cause.about.sent_as is None:
             self.heal(*failure)  # the group is broken already: halt
         if not self._micro.messages.can_be_matched(count * self._micro.pieces):
             self._leave(*failure)
@@ -291,9 +280,10 @@ class Attempts:
             self._leave(*self.judge(error, self._micro.phase))
 
     def _tell(self, diagnosis: Diagnosis, error: Exception) -> None:
-        if diagnosis.cause in NOT_FOR_ALL:
-            self.heal(diagnosis, error)
-        flag = TOLD_AS.get(diagnosis.cause, Flag.UNKNOWN_ERROR)
+        flag = diagnosis.cause.about.sent_as
+        if flag is None:
+            self.heal(diagnosis, error)  # halts, unless a hook has replaced that
+            flag = Flag.UNKNOWN_ERROR
         if flag is Flag.UNKNOWN_ERROR:
             self._fatal = error
         self._journal.event("rank_failed", self._run.step, diagnosis=diagnosis.to_json())
@@ -316,7 +306,7 @@ class Attempts:
 
     def _after_restart(self, diagnosis: Diagnosis) -> tuple[str, ExitCode]:
         """Have the next start do otherwise; return what to do, and the exit code that says so."""
-        own = EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE)
+        own = diagnosis.cause.about.exit_code
         evidence = diagnosis.evidence
         error = f"{evidence['type']}: {evidence['message']}"
         remedy = Remedy(diagnosis.step, self._journal.rank, diagnosis.cause.value, error)
@@ -367,7 +357,7 @@ class Attempts:
         if file:
             self._bad_files.add(file)  # it is not waited for again in the next epoch
         cause, evidence = Cause.DATA_ERROR, {**diagnosis.evidence, "waits": self._read_waits}
-        about = ABOUT[cause].reference
+        about = cause.about.reference
         return replace(diagnosis, cause=cause, evidence=evidence, reference=about), error
 
     def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
@@ -382,7 +372,7 @@ class Attempts:
         except CannotHeal as halt:
             if diagnosis.cause is Cause.UNKNOWN:
                 raise error from None
-            halt = self._as_told(halt) if diagnosis.cause in NOT_FOR_ALL else halt
+            halt = self._as_told(halt) if diagnosis.cause.about.sent_as is None else halt
             halt.__cause__ = error
             raise halt from error
         return is_cured and not undone

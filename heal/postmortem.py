@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.exceptions import classify, message_of, qualified_name
 from heal.exit_codes import ExitCode
+from heal.exit_codes import ExitReason as ExitReason
 from heal.json_lines import dumps, encodable, now
 
 SCHEMA_VERSION = 1
@@ -37,31 +37,6 @@ class Diary(Protocol):
     def report_failure(self, where: object, error: Exception) -> None: ...
 
 
-class ExitReason(str, Enum):
-    """Why a run ended."""
-
-    COMPLETED = "completed"
-    EXCEPTION = "exception"
-    OOM = "oom"
-    NAN = "nan"
-    DIVERGENCE = "divergence"
-    SIGTERM = "sigterm"
-    SIGINT = "sigint"
-    UNRECOVERABLE = "unrecoverable"
-    HUNG = "hung"
-    """No step ended in time, and ``hang_exit`` ended the process."""
-    EXITED = "exited"
-    """Left before its end without an error: by ``sys.exit``, or by ``break``."""
-
-
-BY_CAUSE = {
-    Cause.OUT_OF_MEMORY.value: ExitReason.OOM,
-    Cause.NONFINITE_GRADIENT.value: ExitReason.NAN,
-    Cause.NONFINITE_LOSS.value: ExitReason.NAN,
-    Cause.DIVERGENCE.value: ExitReason.DIVERGENCE,
-    Cause.LOSS_SPIKE.value: ExitReason.DIVERGENCE,
-    Cause.GRADIENT_EXPLOSION.value: ExitReason.DIVERGENCE,
-}
 BY_EXIT_CODE = {
     ExitCode.OK: ExitReason.COMPLETED,
     ExitCode.NONFINITE: ExitReason.NAN,
@@ -80,9 +55,10 @@ def exit_reason(exc: BaseException | None, last_cause: str = "") -> ExitReason:
     if isinstance(exc, SystemExit):
         return ExitReason.EXITED if exc.code else ExitReason.COMPLETED
     if not isinstance(exc, CannotHeal):
-        return BY_CAUSE.get(classify(exc)[0].value, ExitReason.EXCEPTION)
+        return classify(exc)[0].about.exit_reason or ExitReason.EXCEPTION
     known = {int(code): reason for code, reason in BY_EXIT_CODE.items()}.get(exc.exit_code)
-    return known or BY_CAUSE.get(last_cause, ExitReason.UNRECOVERABLE)
+    by_cause = {cause.value: cause.about.exit_reason for cause in Cause}
+    return known or by_cause.get(last_cause) or ExitReason.UNRECOVERABLE
 
 
 def original_of(exc: BaseException | None) -> BaseException | None:

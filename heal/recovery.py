@@ -22,10 +22,10 @@ from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis, blame_state, diagnose, may_be_the_weights
 from heal.exit_codes import ExitCode
-from heal.history import NONFINITE, History, Incident
+from heal.history import History, Incident
 from heal.journal import LEFT_OUT, Journal
 from heal.monitor import Monitor, Seen, is_suspect
-from heal.policy import EXIT_CODES, decide
+from heal.policy import decide
 from heal.run import TorchRun
 
 Hook = Callable[[Diagnosis, Plan], Plan | None]
@@ -34,12 +34,6 @@ Hook = Callable[[Diagnosis, Plan], Plan | None]
 MAX_AHEAD = 10_000  # steps whose batches a hook may have skipped before they come
 RECOVERED_NOISE, RECOVERED_SHARE = 3.0, 0.1  # above its old level that a loss may be and is back
 MAX_LOGGED = 1000  # entries kept in memory; the journal has them all
-
-MEASURED_LATE = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.OPTIMIZER_RESET)
-"""Found by a check some time after: the batch of that step has nothing to do with it."""
-
-SKIPPED = (Cause.NONFINITE_GRADIENT, Cause.NONFINITE_LOSS, Cause.GRADIENT_SPIKE)
-"""What the device skips a step for."""
 
 SPENT = (
     ExitCode.BUDGET_SPENT,
@@ -212,7 +206,7 @@ class Recovery:
             self._overflows.append(diagnosis)
         elif diagnosis is not None:
             self._locate(diagnosis)
-            was_skipped = diagnosis.cause in SKIPPED and not diagnosis.evidence.get("applied")
+            was_skipped = diagnosis.cause.about.is_skipped and not diagnosis.evidence.get("applied")
             plan: Plan = (Refuse(),) if was_skipped else ()
             at = self._run.step
             self.log.append((at, diagnosis, plan))
@@ -240,7 +234,7 @@ class Recovery:
         self.catch_up()
         self._locate(diagnosis)
         diagnosis, is_misread = self._look_at_state(diagnosis)
-        if diagnosis.cause in NONFINITE and "type" in diagnosis.evidence:
+        if diagnosis.cause.about.is_nonfinite and "type" in diagnosis.evidence:
             # It was raised, so that the device counted no refused step: patience must end too.
             diagnosis = replace(diagnosis, streak=self.history.note_nonfinite_error())
         plan = decide(diagnosis, self.history, self._config, self._run.snapshots())
@@ -267,7 +261,7 @@ class Recovery:
     def _look_at_state(self, diagnosis: Diagnosis) -> tuple[Diagnosis, bool]:
         """Look for NaN in the state where it could be the cause; return whether it is."""
         config = self._config
-        stops = config.nan_action == "raise" and diagnosis.cause in NONFINITE
+        stops = config.nan_action == "raise" and diagnosis.cause.about.is_nonfinite
         if stops or not may_be_the_weights(diagnosis, config.nan_patience, config.max_consecutive):
             return diagnosis, False
         # What came by a record is treated by every rank in the same step; an exception is not.
@@ -288,7 +282,7 @@ class Recovery:
         A batch is read again when a streak begins, until one was found to hold NaN; then only when
         patience is spent.
         """
-        if diagnosis.cause not in NONFINITE or (self._saw_bad_data and diagnosis.streak == 1):
+        if not diagnosis.cause.about.is_nonfinite or (self._saw_bad_data and diagnosis.streak == 1):
             return
         fault = self._run.data_fault(diagnosis.step)
         if fault:
@@ -313,7 +307,7 @@ class Recovery:
         except Exception as error:
             self._note(f"the batch of step {diagnosis.step} could not be named: {error!r}")
             return
-        if diagnosis.cause in MEASURED_LATE:
+        if diagnosis.cause.about.is_found_late:
             found = {"call": found["call"]} if "call" in found else {}
         for name, value in found.items():
             diagnosis.evidence.setdefault(name, value)
@@ -338,7 +332,7 @@ class Recovery:
             raise CannotHeal(
                 f"{diagnosis.cause.value} at step {diagnosis.step}: {self._num_given_up} batches "
                 f"in a row were given up, for the plans had no cure; wanted at most {most}",
-                EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE),
+                diagnosis.cause.about.exit_code,
             )
 
     def note_batch_worked(self) -> None:

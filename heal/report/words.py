@@ -4,43 +4,8 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from heal.causes import ABOUT, Cause, Family
+from heal.causes import Cause, Family
 from heal.json_lines import number
-
-TITLES = {
-    "nonfinite_gradient": "Gradients were not numbers",
-    "nonfinite_loss": "The loss was not a number",
-    "scaler_overflow": "Gradients overflowed in half precision",
-    "gradient_spike": "A gradient was unusually large",
-    "gradient_explosion": "Gradients exploded",
-    "loss_spike": "The loss jumped",
-    "divergence": "The loss kept rising",
-    "lr_spike": "The learning rate jumped",
-    "weight_corruption": "Weights were damaged",
-    "optimizer_corruption": "The optimizer's memory was damaged",
-    "optimizer_reset": "The optimizer lost its memory",
-    "weight_drift": "A weight left its course",
-    "plateau": "The loss stopped improving",
-    "not_learning": "Nothing was learned",
-    "probe_alarm": "A probe raised its alarm",
-    "overfitting": "Evaluation fell behind training",
-    "throughput_collapse": "Steps became slow",
-    "oom": "Memory ran out",
-    "memory_pressure": "Memory was nearly used up",
-    "data_error": "A batch of data could not be used",
-    "network_error": "The network did not answer",
-    "storage_error": "The disk could not be written",
-    "collective_error": "Ranks lost each other",
-    "device_error": "The device failed",
-    "preempted": "The job was told to stop",
-    "unknown": "An unknown error",
-    "kl_blowup": "The policy left its reference",
-    "likelihood_collapse": "Chosen answers became unlikely",
-    "preference_inversion": "The model prefers rejected answers",
-    "reward_collapse": "Rewards collapsed",
-    "desync": "Ranks fell out of step",
-    "instability_ahead": "Trouble was foreseen",
-}
 
 EVIDENCE = {
     "tensor": "tensor",
@@ -77,13 +42,16 @@ MAX_TEXT = 400  # characters of any one thing that a journal says
 
 def title(failure: str) -> str:
     """Return what happened, in four or five words."""
-    return TITLES.get(failure, shorten(failure.replace("_", " ").capitalize(), 60))
+    try:
+        return Cause(failure).about.title
+    except ValueError:  # of another version
+        return shorten(failure.replace("_", " ").capitalize(), 60)
 
 
 def family(failure: str) -> str:
     """Return the family of a cause; its own name if it is none of ours."""
     try:
-        return ABOUT[Cause(failure)].family.value
+        return Cause(failure).about.family.value
     except ValueError:
         return failure
 

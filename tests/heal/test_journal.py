@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from heal.actions import CannotHeal, Refuse, Rollback, action_to_json
-from heal.causes import ABOUT, Cause, Severity
+from heal.causes import Cause, Severity
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
 from heal.journal import (
@@ -226,7 +226,7 @@ def test_recoveries_are_events_and_are_kept_for_the_postmortem(tmp_path):
     assert [event["event"] for event in events] == ["recovery", "alert"]
     (entry,) = strict((tmp_path / "postmortem.json").read_text())["recovery_actions"]
     assert (entry["failure"], entry["actions"], entry["step"]) == ("divergence", ["rollback"], 90)
-    assert entry["diagnosis"] == ABOUT[Cause.DIVERGENCE].summary
+    assert entry["diagnosis"] == Cause.DIVERGENCE.about.summary
     assert (entry["plan"], entry["lr_after"]) == ([done], 0.5)
     assert entry["evidence"] == {"loss": "NaN"}
 

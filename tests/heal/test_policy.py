@@ -18,7 +18,7 @@ from heal.actions import (
     SkipBatches,
     TightenClip,
 )
-from heal.causes import ABOUT, Cause, Family, Severity
+from heal.causes import Cause, Family, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
@@ -360,7 +360,7 @@ def test_deciding_changes_nothing():
     assert history.state() == before
 
 
-@pytest.mark.parametrize("cause", [c for c in Cause if ABOUT[c].family is Family.ALERT])
+@pytest.mark.parametrize("cause", [c for c in Cause if c.about.family is Family.ALERT])
 @pytest.mark.parametrize("severity", list(Severity))
 def test_alerts_never_act_however_grave(cause, severity):
     assert decide(sick(cause, severity=severity), History(), CONFIG, SNAPSHOTS) == ()
