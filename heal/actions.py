@@ -7,12 +7,29 @@ effect.
 
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from heal.exit_codes import ExitCode
 from heal.plain import plain
+
+RENAMED = {"CannotHeal": "HealingError", "Refuse": "Skip"}
+"""Names of version 0.1: importable until 0.3, and read in old journals for good."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return what an old name stands for, and warn."""
+    if name not in RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"heal.actions.{name} is deprecated; use {RENAMED[name]}, which heal exports too",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return globals()[RENAMED[name]]
+
 
 # Which numbers an action may be told. Settings are checked where they are read; a hook may
 # compute anything, and a plan with NaN in it would be carried out as it is.
@@ -144,8 +161,8 @@ class Run(Protocol):
         ...
 
 
-class CannotHeal(RuntimeError):
-    """The plan cannot be carried out; the run should stop and keep its postmortem."""
+class HealingError(RuntimeError):
+    """Healing is at its end: the run stops and keeps its postmortem; ``exit_code`` says why."""
 
     def __init__(self, reason: str, exit_code: int = ExitCode.UNRECOVERABLE) -> None:
         super().__init__(reason)
@@ -153,8 +170,8 @@ class CannotHeal(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
-    """Nothing to do: the device has refused the step already and the state is clean."""
+class Skip:
+    """Nothing to do: the device has skipped the step already and the state is clean."""
 
     def apply(self, run: Run) -> bool:
         return True
@@ -242,7 +259,7 @@ class Rollback:
     def apply(self, run: Run) -> bool:
         good_step = newest_snapshot(run.snapshots(), self.before_step)
         if good_step is None:
-            raise CannotHeal(
+            raise HealingError(
                 f"no good snapshot from before step {self.before_step}", ExitCode.NO_SNAPSHOT
             )
         run.restore(good_step)
@@ -379,11 +396,11 @@ class Halt:
         check_count(self, "exit_code", most=MAX_EXIT_CODE)
 
     def apply(self, run: Run) -> bool:
-        raise CannotHeal(self.reason, self.exit_code)
+        raise HealingError(self.reason, self.exit_code)
 
 
 Action = (
-    Refuse
+    Skip
     | TightenClip
     | RelearnClip
     | ScaleLr
@@ -431,5 +448,5 @@ def action_in_words(name: str) -> str:
 
 def changes_training(plan: Plan) -> bool:
     """Tell whether a plan touches weights, learning rate, clipping, batches or data."""
-    harmless = (Refuse, ClearCache, Backoff, TakeSnapshot, WatchClosely, Halt)
+    harmless = (Skip, ClearCache, Backoff, TakeSnapshot, WatchClosely, Halt)
     return any(not isinstance(action, harmless) for action in plan)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heal.actions import Backoff, CannotHeal, CheckpointActivations, Plan, Rollback, ShrinkBatch
+from heal.actions import Backoff, CheckpointActivations, HealingError, Plan, Rollback, ShrinkBatch
 from heal.causes import Cause, Family
 from heal.cluster import watchdog as last_message
 from heal.data.loader_pass import AfterError
@@ -96,7 +96,7 @@ class Attempts:
 
         Raises:
             NoMoreBatches: there are none.
-            CannotHeal: healing is at its end.
+            HealingError: healing is at its end.
             Exception: what was raised, if there is no cure for its kind.
         """
         while True:
@@ -129,7 +129,7 @@ class Attempts:
         failure: Failure | None = None
         try:
             yield
-        except CannotHeal:
+        except HealingError:
             raise
         except Exception as error:
             failure = self.judge(error, "step" if self._is_stepping else "forward")
@@ -178,13 +178,13 @@ class Attempts:
         """Tell other ranks that the optimizer stopped half-way here; they go on until they hear.
 
         Raises:
-            CannotHeal: nobody can be told.
+            HealingError: nobody can be told.
         """
         diagnosis, error = self.judge(error, "step")
         self._tell(diagnosis, error)
         self._report(Flag.STEP_FAILED)
 
-    def explained(self, halt: CannotHeal) -> CannotHeal:
+    def explained(self, halt: HealingError) -> HealingError:
         """Return a halt of all ranks with the rank that failed and what it raised.
 
         All ranks halt in the same step, so that each can tell the others.
@@ -195,7 +195,7 @@ class Attempts:
         own = "" if self._fatal is None else _in_words(self._fatal)
         told = self._ranks.gather(own)
         failed = [f"rank {rank} raised {text}" for rank, text in enumerate(told) if text]
-        explained = CannotHeal(f"{halt}: {'; '.join(failed)}", halt.exit_code)
+        explained = HealingError(f"{halt}: {'; '.join(failed)}", halt.exit_code)
         explained.__cause__ = self._fatal
         return explained
 
@@ -261,7 +261,7 @@ class Attempts:
     def _try_step(self, step: Step, loss: Tensor | None) -> Failure | None:
         try:
             step(loss)
-        except CannotHeal:
+        except HealingError:
             raise
         except Exception as error:
             return self.judge(error, "step")
@@ -300,7 +300,7 @@ class Attempts:
         )
         last_message.post(self._journal.rank, reason, code)
         self._ranks.abort()
-        halt = CannotHeal(reason, code)
+        halt = HealingError(reason, code)
         halt.__cause__ = error  # the postmortem tells what was raised first
         raise halt
 
@@ -369,7 +369,7 @@ class Attempts:
             is_counted = diagnosis.family in (Family.DATA, Family.NUMERIC)  # by the policy
             if not (undone or is_cured or is_counted):
                 self._recovery.give_up_batch(diagnosis)
-        except CannotHeal as halt:
+        except HealingError as halt:
             if diagnosis.cause is Cause.UNKNOWN:
                 raise error from None
             halt = self._as_told(halt) if diagnosis.cause.about.sent_as is None else halt
@@ -377,12 +377,12 @@ class Attempts:
             raise halt from error
         return is_cured and not undone
 
-    def _as_told(self, halt: CannotHeal) -> CannotHeal:
+    def _as_told(self, halt: HealingError) -> HealingError:
         """Return the halt of the rank that left, where it is why a collective failed here."""
         left = last_message.read() if self._ranks.has_others else None
         if left is None or left.get("rank") == self._journal.rank:
             return halt
-        return CannotHeal(str(left["reason"]), int(left["exit_code"]))
+        return HealingError(str(left["reason"]), int(left["exit_code"]))
 
     def _is_cured(self, family: Family, plan: Plan) -> bool:
         """Whether the same batches may do now: a hook may have left out the cure, or repeat it."""

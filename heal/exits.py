@@ -14,7 +14,7 @@ from multiprocessing import util
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError as CannotHeal
 from heal.cluster.shutdown import ShutdownHandler
 from heal.exit_codes import ExitCode
 from heal.journal import Journal

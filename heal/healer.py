@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from heal.actions import CannotHeal, Plan
+from heal.actions import HealingError, Plan
 from heal.attempts import Attempts
 from heal.buffers import BufferCopies
 from heal.causes import Finding
@@ -260,7 +260,7 @@ class Healer:
 
         Raises:
             TypeError: the loss is neither a number nor a tensor.
-            CannotHeal: healing is at its end; its ``exit_code`` says why. The postmortem is
+            HealingError: healing is at its end; its ``exit_code`` says why. The postmortem is
                 written.
         """
         if loss is not None:
@@ -275,7 +275,7 @@ class Healer:
         self.retries.step_ended()
         try:
             self.after_step(facts, posted, loss is not None)
-        except CannotHeal as halt:
+        except HealingError as halt:
             self._halt(halt)
         except Exception as error:
             self.note(f"{LEFT_OUT}: {error!r}")
@@ -315,7 +315,7 @@ class Healer:
             has_loss: whether a loss is in it.
 
         Raises:
-            CannotHeal: the run must stop.
+            HealingError: the run must stop.
         """
         if posted:
             self.monitor.note_step(facts, has_loss)
@@ -399,7 +399,7 @@ class Healer:
         if self.journal.is_heard:
             self.journal.metrics(self.training.step - 1, self.numbers())
 
-    def _halt(self, halt: CannotHeal) -> None:
+    def _halt(self, halt: HealingError) -> None:
         """Save if the stop was asked for, write the postmortem, and raise."""
         with self.halting():
             halt = self.retries.explained(halt)
@@ -496,7 +496,7 @@ class Healer:
         with self.halting(), self.retries.attempt():
             try:
                 yield
-            except CannotHeal:
+            except HealingError:
                 raise
             except Exception:
                 if not self.trials.is_open:
@@ -516,7 +516,7 @@ class Healer:
         """Write the postmortem before a halt of the body reaches the caller."""
         try:
             yield
-        except CannotHeal as halt:
+        except HealingError as halt:
             self.close(halt)
             raise
 
@@ -616,7 +616,7 @@ class Healer:
         """Diagnose findings of your own and carry out the plan, as for those of detectors.
 
         Raises:
-            CannotHeal: the run must stop; the postmortem is written.
+            HealingError: the run must stop; the postmortem is written.
         """
         with self.halting():
             self.recovery.treat_findings(findings)
@@ -730,7 +730,7 @@ class Healer:
             on_step: called with its number after every step that was not taken back.
 
         Raises:
-            CannotHeal: healing is at its end; ``exit_code`` says why.
+            HealingError: healing is at its end; ``exit_code`` says why.
         """
         self.micro.weigh_by(weigh)
         self.schedules.follow_caller()

@@ -17,11 +17,11 @@ from heal.actions import (
     HoldLr,
     PerturbWeights,
     Plan,
-    Refuse,
     RelearnClip,
     Rollback,
     ScaleLr,
     ShrinkBatch,
+    Skip,
     SkipBatches,
     TakeSnapshot,
     TightenClip,
@@ -109,7 +109,7 @@ def _heal_numbers(
         return ()
     incident = history.open_incident(Family.NUMERIC)
     if incident is not None and _is_old_news(diagnosis, incident, config):
-        return (Refuse(),) if diagnosis.cause.about.is_skipped else ()
+        return (Skip(),) if diagnosis.cause.about.is_skipped else ()
     known = () if incident is None else incident.causes
     if diagnosis.cause is Cause.DESYNC and Cause.DESYNC.value in known:
         why = "ranks are at different steps again after all returned to one"
@@ -131,7 +131,7 @@ def _contained(diagnosis: Diagnosis, config: HealingConfig) -> Plan | None:
         return (_halt(diagnosis, why, ExitCode.NONFINITE),)
     # The state is clean whatever the streak: no rollback could help against NaN in the data.
     is_patient = is_nonfinite or diagnosis.streak % config.refused_patience
-    return (Refuse(),) if is_patient else None
+    return (Skip(),) if is_patient else None
 
 
 def _last_good(diagnosis: Diagnosis, snapshots: Sequence[int]) -> Plan:

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from heal.actions import CannotHeal, action_in_words
+from heal.actions import HealingError, action_in_words
 from heal.causes import Cause
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
@@ -54,7 +54,7 @@ def exit_reason(exc: BaseException | None, last_cause: str = "") -> ExitReason:
         return ExitReason.SIGINT
     if isinstance(exc, SystemExit):
         return ExitReason.EXITED if exc.code else ExitReason.COMPLETED
-    if not isinstance(exc, CannotHeal):
+    if not isinstance(exc, HealingError):
         return classify(exc)[0].about.exit_reason or ExitReason.EXCEPTION
     known = {int(code): reason for code, reason in BY_EXIT_CODE.items()}.get(exc.exit_code)
     by_cause = {cause.value: cause.about.exit_reason for cause in Cause}
@@ -63,7 +63,7 @@ def exit_reason(exc: BaseException | None, last_cause: str = "") -> ExitReason:
 
 def original_of(exc: BaseException | None) -> BaseException | None:
     """Return what was raised first: what a halt gave up on, else the exception itself."""
-    while isinstance(exc, CannotHeal) and exc.__cause__ is not None:
+    while isinstance(exc, HealingError) and exc.__cause__ is not None:
         exc = exc.__cause__
     return exc
 
@@ -136,7 +136,7 @@ def write_postmortem(
         "schema_version": SCHEMA_VERSION,
         "exit_code": None if exit_code is None else int(exit_code),
         "exception_message": None if original is None else message_of(original),
-        "halted_because": message_of(exception) if isinstance(exception, CannotHeal) else None,
+        "halted_because": message_of(exception) if isinstance(exception, HealingError) else None,
         "rank": journal.rank,
         "python": sys.version.split()[0],
     }

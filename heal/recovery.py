@@ -8,12 +8,12 @@ from typing import Any, get_args
 
 from heal.actions import (
     Action,
-    CannotHeal,
     Halt,
+    HealingError,
     Plan,
-    Refuse,
     Rollback,
     ScaleLr,
+    Skip,
     SkipBatches,
     action_to_json,
     changes_training,
@@ -126,7 +126,7 @@ class Recovery:
         """Heal what was found in one step; return whether the run went back.
 
         Raises:
-            CannotHeal: the run must stop.
+            HealingError: the run must stop.
         """
         # Written down first: a rollback forgets what led to it, and a halt ends the run.
         self.note_moves(self._monitor.watch.take_moves(seen.step, seen.findings))
@@ -167,7 +167,7 @@ class Recovery:
         """Diagnose findings and carry out the plan; return what was done.
 
         Raises:
-            CannotHeal: the run must stop.
+            HealingError: the run must stop.
         """
         if not findings:
             return ()
@@ -207,7 +207,7 @@ class Recovery:
         elif diagnosis is not None:
             self._locate(diagnosis)
             was_skipped = diagnosis.cause.about.is_skipped and not diagnosis.evidence.get("applied")
-            plan: Plan = (Refuse(),) if was_skipped else ()
+            plan: Plan = (Skip(),) if was_skipped else ()
             at = self._run.step
             self.log.append((at, diagnosis, plan))
             self._write_down(diagnosis, plan, [True] * len(plan), 0.0, at, self._knobs())
@@ -229,7 +229,7 @@ class Recovery:
         """Decide on a diagnosis and do it.
 
         Raises:
-            CannotHeal: the run must stop.
+            HealingError: the run must stop.
         """
         self.catch_up()
         self._locate(diagnosis)
@@ -248,7 +248,7 @@ class Recovery:
         try:
             for action in plan:
                 effects.append(self._apply(action))
-        except CannotHeal:
+        except HealingError:
             self._has_halted = True
             raise
         finally:  # also if the plan was to halt: the journal tells why
@@ -324,12 +324,12 @@ class Recovery:
         """Count a batch that is given up because the plan has no cure for what it raised.
 
         Raises:
-            CannotHeal: so many failed in a row that it is not the batches.
+            HealingError: so many failed in a row that it is not the batches.
         """
         self._num_given_up += 1
         most = self._config.max_consecutive_data_errors
         if self._num_given_up > most:
-            raise CannotHeal(
+            raise HealingError(
                 f"{diagnosis.cause.value} at step {diagnosis.step}: {self._num_given_up} batches "
                 f"in a row were given up, for the plans had no cure; wanted at most {most}",
                 diagnosis.cause.about.exit_code,
@@ -376,11 +376,11 @@ class Recovery:
             if isinstance(action, Rollback):
                 self._late.clear()  # found in steps that did not happen
             return has_effect
-        except CannotHeal:
+        except HealingError:
             raise
         except Exception as error:  # a cure that fails must not kill; a rollback that fails must
             if isinstance(action, Rollback):
-                raise CannotHeal(f"rollback failed: {error!r}") from error
+                raise HealingError(f"rollback failed: {error!r}") from error
             self._journal.event(
                 "action_failed", self._run.step, error=repr(error), **action_to_json(action)
             )

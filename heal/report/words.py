@@ -4,6 +4,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from heal.actions import RENAMED
 from heal.causes import Cause, Family
 from heal.json_lines import number
 
@@ -76,9 +77,10 @@ def evidence_words(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
 def action_words(action: Mapping[str, Any], resumed_at: int | None) -> str:
     """Return what was done, as a phrase."""
     name = str(action.get("action", ""))
+    name = RENAMED.get(name, name)
     first, last = show(action.get("first_step")), show(action.get("last_step"))
     phrase = {
-        "Refuse": "refused the step on the device; nothing was changed",
+        "Skip": "skipped the step on the device; nothing was changed",
         "TightenClip": f"clipped harder (limit x {show(action.get('factor'))})",
         "RelearnClip": "let the clipping rule learn its statistics anew",
         "HoldLr": f"held the learning rate at {show(action.get('limit'))}",

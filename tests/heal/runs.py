@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from heal import Healer, HealingConfig
-from heal.actions import CannotHeal, Rollback, ScaleLr, SkipBatches
+from heal.actions import HealingError, Rollback, ScaleLr, SkipBatches
 from heal.testing import Chaos
 
 torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
@@ -177,6 +177,6 @@ def strike(setup, faults, steps, healer=None, **options):
 
 def halted(setup, faults, steps=400, **options):
     """Train with faults until healing gives up; return what it raised."""
-    with pytest.raises(CannotHeal) as caught:
+    with pytest.raises(HealingError) as caught:
         strike(setup, faults, steps, **options)
     return caught.value

@@ -23,13 +23,13 @@ NEW_ROW = """    COSMIC_RAY = "cosmic_ray", About(
 """
 
 USE_OF_IT = """
-import sys, types
-module = types.ModuleType("heal.causes")
-module.__file__ = "heal/causes.py"
-sys.modules["heal.causes"] = module
-exec(compile(sys.stdin.read(), "heal/causes.py", "exec"), vars(module))
+import sys
+from importlib.machinery import SourceFileLoader
 
-from heal.actions import CannotHeal, Halt
+table, get_code = compile(sys.stdin.read(), "heal/causes.py", "exec"), SourceFileLoader.get_code
+SourceFileLoader.get_code = lambda s, name: table if name == "heal.causes" else get_code(s, name)
+
+from heal.actions import HealingError, Halt
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import diagnose
@@ -45,7 +45,7 @@ found = [Finding(cause=spike, **seen), Finding(cause=ray, **seen)]
 diagnosis = diagnose(found, history)
 (halt,) = decide(diagnosis, history, HealingConfig(), [])
 print(diagnosis.cause.value, diagnosis.reference, diagnosis.confidence, halt.exit_code)
-print(exit_reason(CannotHeal("over", 40), "cosmic_ray").value, title(ray), family("cosmic_ray"))
+print(exit_reason(HealingError("over", 40), "cosmic_ray").value, title(ray), family("cosmic_ray"))
 history.note_findings([Finding(cause=ray, **{**seen, "severity": Severity.WARN})])
 later = {**seen, "step": 11, "severity": Severity.ERROR}
 print(diagnose([Finding(cause=spike, **later)], history).evidence)

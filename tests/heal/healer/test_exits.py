@@ -12,7 +12,7 @@ from tests.heal.healer import endings
 
 ROOT = Path(__file__).parents[3]
 
-STOPPED = "heal.actions.CannotHeal"
+STOPPED = "heal.actions.HealingError"
 
 WANTED = {
     # case: exit status of the process, exit_reason, exit_code and exception_type of the postmortem
@@ -110,7 +110,7 @@ def test_a_halt_prints_its_traceback_once_and_calls_the_hook_that_was_there(ende
     folder, _ = ended
     plain = (folder / "halt.stderr").read_text()
     assert plain.count("Traceback (most recent call last)") == 1
-    assert "heal.actions.CannotHeal" in plain
+    assert "heal.actions.HealingError" in plain
     hooked = (folder / "halt_with_a_hook_of_ones_own.stderr").read_text()
     assert "own hook:" in hooked
     assert "a hook that fails" in hooked
