@@ -5,14 +5,16 @@ journal as they are. ``apply`` touches the run and nothing else, and tells wheth
 effect.
 """
 
+import functools
 import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from heal.exit_codes import ExitCode
+from heal.json_lines import encodable
 from heal.plain import plain
 
 RENAMED = {"CannotHeal": "HealingError", "Refuse": "Skip"}
@@ -159,6 +161,33 @@ class Run(Protocol):
     def anchor_weights(self, strength: float, steps: int) -> bool:
         """Pull weights to where they are now for so many steps; False if there are none."""
         ...
+
+
+@runtime_checkable
+class Action(Protocol):
+    """One thing that is done to a run; a hook may return its own in a plan.
+
+    ``apply`` does it and returns whether that had an effect. What it raises becomes a note and the
+    journal's event ``action_failed``, and the rest of the plan is carried out; a
+    :class:`HealingError` ends the run. The journal writes the name of the class, with the fields of
+    a dataclass or what a method ``to_json`` returns, a dict of values that JSON has.
+
+    Example:
+        >>> class ClearReplayBuffer:
+        ...     def apply(self, run):
+        ...         replay.clear()
+        ...         return True
+        >>> @healer.on_instability
+        ... def also_clear(diagnosis, plan):
+        ...     return (*plan, ClearReplayBuffer()) if Rollback in map(type, plan) else None
+    """
+
+    def apply(self, run: Run) -> bool:
+        """Do it; return whether it had an effect."""
+        ...
+
+
+Plan = tuple[Action, ...]
 
 
 class HealingError(RuntimeError):
@@ -399,25 +428,49 @@ class Halt:
         raise HealingError(self.reason, self.exit_code)
 
 
-Action = (
-    Skip
-    | TightenClip
-    | RelearnClip
-    | ScaleLr
-    | HoldLr
-    | Rollback
-    | SkipBatches
-    | ShrinkBatch
-    | CheckpointActivations
-    | ClearCache
-    | Backoff
-    | TakeSnapshot
-    | WatchClosely
-    | PerturbWeights
-    | AnchorWeights
-    | Halt
+ACTIONS: tuple[type[Any], ...] = (
+    Skip,
+    TightenClip,
+    RelearnClip,
+    ScaleLr,
+    HoldLr,
+    Rollback,
+    SkipBatches,
+    ShrinkBatch,
+    CheckpointActivations,
+    ClearCache,
+    Backoff,
+    TakeSnapshot,
+    WatchClosely,
+    PerturbWeights,
+    AnchorWeights,
+    Halt,
 )
-Plan = tuple[Action, ...]
+"""The actions of this library."""
+
+
+def is_custom(action: Action) -> bool:
+    """Return whether an action is a user's own."""
+    return type(action) not in ACTIONS
+
+
+def check_action(action: Any) -> None:
+    """Check what a hook put into its plan.
+
+    Raises:
+        TypeError: it has no method ``apply``, or is a class.
+        ValueError: it is a user's own and has the name of one of ours, which the history counts.
+    """
+    kind = type(action)
+    if kind in ACTIONS:
+        return
+    if kind is type or not callable(getattr(action, "apply", None)):
+        raise TypeError(f"expected actions with a method apply(run) -> bool, got {action!r}")
+    if kind.__name__ in {known.__name__ for known in ACTIONS}:
+        raise ValueError(
+            f"expected an action with a name of its own, got {kind.__module__}.{kind.__name__}; "
+            "rename the class"
+        )
 
 
 def newest_snapshot(snapshots: Sequence[int], before_step: int) -> int | None:
@@ -426,12 +479,24 @@ def newest_snapshot(snapshots: Sequence[int], before_step: int) -> int | None:
 
 
 def action_to_json(action: Action) -> dict[str, Any]:
-    """Return an action as the journal writes it: its name, then what it was told.
+    """Return an action as the journal writes it: its name, then its values.
 
-    Plain values: a hook may have computed them with numpy or torch.
+    Plain values: a hook may have computed them with numpy or torch. A ``to_json`` that fails leaves
+    the name and the error.
     """
-    told: dict[str, Any] = plain(asdict(action))
-    return {"action": type(action).__name__, **told}
+    name = {"action": type(action).__name__}
+    try:
+        return {**name, **_values(action), **name}
+    except Exception as error:
+        return {**name, "error": repr(error)}
+
+
+def _values(action: Any) -> dict[str, Any]:
+    to_json = getattr(action, "to_json", None)
+    if to_json is None:
+        to_json = functools.partial(asdict, action) if is_dataclass(action) else dict
+    values: dict[str, Any] = plain(dict(to_json()))
+    return dict(encodable(values)) if is_custom(action) else values
 
 
 SEED_WORDS = {

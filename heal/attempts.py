@@ -7,7 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from heal.actions import Backoff, CheckpointActivations, HealingError, Plan, Rollback, ShrinkBatch
+from heal.actions import (
+    Backoff,
+    CheckpointActivations,
+    HealingError,
+    Plan,
+    Rollback,
+    ShrinkBatch,
+    is_custom,
+)
 from heal.causes import Cause, Family
 from heal.cluster import watchdog as last_message
 from heal.data.loader_pass import AfterError
@@ -388,7 +396,8 @@ class Attempts:
         """Whether the same batches may do now: a hook may have left out the cure, or repeat it."""
         incident = self._recovery.history.open_incident(family)
         is_endless = incident is not None and len(incident.plans) > MAX_HALVINGS + 1
-        is_cure = any(isinstance(action, CURES.get(family, ())) for action in plan)
+        cures = CURES.get(family, ())
+        is_cure = any(isinstance(action, cures) or is_custom(action) for action in plan)
         return is_cure and not is_endless
 
     def _worked(self) -> None:

@@ -160,7 +160,7 @@ class Cause(str, Enum):
     # fmt: off
     PREEMPTED = "preempted", About(
         title="The job was told to stop",
-        summary="The job was told to stop.",
+        summary="The job received a signal to stop.",
         family=Family.STOP, severity=Severity.FATAL, blames=Blames.SCHEDULER, proof=Proof.FACT,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.PREEMPTED, exit_reason=None, reference="",

@@ -533,11 +533,13 @@ class Healer:
     def on_instability(self, hook: Hook) -> Hook:
         """Have ``hook(diagnosis, plan)`` see every plan; what it returns, if not None, is done.
 
-        With several ranks it must answer alike on each. A halt because a limit is reached (exit
-        codes 41 and 43 to 46) is shown to it and cannot be replaced: healing always ends. What was
-        raised and gets a plan without a cure costs the batch, ``max_consecutive_data_errors`` times
-        in a row at most. If it throws, or returns what is no plan (or one with NaN in it), the plan
-        is kept and :attr:`notes` says so.
+        A plan is a tuple of actions. See :class:`heal.Action` for your own; a plan with one
+        counts as an attempt, and is left out when ``max_recovery_attempts`` are spent. With several
+        ranks the hook must answer alike on each. A halt because a limit is reached (exit codes 41
+        and 43 to 46) is shown to it and cannot be replaced: healing always ends. What was raised
+        and gets a plan without a cure costs the batch, ``max_consecutive_data_errors`` times in a
+        row at most. If the hook raises, or returns what is no plan (or one with NaN in it), the
+        plan is kept and :attr:`notes` says so.
         """
         self.recovery.add_hook(hook)
         return hook

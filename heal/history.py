@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
-from heal.actions import Backoff, Plan, Rollback, action_to_json, changes_training
+from heal.actions import Backoff, Plan, Rollback, action_to_json, changes_training, is_custom
 from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
 
@@ -166,7 +166,7 @@ class History:
             noise = trouble.evidence.get("noise")
             incident.loss_before = usual
             incident.noise = noise if isinstance(noise, float) else 0.0
-        if family is Family.NUMERIC:
+        if family is Family.NUMERIC or any(is_custom(action) for action in plan):
             self.attempts += 1
             self.total_attempts += 1
             self.attempt_mark = self.furthest_step

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from heal.actions import (
     Action,
@@ -17,6 +17,8 @@ from heal.actions import (
     SkipBatches,
     action_to_json,
     changes_training,
+    check_action,
+    is_custom,
 )
 from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
@@ -372,7 +374,7 @@ class Recovery:
 
     def _apply(self, action: Action) -> bool:
         try:
-            has_effect = action.apply(self._run)
+            has_effect = bool(action.apply(self._run))
             if isinstance(action, Rollback):
                 self._late.clear()  # found in steps that did not happen
             return has_effect
@@ -396,14 +398,26 @@ class Recovery:
                 return plan
             is_text = isinstance(answer, str)  # an empty one would pass for an empty plan
             answer = tuple(answer)
-            if is_text or not all(isinstance(action, get_args(Action)) for action in answer):
-                raise TypeError(f"the hook returned {answer!r}; wanted a tuple of actions")
+            if is_text:
+                raise TypeError(f"expected a tuple of actions from the hook, got {answer!r}")
+            for action in answer:
+                check_action(action)
             self._check_skips(answer)
+            self._check_budget(answer)
             return answer
         except Exception as error:
             self._journal.event("hook_failed", self._run.step, error=repr(error))
             self._note(f"the hook of on_instability failed, the plan was kept: {error!r}")
             return plan
+
+    def _check_budget(self, answer: Plan) -> None:
+        """Check that a user's own actions end too: each plan with one is an attempt."""
+        most = self._config.max_recovery_attempts
+        if self.history.attempts >= most and any(is_custom(action) for action in answer):
+            raise ValueError(
+                f"expected at most {most} attempts (max_recovery_attempts) with actions of your "
+                f"own, got {self.history.attempts} before this one"
+            )
 
     def _check_skips(self, answer: Plan) -> None:
         """Refuse to pass over what no trouble explains: every batch of it would be drawn."""
