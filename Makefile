@@ -54,12 +54,15 @@ dist: $(VENV)/tools
 # Writes tables and plots. To try whether all of it works: make bench BENCH=--quick RESULTS=build/bench
 BENCH ?=
 RESULTS ?= benchmarks/results
+FOREACH := --op clip_grad_norm_ --shapes gpt2-small llama-8b-block 2000-small --dtype float32 bfloat16 --backend foreach
 bench: $(VENV)/built
 	$(BIN)/zclip-bench $(BENCH) --save $(RESULTS)
-	$(BIN)/python -m benchmarks.update_readme $(RESULTS)
+	$(BIN)/zclip-bench $(FOREACH) --json $(RESULTS)/foreach.json
+	$(BIN)/zclip-bench $(FOREACH) --clipped --json $(RESULTS)/foreach-clipped.json
 	$(BIN)/python benchmarks/bench_step.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/spikes_gpt.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python benchmarks/bench_loop.py --save $(RESULTS)
+	$(BIN)/python -m benchmarks.update_readme $(RESULTS)
 	$(BIN)/python benchmarks/bench_heal.py --save $(RESULTS)
 	$(BIN)/python benchmarks/bench_checkpoint.py $(BENCH) --save $(RESULTS)
 	$(BIN)/python -m pytest -q benchmarks $(BENCH) --benchmark-quiet

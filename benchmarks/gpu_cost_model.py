@@ -380,58 +380,68 @@ def nvcc_version() -> str:
 PROSE = """\
 # What clipping should cost on a GPU
 
-**Nothing on this page was timed on a GPU.** No GPU was at hand. Registers, shared memory and
+**Nothing on this page was timed on a GPU.** No GPU was available. Registers, shared memory and
 instructions are read from what nvcc compiled; launches and arguments are counted by the tests;
-times are arithmetic. The page is written by `python -m benchmarks.gpu_cost_model`, and a test fails
-if it is not current.
+times are arithmetic. `python -m benchmarks.gpu_cost_model` writes the page, and a test fails if it
+is not current.
 
 ## Bytes
 
-A gradient element of b bytes costs b where nothing is to be clipped: pass 1 reads it, pass 2 sees
-a coefficient of 1 and returns. Clipped, it costs 3b: read, read, write; what pass 1 read last is
-read from the cache, because pass 2 walks backwards. A skipped step costs 2b: zeros are written
-without reading. A chunk with NaN, Inf, zeros or only tiny or huge numbers is read twice by pass 1,
-the second time from the cache, and as wide as at first. Scratch memory is {slot} bytes for every
-{chunk:,} elements. torch, TransformerEngine and apex move 3b always; Megatron's host path moves b
-or 3b, and waits for the norm in every step to know which.
+For a gradient element of b bytes:
+
+| step | bytes | why |
+|---|---|---|
+| nothing to clip | b | pass 1 reads it; pass 2 sees a coefficient of 1 and returns |
+| clipped | 3b | read, read, write; pass 2 walks backwards and finds some of it in the cache |
+| skipped | 2b | zeros are written without reading |
+| torch, TransformerEngine, apex | 3b | always |
+| Megatron's host path | b or 3b | the host waits for the norm in every step |
+
+A chunk with NaN, Inf, zeros or only tiny or huge numbers is read twice by pass 1, the second time
+from the cache. Scratch memory is {slot} bytes for every {chunk:,} elements.
 
 ## Launches and arguments
 
 One launch carries up to {small} tensors in 4 KB of arguments or {large:,} in 32 KB (CUDA 12.1 and
-later, and a driver of that age), {entry} bytes each. No copy to the device, no memset, no host
-wait. `agc_` takes five launches; a gradient with gaps adds one for the copy, and one more if it is
-written back.
+later, with a driver of that age), {entry} bytes each. There is no copy to the device, no memset and
+no host sync. `agc_` takes five launches. A gradient with gaps adds one launch for the copy, and one
+more if it is written back.
 
 {launch_table}
 
-Launches of the others are worked out from their tensors and chunks per launch, plus their small
-kernels (stack, norm, add, divide, clamp and the like); apex waits for the host once a step,
-because it hands a device scalar to a `float`.
+Launches of the others are computed from their tensors and chunks per launch, plus their small
+kernels (stack, norm, add, divide, clamp). In apex, the host waits once a step, because a device
+scalar is passed as a `float`.
 
 ## Occupancy and instructions
 
-Blocks of {threads} threads, {blocks} per multiprocessor by design: each thread has 4 loads of 16
-bytes under way, {in_flight} KB per multiprocessor, also while a chunk is added up and the next one
-is looked up. Bandwidth times latency asks for {wanted}.
+Blocks have {threads} threads, {blocks} per multiprocessor by design. Each thread has 4 loads of 16
+bytes in flight, {in_flight} KB per multiprocessor, also between two chunks. Bandwidth times latency
+requires {wanted}.
 
 Compiled by nvcc {nvcc}:
 
 {compiled_table}
 
-Instructions of the innermost loops per 64 bytes of a thread, and what they and the loads under way
-let a pass reach of the data sheet's bandwidth ({reached:.0%} is the most that DRAM gives):
+Instructions of the innermost loops per 64 bytes of a thread, and the share of the data sheet's
+bandwidth that a pass can reach with them ({reached:.0%} is the most that DRAM gives):
 
 {rate_table}
 
 ## Predicted times, milliseconds
 
-Assumed: a round of loads takes the memory's latency ({latencies} µs) and the instructions of the
-warps that share a scheduler; {launch_us} µs from one kernel to the next; after the last byte {cas}
-µs for each block's ticket in 0.1, where each success made all others try again, and {atomic} ns for
-each of two atomics in 0.2; {alone} cycles for a row that one thread loads, {added} for one that is
-staged; {slot_round} cycles for four loads of a slot. A host wait costs {sync_us:.0f} µs, not
-counting the queue it empties. The kernels of others are taken to stream perfectly and to have no
-tail, which is kind to them.
+Assumptions:
+
+- A round of loads takes the memory's latency ({latencies} µs) and the instructions of the warps
+  that share a scheduler.
+- {launch_us} µs pass from one kernel to the next.
+- After the last byte, version 0.1 takes {cas} µs for each block's ticket,
+  because each success makes all others try again. Version 0.2 takes {atomic} ns for each of two
+  atomics.
+- A row takes {alone} cycles if one thread loads it and {added} if it is staged.
+  Four loads of a slot take {slot_round} cycles.
+- A host sync costs {sync_us:.0f} µs, not counting the queue that it empties.
+- Kernels of others stream perfectly and have no tail, which favours them.
 
 bfloat16 gradients:
 
@@ -443,20 +453,20 @@ float32 gradients:
 
 ## What changed since version 0.1
 
-The page of version 0.1 knew neither the tail nor latency: it promised 0.04 ms for GPT-2 on B200
-where this model says {old_promise:.2f}. By this model, in bfloat16:
+The page of version 0.1 ignored the tail and latency: it predicted 0.04 ms for GPT-2 on B200, where
+this model gives {old_promise:.2f}. By this model, in bfloat16:
 
 {change_table}
 
 ## What could be wrong
 
-- Latencies and cycles are assumed, from published microbenchmarks of neighbours of these devices.
-  Times may be off by 40 %; which of two designs is quicker is surer than by how much.
+- Latencies and cycles are assumed, from published microbenchmarks of similar devices. Times may be
+  off by 40 %. Which of two designs is faster is more certain than by how much.
 - The last block works alone: for the 7B model that is {finish:.0f} µs on an H100, in every step,
   and {finish_moe:.0f} µs for 10,000 tensors, most of it a warp's reduction for each of them.
-- 64 registers are the limit for two blocks; a compiler that needs more would spill, and a test
-  would say so.
-- The host needs about 0.5 µs per tensor to build the table, while the device works: for 10,000
+- 64 registers are the limit for two blocks. A compiler that needs more would spill, and a test
+  would fail.
+- The host needs about 0.5 µs per tensor to build the table while the device works. For 10,000
   tensors that is longer than the device takes.
 """
 

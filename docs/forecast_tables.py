@@ -126,8 +126,8 @@ def architectures_sentence() -> str:
     worst = ", ".join(f"`{name}` {100 * share:.0f} %" for share, name in short[:3])
     loudest = ", ".join(f"`{name}` {value:.1f}" for value, name in many[:3])
     return (
-        f"These are means: {len(short)} of {len(warned)} architectures with failures lie below "
-        f"95 %{f' ({worst} are the lowest)' if worst else ''}, and {len(many)} of {len(false)} "
+        f"These are means. {len(short)} of {len(warned)} architectures with failures lie below "
+        f"95 %{f' ({worst} are the lowest)' if worst else ''}. {len(many)} of {len(false)} "
         f"have more than one false warning in 10,000 steps"
         f"{f' ({loudest} have the most)' if loudest else ''}."
     )
@@ -160,7 +160,7 @@ COVERED = {
 def coverage_table() -> str:
     """Share of healthy runs below the limit: mean, interval, and the extremes."""
     told = {name: results("forecast")[source]["by_share"] for name, source in COVERED.items()}
-    rows = [f"| wanted | {' | '.join(told)} |", "|---|" + "---|" * len(told)]
+    rows = [f"| promised | {' | '.join(told)} |", "|---|" + "---|" * len(told)]
     for share in told["fresh runs"]:
         cells = []
         for by_share in told.values():
@@ -185,11 +185,10 @@ def coverage_sentence() -> str:
     runs = told["alike"]["by_share"]["0.02"]["healthy_runs"]
     is_met = "met" if abs(float(alike)) <= MOST_OFF else "not met"
     return (
-        f"At its furthest the coverage is {alike} points from what was promised on {runs:,} fresh "
-        f"healthy runs (the aim was {MOST_OFF}: {is_met}), {fresh} where every architecture and "
-        f"optimizer has another batch size than where the limits were set, and {other} on "
-        f"architectures that were held out. More is fewer false alarms than promised. These are "
-        f"means: single architectures are far from it."
+        f"On {runs:,} fresh healthy runs the coverage is at most {alike} points from the promise "
+        f"(the aim was {MOST_OFF}: {is_met}). With other batch sizes than those that set the "
+        f"limits it is {fresh}, and on held-out architectures {other}. More means fewer false "
+        f"alarms than promised. These are means: single architectures are far from it."
     )
 
 
@@ -259,11 +258,12 @@ def real_sentence() -> str:
     else:  # of none the bootstrap knows nothing: the rule of three
         bounds = f"fewer than {3e4 / told['healthy_steps']:.1f} per 10,000 with 95 % confidence"
     return (
-        f"{told['runs']} runs of {len(told['networks'])} networks ({', '.join(told['networks'])}): "
-        f"{percent(share, 0)} ({between(interval, 100, '{:.0f}')}) of {told['failures']} slow "
-        f"failures whose loss doubled were warned of in time, {told['median_lead']:.0f} steps "
-        f"ahead in the median, with {told['false_warnings']:.0f} false warnings in "
-        f"{told['healthy_steps']:,} healthy steps: {bounds}. Intervals are over networks."
+        f"There were {told['runs']} runs of {len(told['networks'])} networks "
+        f"({', '.join(told['networks'])}). {told['failures']} slow failures doubled the loss, and "
+        f"{percent(share, 0)} ({between(interval, 100, '{:.0f}')}) of them were warned of in time, "
+        f"{told['median_lead']:.0f} steps ahead in the median. There were "
+        f"{told['false_warnings']:.0f} false warnings in {told['healthy_steps']:,} healthy steps: "
+        f"{bounds}. Intervals are over networks."
     )
 
 

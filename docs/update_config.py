@@ -15,25 +15,26 @@ from heal.settings import settings_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "config.md"
 
-HEAD = """# Settings of healing
+HEAD = """# Settings
 
-Every setting of `heal.HealingConfig`, by the sections of `heal.toml`. This page is written by
-`python docs/update_config.py` from the dataclass; a test fails if it is not current.
+Every setting of `heal.HealingConfig`, by the sections of `heal.toml`.
+[Choose settings](choose-settings.md) says which to change. `python docs/update_config.py` writes
+this page from the dataclass.
 
 ```python
 from heal import HealingConfig
 
 config = HealingConfig(nan_patience=3, lr_factor=0.7)
 config = HealingConfig.aggressive()  # or .conservative()
-config = config.override(["lr_factor=0.8"])  # words of a command line
+config = config.override(["lr_factor=0.8"])  # from a command line
 ```
 
 `heal init > heal.toml` prints all of them with comments, and `HealingConfig.from_toml("heal.toml")`
-reads them. An unknown key, a wrong type, or a value out of range or not finite is an error that
-names the key, the value and what was wanted.
+reads them. An unknown key, a wrong type, or a value out of range or not finite raises an error that
+names the key, the value and what was expected.
 
-Where a preset differs from the default, the last column says so: **a** for `aggressive()`, which
-acts early and often, **c** for `conservative()`, which acts late and seldom.
+The last column shows where a preset differs from the default: **a** for `aggressive()`, which acts
+early and often, **c** for `conservative()`, which acts late and rarely.
 """
 
 

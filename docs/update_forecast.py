@@ -103,7 +103,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def updated(name: str, text: str) -> str:
-    """Return a page with every table between its marks made anew."""
+    """Return a page with every table between its marks replaced."""
     for table, make in PAGES[name].items():
         start = f"<!-- {table}: made by docs/update_forecast.py -->\n"
         end = f"<!-- end of {table} -->"

@@ -1,21 +1,19 @@
-"""Writes the tables of ``docs/healing.md`` from the code; a test fails if they are not current.
+"""Writes tables of ``docs/healing.md`` and ``docs/journal.md`` from the code; a test compares.
 
 python docs/update_healing.py
 """
 
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from heal.causes import Cause, Family  # noqa: E402
-from heal.config import HealingConfig  # noqa: E402
 from heal.exit_codes import ExitCode  # noqa: E402
-from heal.settings import settings_of  # noqa: E402
 
-PAGE = ROOT / "docs" / "healing.md"
+HEALING = ROOT / "docs" / "healing.md"
+JOURNAL = ROOT / "docs" / "journal.md"
 
 CURES = {
     Family.NUMERIC: "the ladder",
@@ -23,26 +21,14 @@ CURES = {
     Family.DATA: "skip the batch",
     Family.WAIT: "wait and try again",
     Family.STOP: "halt",
-    Family.WARNING: "snapshot, tighter clip, closer watch",
+    Family.WARNING: "snapshot, tighter clip, more frequent checks",
     Family.ALERT: "alert only",
 }
 
 
-def settings_table() -> str:
-    """One row per setting, grouped as in heal.toml."""
-    rows = ["| setting | default | takes | meaning |", "|---|---|---|---|"]
-    group = ""
-    for name, (kind, default, about) in settings_of(HealingConfig).items():
-        if about.group != group:
-            group = about.group
-            rows.append(f"| **{group}** | | | |")
-        rows.append(f"| `{name}` | `{_shown(default)}` | {about.wanted(kind)} | {about.doc} |")
-    return "\n".join(rows)
-
-
 def causes_table() -> str:
     """One row per cause."""
-    rows = ["| cause | means | cure | reference |", "|---|---|---|---|"]
+    rows = ["| cause | meaning | response | reference |", "|---|---|---|---|"]
     for cause in Cause:
         about = cause.about
         cure = CURES[about.family]
@@ -61,25 +47,26 @@ def exit_codes_table() -> str:
     return "\n".join(rows)
 
 
-TABLES = {"settings": settings_table, "causes": causes_table, "exit codes": exit_codes_table}
+TABLES = {
+    HEALING: {"causes": causes_table},
+    JOURNAL: {"exit codes": exit_codes_table},
+}
+"""The tables of each page, by name."""
 
 
-def updated(text: str) -> str:
-    """Return the page with every table between its marks made anew."""
-    for name, make in TABLES.items():
+def updated(page: Path, text: str) -> str:
+    """Return the text of a page with every table between its marks replaced."""
+    for name, make in TABLES[page].items():
         start = f"<!-- {name}: made by docs/update_healing.py -->\n"
         end = f"<!-- end of {name} -->"
         before, _, rest = text.partition(start)
         _, found, after = rest.partition(end)
         if not found:
-            raise SystemExit(f"{PAGE.name} has no place for the table of {name}")
+            raise SystemExit(f"{page.name} has no place for the table of {name}")
         text = f"{before}{start}{make()}\n{end}{after}"
     return text
 
 
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text()))
+    for page in TABLES:
+        page.write_text(updated(page, page.read_text()))

@@ -89,7 +89,7 @@ def table(cells: dict[tuple[str, str], dict[str, Any]], trainers: list[str]) -> 
 def _shown(cell: dict[str, Any]) -> str:
     loss = f"{cell['final_loss']:.3f}"
     if cell["failure"] == UNDISTURBED:
-        return loss if not cell["causes"] else f"{loss} (told: {', '.join(cell['causes'])})"
+        return loss if not cell["causes"] else f"{loss} (reported: {', '.join(cell['causes'])})"
     if not cell["detected"]:
         return f"**missed**, {loss}"
     return f"found, {'healed' if cell['healed'] else '**not healed**'}, {loss}"
@@ -100,7 +100,7 @@ def updated(page: str, made: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"{PAGE.name} has no place for the table: wanted {BEGIN} and {END}")
+        raise SystemExit(f"{PAGE.name} has no place for the table: expected {BEGIN} and {END}")
     return f"{before}{BEGIN}\n{made}\n{END}{after}"
 
 

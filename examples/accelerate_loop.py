@@ -1,7 +1,7 @@
-"""An accelerate loop that heals: ``python examples/accelerate_loop.py``, or ``accelerate launch``.
+"""Heal an accelerate loop: ``python examples/accelerate_loop.py``, or ``accelerate launch``.
 
-The healer takes the optimizer as it is; accelerate prepares the model and the loader. Clipping is
-the healer's, so there is no ``accelerator.clip_grad_norm_``.
+accelerate prepares the model and the loader; the healer gets the optimizer unprepared. The healer
+clips, so there is no ``accelerator.clip_grad_norm_``.
 """
 
 import math

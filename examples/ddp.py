@@ -1,4 +1,4 @@
-"""DDP that heals: ``torchrun --nproc-per-node 2 examples/ddp.py``.
+"""Heal under DDP: ``torchrun --nproc-per-node 2 examples/ddp.py``.
 
 One rank gets a NaN batch. Gradients are shared, so all ranks skip the step, and the
 replicas stay the same to the last bit. On GPUs: "nccl" for "gloo", and a device for each rank.

@@ -1,8 +1,8 @@
-"""FSDP2 that heals: ``torchrun --nproc-per-node 2 examples/fsdp2.py``.
+"""Heal under FSDP2: ``torchrun --nproc-per-node 2 examples/fsdp2.py``.
 
-Every rank holds a shard of each weight. The norm is that of the whole model and a NaN in one shard
-skips the step on all ranks, at the price of one all-reduce of one small vector per step; snapshots
-hold the shards. On GPUs: ``init_device_mesh("cuda", ...)``.
+Every rank holds a shard of each weight. The norm covers the whole model, and a NaN in one shard
+skips the step on all ranks. That costs one all-reduce of one small vector per step. Snapshots hold
+the shards. On GPUs: ``init_device_mesh("cuda", ...)``.
 """
 
 import gc

@@ -1,4 +1,7 @@
-"""Lightning that heals: ``python examples/lightning_fit.py``."""
+"""Heal under Lightning: ``python examples/lightning_fit.py``.
+
+One batch is NaN, and later a weight is.
+"""
 
 import math
 
@@ -11,7 +14,7 @@ from heal import HealingConfig, SelfHealingLightningCallback
 
 
 class Regression(pl.LightningModule):
-    """Its 50th batch is NaN, and before its 100th a weight becomes so."""
+    """Makes its 50th batch NaN, and a weight before its 100th batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +32,7 @@ class Regression(pl.LightningModule):
         return nn.functional.mse_loss(self.net(x), y)
 
     def configure_optimizers(self):
-        """Return the optimizer; fused, so that nothing waits."""
+        """Return the optimizer; fused, so that no step synchronises."""
         return torch.optim.AdamW(self.parameters(), lr=3e-3, fused=True)
 
 

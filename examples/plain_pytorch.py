@@ -1,7 +1,7 @@
-"""A hand-written loop that heals: run it with ``python examples/plain_pytorch.py``.
+"""Heal a loop of your own: ``python examples/plain_pytorch.py``.
 
-One batch is NaN, and later a weight is. The first costs one step; for the second the run returns
-to a snapshot. Ends with the loss and with what was done.
+One batch is NaN: it costs one step. Later a weight becomes NaN: the run rolls back to a snapshot.
+The script prints what was done and the final loss.
 """
 
 import math
@@ -18,7 +18,7 @@ targets = inputs[:, :1].sin() + inputs[:, 1:2].cos()
 loader = DataLoader(TensorDataset(inputs, targets), batch_size=32, shuffle=True)
 
 model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)  # fused: nothing waits
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)  # fused: no sync
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=160)
 config = HealingConfig(snapshot_interval=20, check_interval=20, quarantine_steps=5)  # a short run
 healer = Healer(model, optimizer, schedule, config)
@@ -33,7 +33,7 @@ for _ in range(10):
             model[2].weight.data[0, 0] = math.nan  # a bad model
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
-        healer.step(loss)  # clips, steps unless refused, steps the schedule, listens
+        healer.step(loss)  # clips, steps unless skipped, steps the schedule, polls records
         optimizer.zero_grad()
 
 healer.close()

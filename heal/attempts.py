@@ -49,8 +49,6 @@ CURES: dict[Family, tuple[type, ...]] = {
 }
 """What makes it worth trying the same batches again; a plan of the policy has one, or halts."""
 
-NOBODY_CUTS = "this loop does not cut its batches; iterate healer.pieces(batch), or use healer.run"
-
 
 class Attempts:
     """Forward, backward and step; again in smaller pieces, after a wait or not at all.
@@ -81,18 +79,9 @@ class Attempts:
         self._journal = journal
         self._durable = durable
         self._report = report
-        self._is_stepping = False
         self._fatal: Exception | None = None
         self._waited_after, self._read_waits = (-1, -1), 0
         self._bad_files: set[str] = set()
-
-    def step_began(self) -> None:
-        """Note that the optimizer steps: what is raised from here on may have changed weights."""
-        self._is_stepping = True
-
-    def step_ended(self) -> None:
-        """Note that the optimizer has stepped."""
-        self._is_stepping = False
 
     def take_step(self, train_step: TrainStep, batches: StepBatches, step: Step) -> bool:
         """Do one step; False if its batches were given up.
@@ -131,16 +120,23 @@ class Attempts:
             return False
 
     @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Heal what the body raises: the batch is given up, or the error goes on if it must."""
+    def attempt(self, was_stepping: Callable[[], bool]) -> Iterator[None]:
+        """Heal what the body raises: the batch is given up, or the error goes on if it must.
+
+        Args:
+            was_stepping: returns whether the optimizer was stepping, so that some weights may have
+                changed.
+        """
         self._micro.begin()
         failure: Failure | None = None
+        is_in_step = False
         try:
             yield
         except HealingError:
             raise
         except Exception as error:
-            failure = self.judge(error, "step" if self._is_stepping else "forward")
+            is_in_step = was_stepping()
+            failure = self.judge(error, "step" if is_in_step else "forward")
         if failure is None:
             self._worked()
             return
@@ -148,13 +144,11 @@ class Attempts:
             failure[0].evidence.update(self._stream.identity())
             failure[0].evidence["ordinal"] = self._stream.ordinal - 1
         elif failure[0].family is Family.MEMORY:
-            self._micro.cannot_cut = "" if self._micro.caller_cuts else NOBODY_CUTS
-            failure[0].evidence["cannot_be_cut"] = self._micro.cannot_cut
-        if not self._is_stepping:
+            failure[0].evidence["cannot_be_cut"] = self._micro.note_caller()
+        if not is_in_step:
             self._micro.undo()
             if self._ranks.has_others:
                 self._leave(*failure)
-        self._is_stepping = False
         self.heal(*failure)
 
     def loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:

@@ -109,12 +109,14 @@ class BufferCopies:
     Attributes:
         firsts: by name, small buffers that were found to move, as they were before their first
             write: every snapshot that does not hold them was taken before it.
+        are_there: whether the model has buffers at all.
         num_late: how many large buffers were found to move; snapshots of before do not hold them.
     """
 
     def __init__(self, model: Module, note: Callable[[str], None] = lambda text: None) -> None:
         self.firsts: dict[str, Tensor] = {}
         self.num_late = 0
+        self.are_there = False
         self._model = model
         self._note = note
         self._moving: dict[str, _Slot] = {}
@@ -122,11 +124,6 @@ class BufferCopies:
         self._groups: list[_Group] = []
         self._has_begun = self._has_settled = False
         self.find()
-
-    @property
-    def are_there(self) -> bool:
-        """Whether the model has buffers at all."""
-        return bool(self._moving or self._still)
 
     def find(self) -> None:
         """Notice buffers that came, went or moved. Walks through the modules; not every step."""
@@ -309,6 +306,7 @@ class BufferCopies:
 
     def _regroup(self) -> None:
         """Lay the copies out anew; those that there are stay what they are."""
+        self.are_there = bool(self._moving or self._still)
         kinds: dict[tuple[Any, ...], list[_Slot]] = {}
         for slot in self._moving.values():
             is_checked = slot.was_bad is not None

@@ -47,7 +47,7 @@ class HealingConfig:
     )
     incident_steps: int = setting(
         100,
-        "Clean steps past the trouble until an incident is over and its ladder starts anew.",
+        "Clean steps past the trouble until an incident is over and its ladder starts again.",
         group="budget",
         least=1,
     )
@@ -55,24 +55,24 @@ class HealingConfig:
     # NaN and Inf.
     nan_action: str = setting(
         "rollback",
-        "On NaN or Inf: refuse the step and go on, loudly or not (warn, skip), stop at once "
-        "(raise), or refuse each and roll back when nan_patience is spent (rollback).",
+        "On NaN or Inf the step is skipped; then go on, with a warning or without (warn, skip), "
+        "stop at once (raise), or check the weights after nan_patience of them (rollback).",
         group="NaN and Inf",
         choices=("warn", "skip", "raise", "rollback"),
     )
     nan_patience: int = setting(
-        5, "Refused steps in a row that make a rollback.", group="NaN and Inf", least=1
+        5, "Skipped steps in a row that start a check of the weights.", group="NaN and Inf", least=1
     )
     max_consecutive: int = setting(
         100,
-        "Refused steps in a row that stop the run, whatever nan_action says.",
+        "Skipped steps in a row that stop the run, whatever nan_action says.",
         group="NaN and Inf",
         least=1,
     )
 
     # Clipping.
     zclip_enabled: bool = setting(
-        True, "Clip by z-score (ZClip); off: watch and refuse only.", group="clipping"
+        True, "Clip by z-score (ZClip); off: watch and skip only.", group="clipping"
     )
     zclip_z_threshold: float = setting(
         2.5, "z-score from which a gradient norm is clipped.", group="clipping", above=0
@@ -95,8 +95,8 @@ class HealingConfig:
     )
     refused_patience: int = setting(
         20,
-        "Finite gradients refused in a row, as by a rule that skips spikes, until that rule learns "
-        "anew.",
+        "Finite gradients skipped in a row, as by a rule that skips spikes, until that rule starts "
+        "over.",
         group="clipping",
         least=1,
     )
@@ -232,7 +232,7 @@ class HealingConfig:
     )
     throughput_factor: float = setting(
         3.0,
-        "Steps slower than this many times their median are worth an alert.",
+        "Steps slower than this many times their upper range are worth an alert.",
         group="checks",
         above=1,
     )

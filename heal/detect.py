@@ -17,6 +17,7 @@ from heal.detectors.learning_rate import LrChange
 from heal.detectors.loss import LossChange
 from heal.detectors.pace import HostNews, ThroughputCollapse
 from heal.detectors.progress import NotLearning, OverfittingGap, Plateau
+from heal.detectors.telemetry import ForeignWrites
 from heal.lab.forecast.watch import ForecastWatch
 from heal.verdict import HealthRow, Record
 
@@ -71,6 +72,7 @@ class Watch:
         self._gap = OverfittingGap(config)
         self._errors: list[Exception] = []
         self._health = StateHealth(config)
+        self._writes = ForeignWrites(config)
         self.detectors: dict[str, Detector] = {
             "host_news": HostNews(config),
             "skipped_steps": self._skipped,
@@ -81,6 +83,7 @@ class Watch:
             "not_learning": NotLearning(config),
             "overfitting_gap": self._gap,
             "throughput_collapse": ThroughputCollapse(config),
+            "foreign_writes": self._writes,
         }
         self._disabled = names_of(config.disabled_detectors)
         self._alert_only = names_of(config.alert_only_detectors)
@@ -145,15 +148,25 @@ class Watch:
         """Note that sound weights give NaN on the batches that come: it is the data."""
         self._skipped.data_is_nan = True
 
+    def expect_write(self, step: int) -> None:
+        """Note that a rollback or the user wrote weights before ``step``."""
+        self._writes.expect(step)
+
     def start_over(self) -> None:
         """Take all that comes from now on as usual: something was changed on purpose."""
-        self.rebase()
+        self._loss.rebase()
+        self._explosion.rebase()
         self._lr.start_over()
         self._health.start_over()
 
     def rebase(self) -> None:
-        """Take the present level of loss and gradients as usual: the data has changed."""
-        self._loss.rebase()
+        """Take the present level of loss and gradients as usual: the data has changed.
+
+        The level of the loss only if that was suspected. An answer about weights or gradients is
+        none about the loss, and a slow climb is measured against the best level of the run.
+        """
+        if self._loss.is_suspected:
+            self._loss.rebase()
         self._explosion.rebase()
 
     def observe_health(self, row: HealthRow) -> list[Finding]:

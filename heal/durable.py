@@ -40,7 +40,7 @@ from heal.monitor import Monitor
 from heal.plain import plain
 from heal.recovery import Recovery
 from heal.run import TorchRun
-from heal.snapshots import Snapshot
+from heal.snapshots import NEVER, Snapshot, next_due
 from heal.training_state import RngState, StateMismatch, TrainingState
 
 # What a rank that must leave in the middle of a step asks of the run that is started next.
@@ -275,6 +275,10 @@ class Durable:
     def is_due(self, step: int) -> bool:
         """Tell whether it is time to save; how earlier saves ended may be told a little later."""
         return self._interval > 0 and step % self._interval == 0
+
+    def next_due(self, step: int) -> int:
+        """Return the next step after ``step`` at which to save."""
+        return next_due(step, self._interval, False) if self._interval > 0 else NEVER
 
     def save_if_due(self, step: int, values: Values) -> None:
         """Save if it is time, and report how earlier saves ended; waits for no disk.

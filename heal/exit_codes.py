@@ -24,7 +24,7 @@ class ExitCode(IntEnum):
     """A rollback was called for and no good snapshot was old enough."""
 
     NONFINITE = 43
-    """NaN or Inf: ``nan_action`` is "raise", or ``max_consecutive`` steps were refused."""
+    """NaN or Inf: ``nan_action`` is "raise", or ``max_consecutive`` steps were skipped."""
 
     OUT_OF_MEMORY = 44
     """Out of memory at the smallest micro-batch."""
@@ -42,7 +42,7 @@ class ExitCode(IntEnum):
     """The device reports an error that poisons the process; restart, better elsewhere."""
 
     SHUTDOWN_TIMEOUT = 49
-    """Told to stop, and not done after ``shutdown_timeout_sec``; the last checkpoint counts."""
+    """A signal came, and saving took over ``shutdown_timeout_sec``; the last checkpoint counts."""
 
     HUNG = 50
     """No step ended within the timeout; ``hang.rank*.txt`` has the stacks, and who was missing."""

@@ -35,11 +35,14 @@ from heal.verdict import Record
 CLEAR_NOISE, CLEAR_RATIO = 1.0, 1.5
 """Today's weights lose a batch clearly if their loss is higher by this much noise and factor."""
 
+SLIGHT_NOISE, SLIGHT_RATIO = 0.5, 1.1
+"""They lose slightly: enough only if they lose every batch, and none is hard for both."""
+
 GREAT_NOISE, GREAT_RATIO = 10.0, 3.0
 """They lose it by so much that one batch is enough."""
 
 HARD_NOISE = 3.0
-"""A batch is hard if today's weights have a loss so much noise above the usual level on it."""
+"""A batch is hard if both weights have a loss so much noise above the usual level on it."""
 
 BATCHES = 3
 """Batches whose mean must be lost clearly where none is lost by far or hard for both."""
@@ -77,6 +80,9 @@ def judge(pairs: Sequence[Pair], noise: float, usual: float = math.nan) -> Answe
     every batch: then the means of :data:`BATCHES` decide. Losses at or below zero have no ratio and
     are judged by differences beside the noise alone.
 
+    Pairs share their batch and their random numbers, so that their differences vary far less than
+    losses do: today's weights that lose every batch are worse though it be by less than the noise.
+
     Args:
         pairs: at least one.
         noise: the usual spread of the loss from batch to batch.
@@ -87,12 +93,15 @@ def judge(pairs: Sequence[Pair], noise: float, usual: float = math.nan) -> Answe
         return Answer.OTHER_DATA  # whatever the weights, this batch has no finite loss
     if not math.isfinite(newest.now) or _loses(newest, GREAT_NOISE * noise, GREAT_RATIO):
         return Answer.DAMAGED
-    is_lost = _loses(_mean(pairs), CLEAR_NOISE * noise, CLEAR_RATIO)
-    is_hard = not newest.now <= usual + HARD_NOISE * noise
+    is_hard = not min(newest) <= usual + HARD_NOISE * noise
     if is_hard and not _loses(newest, CLEAR_NOISE * noise, CLEAR_RATIO):
         return Answer.OTHER_DATA
     if len(pairs) < BATCHES:
         return None
+    mean = _mean(pairs)
+    is_lost = _loses(mean, CLEAR_NOISE * noise, CLEAR_RATIO)
+    if mean.old > 0.0 and all(pair.now > pair.old for pair in pairs):
+        is_lost = _loses(mean, SLIGHT_NOISE * noise, SLIGHT_RATIO)
     return Answer.DAMAGED if is_lost else Answer.OTHER_DATA
 
 
@@ -526,7 +535,7 @@ class Trial:
                 loss = compute()
                 if isinstance(loss, Tensor) and loss.requires_grad:
                     loss.backward()
-            return self.judged(float(loss))
+            return self.judged(float(loss.detach() if isinstance(loss, Tensor) else loss))
         except Exception as error:  # an experiment must not end a run
             self._experiment._note(f"experiment: the backward pass failed: {error!r}")
             return None

@@ -5,14 +5,16 @@ Everything is decided on the device. The host hears of it ``lag`` steps later.
 
 import math
 import statistics
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zclip
 from heal.buffers import BufferCopies
@@ -25,15 +27,19 @@ from zclip import ClippedOptimizer
 from zclip.clippers import Clipper, ClipResult
 from zclip.clippers.result import merge_verdicts
 from zclip.layout import (
+    BAD_STATE,
+    BAD_WEIGHT,
     BLOCKED,
     CLIPPED_NORM,
     FLAGS,
+    FOREIGN_WRITE,
     NORM,
     NUM_LOSS_STATE,
     NUM_STATS,
     NUM_VERDICT,
     WORST,
 )
+from zclip.optim import FusedOptimizer
 from zclip.schemas import wide_dtype
 from zclip.unscaling import adopt_unscaling
 
@@ -197,10 +203,12 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
 def watched(
     optimizer: Optimizer, config: HealingConfig, names: list[tuple[str, Tensor]]
 ) -> WatchedOptimizer:
-    """Wrap an optimizer; one that is clipped already keeps its clipper."""
+    """Wrap an optimizer; one that is clipped already keeps its clipper, as the wrapper's."""
     apply = "inplace"
     if isinstance(optimizer, zclip.ClippedOptimizer):
         clipper, apply, optimizer = optimizer.clipper, optimizer.apply, optimizer.inner
+    elif isinstance(optimizer, FusedOptimizer) and optimizer.clipper is not None:
+        clipper, optimizer.clipper = optimizer.clipper, None  # else gradients are clipped twice
     else:
         clipper = make_clipper(config)
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -360,6 +368,10 @@ Judged = tuple[Tensor, Tensor | None]
 """What goes out by mail: the verdict about a step, and what ranks told, if there are others."""
 
 
+BAD = BAD_WEIGHT | BAD_STATE
+STATE_NONFINITE, FOREIGN = int(Flag.STATE_NONFINITE), int(Flag.FOREIGN_WRITE)
+
+
 class GuardedStep:
     """One or more optimizers that step together or not at all.
 
@@ -417,6 +429,9 @@ class GuardedStep:
         if self.ranks.has_others and self.optimizers:
             # The first carries what ranks tell; each judges gradients that all ranks share.
             _add_record_group(self.optimizers[0].clipper, self.ranks)
+        # Each rank measures its own; only records that all ranks share may lead to an action.
+        inner = [] if self.ranks.has_others else [o.inner for o in self.optimizers]
+        self._measuring = [o for o in inner if isinstance(o, FusedOptimizer) and o.telemetry]
         self._no_scale = torch.full((1,), NO_LOSS_SCALE, device=device)
 
     def step(self, step: int, loss: Tensor | None, facts: HostFacts | None = None) -> bool:
@@ -449,6 +464,8 @@ class GuardedStep:
                     self.optimizers[o].step_if_allowed(result, scale, row=own)
             if scaled is not None:
                 scaled.update()
+            if self._measuring and judged is not None:
+                row = self._add_telemetry(judged[0], row)
         finally:  # also if the optimizer fails: ranks that count their mail differently are lost
             if judged is not None:
                 self.post(step, judged, row)
@@ -457,6 +474,21 @@ class GuardedStep:
             if scaled is not None:
                 scaled.forget()
         return judged is not None
+
+    def _add_telemetry(self, verdict: Tensor, row: list[float] | None) -> list[float] | None:
+        """Add to the flags what fused optimizers measured while they updated; nothing waits."""
+        for optimizer in self._measuring:
+            if optimizer.result is None:
+                continue
+            health = optimizer.result.health_flags
+            if row is not None and health.is_cpu:
+                bits = int(health)
+                row[FLAGS] += STATE_NONFINITE * bool(bits & BAD) + FOREIGN * bool(bits & ~BAD)
+            else:
+                flags = _moved(health, verdict.device)
+                is_bad = flags.remainder(FOREIGN_WRITE) > 0
+                verdict[FLAGS].add_(STATE_NONFINITE * is_bad + FOREIGN * (flags >= FOREIGN_WRITE))
+        return row
 
     def clip(
         self,
@@ -590,6 +622,40 @@ def _add_record_group(clipper: Clipper, ranks: Ranks) -> None:
     groups = clipper.groups
     if groups.record is None:
         clipper.distribute(groups.process, groups.pipeline, ranks.record_group)
+
+
+class OtherOptimizers:
+    """Notices steps of optimizers that are not the healer's, by torch's own global hook.
+
+    Args:
+        own: the healer's.
+
+    Attributes:
+        have_stepped: whether another one did.
+    """
+
+    _watchers: ClassVar[weakref.WeakSet["OtherOptimizers"]] = weakref.WeakSet()
+    _handle: ClassVar[Any] = None  # one hook serves all: torch walks through them in every step
+
+    def __init__(self, own: Iterable[Optimizer]) -> None:
+        self.have_stepped = False
+        self._mine = weakref.WeakSet(own)
+        self._watchers.add(self)
+        if OtherOptimizers._handle is None:
+            OtherOptimizers._handle = register_optimizer_step_pre_hook(self._note)
+
+    @classmethod
+    def _note(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for watcher in cls._watchers:
+            if not watcher.have_stepped and optimizer not in watcher._mine:
+                watcher.have_stepped = True
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._watchers.discard(self)
+        if not self._watchers and OtherOptimizers._handle is not None:
+            OtherOptimizers._handle.remove()
+            OtherOptimizers._handle = None
 
 
 # The limits of the clippers: tightened for some steps, then put back as they were.

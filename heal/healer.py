@@ -232,7 +232,8 @@ class Healer:
         )
         self.memory = HealingMemory(self.training, self.guarded, self.monitor, self.recovery)
         self.probes = AttachedProbes(model, ranks, self.recovery, self.journal, self._notes)
-        self._wants_snapshot = self._owes_checkpoint = False
+        self._wants_snapshot = self._owes_checkpoint = self._is_stepping = False
+        self._busy_at = 0  # the next step after which something is due
         self._num_waited = 0  # steps that a snapshot was put off
         note_stateless(self.schedules.given, note)
         note_rewriting(optimizers, note)
@@ -269,10 +270,10 @@ class Healer:
             self.trials.finish(loss)
             return
         facts = self._before_step()
-        self.retries.step_began()
+        self._is_stepping = True
         posted = self._take(loss, facts)  # clip, decide, step, post: no sync
         self.schedules.step()
-        self.retries.step_ended()
+        self._is_stepping = False
         try:
             self.after_step(facts, posted, loss is not None)
         except HealingError as halt:
@@ -317,17 +318,14 @@ class Healer:
         Raises:
             HealingError: the run must stop.
         """
-        if posted:
-            self.monitor.note_step(facts, has_loss)
-        else:
-            self.monitor.not_sent(facts)
+        step = self.training.step + 1
+        is_calm = self.monitor.note_step(step, facts, posted, has_loss)
         self.training.advance()
-        self.contained(self._follow_shape)
-        step, watchdog = self.training.step, self.monitor.watchdog
-        if watchdog is not None:
-            watchdog.beat(step)
-        if self._is_uneventful(step):
-            return
+        has_changed_shape = self._has_changed_shape()
+        if is_calm and step < self._busy_at and not self.recovery.late and not has_changed_shape:
+            return  # as after most steps
+        self._busy_at = 0
+        self._wants_snapshot |= has_changed_shape
         self.contained(self.monitor.check_health)
         for seen in self.recovery.poll():
             if self.recovery.treat(seen):
@@ -335,22 +333,18 @@ class Healer:
         else:
             self._maintain(step)
         self._write_metrics()
+        self._busy_at = self._next_due(self.training.step)
 
-    def _is_uneventful(self, step: int) -> bool:
-        """Whether there is nothing to do, as after most steps.
-
-        Our code has left the caches by then, and looking into every corner of it would take longer
-        than a small model takes to be clipped.
-        """
-        return (
-            not self._wants_snapshot
-            and not self.training.ring.is_due(step)
-            and (step % METRICS_INTERVAL != 0 or not self.journal.is_heard)
-            and not (self.durable is not None and self.durable.is_due(step))
-            and not self.probes.are_due(step)
-            and self.recovery.is_idle
-            and self.monitor.is_idle()
-        )
+    def _next_due(self, step: int) -> int:
+        """Return after which step there is something to do again, if all stays calm."""
+        if self._wants_snapshot or self.recovery.late:
+            return step + 1
+        due = [self.monitor.next_due(step), self.training.ring.next_due(step)]
+        if self.journal.is_heard:
+            due.append(step - step % METRICS_INTERVAL + METRICS_INTERVAL)
+        if self.durable is not None:
+            due.append(self.durable.next_due(step))
+        return min(due + self.probes.next_due(step))
 
     def _maintain(self, step: int) -> None:
         """Take snapshots, save checkpoints and run probes that are due."""
@@ -415,18 +409,24 @@ class Healer:
 
         For integrations that step the optimizer themselves; :meth:`step` calls it.
         """
-        self._between_steps(is_drawing=False)
-        self.contained(self._prepare_first_step)
+        if self.training.has_turn_to_end or self._owes_checkpoint:
+            self._between_steps(is_drawing=False)
+        if self.training.ring.copying is not None or self.training.step == 0:
+            self.contained(self._prepare_step)
 
-    def _prepare_first_step(self) -> None:
+    def _prepare_step(self) -> None:
         self.training.ring.before_step()
         if self.training.step == 0:  # what has changed since an epoch began must be in it
-            self._follow_shape()
+            self._wants_snapshot |= self._has_changed_shape()
             self.first_snapshot()
 
-    def _follow_shape(self) -> None:
-        if self.training.has_changed_shape():
-            self._wants_snapshot = True
+    def _has_changed_shape(self) -> bool:
+        """Return whether parameters came, went, froze or thawed since last asked."""
+        try:
+            return self.training.has_changed_shape()
+        except Exception as error:  # the detectors must be shown the records all the same
+            self.note(f"{LEFT_OUT}: {error!r}")
+            return False
 
     def first_snapshot(self) -> None:
         """Take a snapshot before anything happens, unless there is one.
@@ -493,7 +493,8 @@ class Healer:
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
-        with self.halting(), self.retries.attempt():
+        self._is_stepping = False
+        with self.halting(), self.retries.attempt(self._was_stepping):
             try:
                 yield
             except HealingError:
@@ -502,6 +503,11 @@ class Healer:
                 if not self.trials.is_open:
                     raise
                 self.trials.abandon()  # an experiment only: the same batch comes again, for real
+
+    def _was_stepping(self) -> bool:
+        """Return whether the optimizer was stepping when something was raised."""
+        was, self._is_stepping = self._is_stepping, False
+        return was
 
     def pieces(self, batch: Any) -> list[tuple[Any, float]]:
         """Cut a batch into pieces that fit into memory, with the share of each in the mean loss.
@@ -603,8 +609,10 @@ class Healer:
         self.recovery.catch_up()
         self.experiment.clear()
         self.monitor.watch.start_over()
+        self.monitor.watch.expect_write(self.training.step)
         self.training.ring.note_settled()
         self._wants_snapshot = True
+        self._busy_at = 0
         self.journal.event("expected_change", self.training.step, reason=str(reason))
 
     def observe_eval(self, eval_loss: float, train_loss: float | None = None) -> None:
@@ -657,6 +665,11 @@ class Healer:
         """Ask ``source`` before every step for flags to send; it must be quick and not wait."""
         self.monitor.sources.append(source)
 
+    def watch_closely(self, steps: int) -> None:
+        """Check weights and optimizer state more often for so many steps."""
+        self.training.watch_closely(steps)
+        self._busy_at = 0
+
     def request_stop(self) -> None:
         """Stop all ranks at the end of a coming step, the same one, as after SIGTERM."""
         self.report(Flag.PREEMPTED)
@@ -702,6 +715,7 @@ class Healer:
             ... )
         """
         self.probes.add(AttachedProbe(name, look, every, alarm))
+        self._busy_at = 0
 
     # The whole loop.
 

@@ -23,6 +23,9 @@ TrainStep = Callable[[Any], Tensor]
 """Takes a batch, or a piece of one, and returns its mean loss, which was not yet backpropagated."""
 
 
+NOBODY_CUTS = "this loop does not cut its batches; iterate healer.pieces(batch), or use healer.run"
+
+
 class MicroBatcher:
     """Runs forward and backward, and can cut batches finer when told to.
 
@@ -149,6 +152,15 @@ class MicroBatcher:
         assert self._total is not None
         self.messages.note_good(batch)
         return self._total
+
+    def cut_into(self, pieces: int) -> None:
+        """Cut batches into so many pieces from now on."""
+        self.pieces = pieces
+
+    def note_caller(self) -> str:
+        """Return why a batch that the caller's loop ran out of memory with cannot be cut."""
+        self.cannot_cut = "" if self.caller_cuts else NOBODY_CUTS
+        return self.cannot_cut
 
     def weigh_by(self, weigh: Callable[[Any], float] | None) -> None:
         """Count a piece of a batch by ``weigh(piece)``; by its samples if None."""

@@ -23,6 +23,7 @@ from heal.lab.forecast.features import CHECK_INTERVAL
 from heal.lr_schedules import LearningRates
 from heal.ranks import HostFacts
 from heal.run import TorchRun
+from heal.snapshots import NEVER, is_due, next_due
 from heal.verdict import NO_FLAG, Flag, Record
 from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS, LOSS_RATIO, NORM, NUM_VERDICT, SPIKE
 
@@ -309,33 +310,47 @@ class Monitor:
             self._note(f"the source {name} failed and was not heard: {error!r}")
             return NO_FLAG
 
-    def note_step(self, facts: HostFacts, has_loss: bool) -> None:
-        """Keep what the host knows of the step just posted until its record arrives."""
-        step, flags = self._run.step, facts.flags
+    def note_step(self, done: int, facts: HostFacts, posted: bool, has_loss: bool) -> bool:
+        """Keep what the host knows of the step just taken until its record arrives.
+
+        Args:
+            done: how many steps are done, this one included.
+            facts: what the host knows of it.
+            posted: whether it has a record.
+            has_loss: whether a loss is in it.
+
+        Returns:
+            Whether all is calm, so that records may wait for each other.
+        """
+        watchdog = self.cluster.watchdog
+        if watchdog is not None:
+            watchdog.beat(done)
+        if not posted:
+            self.not_sent(facts)
+            return not self._calm.is_time(done)
+        step, flags = done - 1, facts.flags
         self._host[step] = facts, self._run.lr_scale, has_loss
         if flags is not NO_FLAG and flags & WISHES:
             self._unheard[step] = flags & WISHES
         # Ranks hear of each other by records only, and a forecast counts its lead in steps.
         hurries = self._guarded.ranks.has_others or self.watch.forecast is not None
         self._calm.note(step, None if hurries else self._guarded.posted, facts)
+        return not self._calm.is_time(done)
 
     def not_sent(self, facts: HostFacts) -> None:
         """Keep the news of a step that has no record, as it had no gradients, for the next."""
         if facts.flags:
             self._reported.append(facts.flags)
 
-    def is_idle(self) -> bool:
-        """Whether there is nothing to hear, to measure or to look after, as after most steps."""
-        step = self._run.step
-        if self._calm.is_time(step) or self._is_check_due(step):
-            return False
-        if self._experiment.is_open:
-            return False
-        return not self.cluster.is_due(step)
+    def next_due(self, step: int) -> int:
+        """Return after which step weights or other ranks are to be looked at, or a trial is on."""
+        if self._experiment.is_open or self._wants_check:
+            return step + 1
+        return min(self._next_check(step), self.cluster.next_due(step))
 
     @property
     def watchdog(self) -> HangWatchdog | None:
-        """Who wants to hear of every step, if anybody."""
+        """Notices a run that hangs, if that is asked for."""
         return self.cluster.watchdog
 
     def check_health(self) -> None:
@@ -344,18 +359,24 @@ class Monitor:
             self._wants_check = False
             self._health.post(self._run.step)
 
-    def _is_check_due(self, step: int) -> bool:
+    def _check_interval(self, step: int) -> int:
         interval = self._config.check_interval
         if self.watch.forecast is not None:
             interval = min(interval, CHECK_INTERVAL)
-        if interval <= 0:
-            return False
         if step < self._run.close_watch_until:
             interval = math.ceil(interval / CLOSE_WATCH)
-        # Dense at the start of a run, at powers of two, and at once if something is suspected.
-        is_early = step < interval and step & (step - 1) == 0
-        is_early = is_early and self.watch.forecast is None  # it learned from regular checks
-        return step % interval == 0 or is_early or self._wants_check
+        return interval
+
+    def _is_check_due(self, step: int) -> bool:
+        interval = self._check_interval(step)
+        if interval <= 0:
+            return False
+        is_dense = self.watch.forecast is None  # it learned from regular checks
+        return self._wants_check or is_due(step, interval, is_dense)
+
+    def _next_check(self, step: int) -> int:
+        interval = self._check_interval(step)
+        return NEVER if interval <= 0 else next_due(step, interval, self.watch.forecast is None)
 
     @property
     def is_checking(self) -> bool:
@@ -376,6 +397,8 @@ class Monitor:
     def _seen(self, record: Record, findings: list[Finding]) -> Seen:
         for callback in self._callbacks:
             self._call(callback, record)
+        if record.flags is not NO_FLAG and record.has(Flag.STATE_NONFINITE):
+            self._wants_check = True
         settled = self._experiment.observe(record)
         findings = self._without_doubts(findings)
         if settled is not None:
@@ -401,13 +424,10 @@ class Monitor:
 
     def poll_last(self) -> Iterator[Seen]:
         """Yield what the last records show, when no step is to come that a plan could serve."""
-        mailbox = self._guarded.mailbox
-        lag, mailbox.lag = mailbox.lag, 0
-        for step, row in mailbox.poll():
+        for step, row in self._guarded.mailbox.drain():
             (findings,) = self.watch.observe_all([self._decode(step, row)])
             known = [f for f in findings if not f.wants_proof or f.cause.about.is_nonfinite]
             yield Seen(step, known)
-        mailbox.lag = lag
 
     def _without_doubts(self, findings: list[Finding]) -> list[Finding]:
         """Have suspicions looked into, and return the rest: what is known."""
@@ -539,6 +559,7 @@ class Monitor:
         self._unheard.clear()
         self.watch.note_rollback(self._run.step)
         self.watch.load_state(saved)
+        self.watch.expect_write(self._run.step)
         self.cluster.clear()
 
 

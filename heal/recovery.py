@@ -61,6 +61,7 @@ class Recovery:
         history: what was tried; survives rollbacks.
         log: the step that came next, diagnosis and plan of everything that was found.
         num_changes: how many plans changed training.
+        late: what was found when a plan was made or the run saved; treated by the next step.
         treated: what the plan is for that is being carried out; None when there is none.
     """
 
@@ -77,7 +78,7 @@ class Recovery:
         self.treated: Diagnosis | None = None
         self.num_changes = 0
         self._hook: Hook | None = None
-        self._late: list[Seen] = []  # found, and not treated yet
+        self.late: list[Seen] = []
         self._run = run
         self._monitor = monitor
         self._config = config
@@ -91,14 +92,9 @@ class Recovery:
         """Show every plan to ``hook``; what it returns, if not None, is done instead."""
         self._hook = hook
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits to be treated."""
-        return not self._late
-
     def poll(self) -> Iterator[Seen]:
         """Yield what was found and is not treated yet, then what the monitor has polled now."""
-        late, self._late = self._late, []
+        late, self.late = self.late, []
         yield from late
         for seen in self._monitor.poll():
             self._count(seen)
@@ -114,7 +110,7 @@ class Recovery:
             for seen in self._monitor.poll():
                 self._count(seen)
                 if seen.findings:
-                    self._late.append(seen)
+                    self.late.append(seen)
         except Exception as error:  # the plan must be made
             self._note(f"{LEFT_OUT}: {error!r}")
 
@@ -140,7 +136,7 @@ class Recovery:
 
     def untreated(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """Return what was found and not treated yet, by step, as plain values."""
-        return [(seen.step, [f.to_json() for f in seen.findings]) for seen in self._late]
+        return [(seen.step, [f.to_json() for f in seen.findings]) for seen in self.late]
 
     def resume(
         self,
@@ -149,13 +145,13 @@ class Recovery:
     ) -> None:
         """Go on with what ``history.state()`` and :meth:`untreated` returned elsewhere."""
         self.history = History.from_state(history)
-        self._late = [
+        self.late = [
             Seen(step, [Finding.from_json(f) for f in findings]) for step, findings in untreated
         ]
 
     def finish(self) -> None:
         """Write down what the last records show, when no step is to come."""
-        late, self._late = self._late, []
+        late, self.late = self.late, []
         for seen in late:
             self.report_last(seen.findings)
         for seen in self._monitor.poll_last():
@@ -376,7 +372,7 @@ class Recovery:
         try:
             has_effect = bool(action.apply(self._run))
             if isinstance(action, Rollback):
-                self._late.clear()  # found in steps that did not happen
+                self.late.clear()  # found in steps that did not happen
             return has_effect
         except HealingError:
             raise

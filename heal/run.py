@@ -139,7 +139,7 @@ class TorchRun:
 
     @micro_batches.setter
     def micro_batches(self, value: int) -> None:
-        self._micro.pieces = value
+        self._micro.cut_into(value)
 
     def snapshots(self) -> Sequence[int]:
         """Return the steps that every rank can return to, in memory or on disk, newest first."""
@@ -235,6 +235,11 @@ class TorchRun:
             self._state.added.load(returned.values.get("added", {}))
             if is_drawing and self._config.data == "replay":
                 returned.values["rng"].put_back()
+
+    @property
+    def has_turn_to_end(self) -> bool:
+        """Whether a snapshot or a rollback waits for the user's turn to end."""
+        return self._unfinished is not None or self._returned_to is not None
 
     @property
     def has_added_states(self) -> bool:

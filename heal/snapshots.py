@@ -99,6 +99,24 @@ class Snapshot:
             )
 
 
+NEVER = 2**63
+
+
+def is_due(step: int, interval: int, is_dense: bool = True) -> bool:
+    """Return whether a step is one of every ``interval``, or in the first ones a power of two."""
+    if step % interval == 0:
+        return True
+    return is_dense and step < interval and step & (step - 1) == 0
+
+
+def next_due(step: int, interval: int, is_dense: bool = True) -> int:
+    """Return the first step after ``step`` for which :func:`is_due` holds."""
+    following = step - step % interval + interval
+    if is_dense and step < interval:
+        following = min(following, 1 << step.bit_length() if step else 1)
+    return following
+
+
 class SnapshotRing:
     """Takes snapshots into memory that it allocates once, and keeps the most useful.
 
@@ -130,7 +148,7 @@ class SnapshotRing:
         self._num_rejected = 0  # in a row
         self._kept: list[Snapshot] = []  # oldest first
         self._spare: list[dict[Key, Tensor]] = []
-        self._copied: torch.Event | None = None
+        self.copying: torch.Event | None = None
         self._sides: dict[torch.device, SideStream] = {}
 
     @property
@@ -140,9 +158,11 @@ class SnapshotRing:
 
     def is_due(self, step: int) -> bool:
         """Whether to take a snapshot now: at every power of two, then at every interval."""
-        if step % self.interval == 0:
-            return True
-        return step < self.interval and step & (step - 1) == 0
+        return is_due(step, self.interval)
+
+    def next_due(self, step: int) -> int:
+        """Return the next step after ``step`` at which to take one."""
+        return next_due(step, self.interval)
 
     def quarantine_of(self, step: int) -> int:
         """Return how many clean steps prove a snapshot; fewer in the first steps of a run."""
@@ -213,9 +233,9 @@ class SnapshotRing:
 
     def before_step(self) -> None:
         """Have the device finish copying before anything it copies is written."""
-        if self._copied is not None:
-            self._copied.wait()
-            self._copied = None
+        if self.copying is not None:
+            self.copying.wait()
+            self.copying = None
 
     def note_clean(self, step: int) -> None:
         """Count a clean step for every snapshot before it, and promote those that have enough."""
@@ -413,12 +433,12 @@ class SnapshotRing:
         hashes, num_bad = (host_memory(t).copy_(t, non_blocking=True) for t in there)
         if device not in self._sides:
             self._sides[device] = SideStream(device)
-        self._copied = self._sides[device].run(
+        self.copying = self._sides[device].run(
             lambda: copy_by_kind(
                 [copies[k] for k in late], [tensors[k] for k in late], non_blocking=True
             )
         )
-        return hashes, num_bad, self._copied
+        return hashes, num_bad, self.copying
 
 
 def _fitting(buffer: Tensor | None, like: Tensor) -> Tensor:

@@ -5,17 +5,14 @@ with old weights in place: the body computes and backpropagates, ``healer.step(l
 loss and changes nothing, and the same batches are given out again, for real.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from heal.data.stream import own_copy
 from heal.experiment import Experiment, Trial
-from heal.guarded_step import GuardedStep
+from heal.guarded_step import GuardedStep, OtherOptimizers
 from heal.lr_schedules import Schedules
 from heal.training_state import RngState
 
@@ -34,6 +31,9 @@ class BodyTrials:
         schedules: those that the body steps although nobody gave them are put back too.
         forward: computes the loss of a batch; None if only the body can.
         note: told of a body that cannot be run twice.
+
+    Attributes:
+        is_open: whether the body runs with old weights, so that its step must change nothing.
     """
 
     def __init__(
@@ -50,13 +50,9 @@ class BodyTrials:
         self._forward = forward
         self._note = note
         self._trial: Trial | None = None
-        self._others = _OtherOptimizers(guarded)
+        self.is_open = False
+        self._others = OtherOptimizers(o.inner for o in guarded.optimizers)
         self._repeats = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the body runs with old weights, so that its step must change nothing."""
-        return self._trial is not None
 
     def batches(self, source: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of ``source``; those of a trial twice."""
@@ -79,7 +75,7 @@ class BodyTrials:
         """Take the loss of the body instead of a step, and put everything back."""
         trial = self._trial
         assert trial is not None
-        self._trial = None
+        self._trial, self.is_open = None, False
         if loss is not None:
             loss = trial.judged(float(loss.detach() if isinstance(loss, Tensor) else loss))
         trial.end()
@@ -89,7 +85,7 @@ class BodyTrials:
 
     def abandon(self) -> None:
         """Give up the trial that is under way: its body could not be run to its step."""
-        trial, self._trial = self._trial, None
+        trial, self._trial, self.is_open = self._trial, None, False
         if trial is not None:
             trial.end()
             self._experiment.note_losses(None)
@@ -114,6 +110,7 @@ class BodyTrials:
         """Yield the batches of one step for the trial, then again for real."""
         put_back = self._schedules.hold()
         trial = self._trial = self._experiment.begin_trial()
+        self.is_open = True
         drawn: list[tuple[Any, RngState]] = [(batch, RngState.now())]
         del batch
         try:
@@ -136,30 +133,3 @@ class BodyTrials:
 
 
 _END = object()
-
-
-class _OtherOptimizers:
-    """Notices steps of optimizers that are not the healer's, by torch's own global hook."""
-
-    _watchers: ClassVar[weakref.WeakSet["_OtherOptimizers"]] = weakref.WeakSet()
-    _handle: ClassVar[Any] = None  # one hook serves all: torch walks through them in every step
-
-    def __init__(self, guarded: GuardedStep) -> None:
-        self.have_stepped = False
-        self._mine = weakref.WeakSet(o.inner for o in guarded.optimizers)
-        self._watchers.add(self)
-        if _OtherOptimizers._handle is None:
-            _OtherOptimizers._handle = register_optimizer_step_pre_hook(self._note)
-
-    @classmethod
-    def _note(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for watcher in cls._watchers:
-            if not watcher.have_stepped and optimizer not in watcher._mine:
-                watcher.have_stepped = True
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._watchers.discard(self)
-        if not self._watchers and _OtherOptimizers._handle is not None:
-            _OtherOptimizers._handle.remove()
-            _OtherOptimizers._handle = None

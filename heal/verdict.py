@@ -41,6 +41,8 @@ class Flag(IntFlag):
     LOSS_SPIKE = 64
     LOSS_RISING = 128
     DESYNC = 256  # ranks that should be at the same step are not
+    STATE_NONFINITE = 1 << 9  # the update left NaN or Inf in weights or moments
+    FOREIGN_WRITE = 1 << 10  # weights or moments are not what the last update stored
     STATISTICS_BAD = 1 << 11  # forward left NaN or Inf in a buffer, as in running statistics
     # News of the host. It rides in the record of the next step so that all ranks hear of it alike.
     PREEMPTED = 1 << 12

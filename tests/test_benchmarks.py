@@ -1,6 +1,7 @@
 """The benchmarks run, on tiny shapes; there is a file for every operator that users call."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,13 +63,28 @@ def test_whole_loops_are_compared_and_written_down(tmp_path):
     assert [("<= 5 %" in line) for line in rows if "ARC" not in line] == [True, True, False, False]
 
 
+def test_every_figure_of_the_readme_comes_from_the_saved_results():
+    page = (ROOT / "README.md").read_text()
+    current = update_readme.updated(page, update_readme.figures(update_readme.RESULTS))
+    assert page == current, "run: python -m benchmarks.update_readme"
+
+
+def test_the_prose_of_the_readme_has_no_speed_figure_of_its_own():
+    page = (ROOT / "README.md").read_text()
+    typed = re.sub(r"<!-- (.+?): made by.+?<!-- end of \1 -->", "", page, flags=re.S)
+    assert re.findall(r"\d[\d.]*(?:x\b| times\b| ?%| ms\b| GB/s)", typed) == []
+
+
 def test_the_table_of_the_readme_has_the_rows_it_should():
-    made = document(result(case=update_readme.ROWS[0]), result(case="another"))
-    page = update_readme.updated((ROOT / "README.md").read_text(), made)
-    assert f"| {update_readme.ROWS[0]} | 1.00 | torch foreach 3.00 | 3.00x |" in page
-    assert "| another |" not in page
-    with pytest.raises(SystemExit, match="no place for the table"):
-        update_readme.updated("# README", made)
+    noisy = result(case=update_readme.ROWS[1], noise="load 9 on 2 cores")
+    made = document(result(case=update_readme.ROWS[0]), noisy, result(case="another"))
+    table = update_readme.table(made)
+    assert f"| {update_readme.ROWS[0]} | 1.00 | torch foreach 3.00 | 3.00x |" in table
+    assert "| another |" not in table
+    assert f"| {noisy.case} |" not in table
+    assert update_readme.compiled(made) == ""
+    with pytest.raises(SystemExit, match="no place for the block 'table'"):
+        update_readme.updated("# README", {"table": table})
 
 
 def test_a_noisy_run_does_not_change_the_readme(tmp_path, monkeypatch, capsys):

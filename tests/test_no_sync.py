@@ -282,6 +282,7 @@ MAY_WAIT = {
     "zclip/optim/result.py": {"_named"},
     "zclip/reference/optim_update.py": {"_update"},  # a setting
     "zclip/clippers/clipper.py": {"worst"},
+    "zclip/clippers/adagc.py": {"steps_accepted"},
     "zclip/clippers/zscore.py": {
         "_read",
         "buffer",
@@ -386,6 +387,74 @@ def test_a_forked_child_can_train_beside_the_fake_device():
         [sys.executable, "-c", FORKING], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def one_stream(monkeypatch):
+    """A stream for a device that has none."""
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "the stream")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+
+
+def _backward(params):
+    """Call what a backward pass calls as gradients become final."""
+    for param in reversed(params):
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
+
+
+FREE = ("profiler::", "prim::", "aten::slice", "aten::select", "aten::empty", "aten::view")
+MANY = [(1024, 1024)] * 12 + [(64,)] * 3  # 4 MiB each, of which four make a batch
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", sorted(set(CLIPPERS) - {"AGC"}))
+def test_clipping_what_was_measured_during_backward(name, one_stream):
+    with fake_cuda():
+        params = fake_parameters(MANY)
+        clipper = CLIPPERS[name]()
+        with clipper.attach(params) as handle:
+            for grad_scale in (None, torch.empty((), device="cuda")):
+                _backward(params)
+                clipper.step(params, grad_scale=grad_scale)
+                assert (handle.early, handle.late) == (12, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_launches_of_a_step_whose_gradients_were_measured_during_backward(one_stream):
+    """Each operator but those of FREE is one launch."""
+    with fake_cuda() as guard:
+        params = fake_parameters(MANY)
+        optimizer = zclip.optim.AdamW(params, clipper="zclip")
+        with optimizer.clipper.attach(params):
+            for _ in range(2):  # the first makes plans and the order of rows
+                guard.ops.clear()
+                _backward(params)
+                in_backward = [op for op in guard.ops if not op.startswith(FREE)]
+                guard.ops.clear()
+                optimizer.step()
+                in_step = [op for op in guard.ops if not op.startswith(FREE)]
+    assert in_backward == ["zclip::grad_stats"] * 3
+    rows = ["zclip::grad_stats", "aten::cat", "aten::index_select"]  # of small ones; put in order
+    assert in_step == [*rows, "zclip::rule_", "aten::clone", "zclip::optim_update_"]
+
+
+def test_a_step_in_backward_does_not_wait(one_stream):
+    with fake_cuda() as guard:
+        params = fake_parameters(MANY)
+        named = [(f"p{i}", param) for i, param in enumerate(params)]
+        clipper = zclip.AdaGC(warmup_steps=0)
+        optimizer = zclip.optim.step_in_backward(named, zclip.optim.AdamW, clipper)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.empty_like(param)
+            guard.ops.clear()
+            _backward(params)
+            launched = [op for op in guard.ops if not op.startswith(FREE)]
+            assert all(param.grad is None for param in params)
+            optimizer.step()
+        assert optimizer.result.taken.device.type == "cuda"
+    assert launched == ["zclip::decide_by_", "zclip::optim_update_"] * len(params)
 
 
 def test_a_fused_step_on_a_device_is_two_operators():

@@ -27,6 +27,7 @@ NUM_VERDICT = 14
 
 HAS_NAN, HAS_INF, OVERFLOW, CLIPPED = 1, 2, 4, 8
 SPIKE, LOSS_NAN, LOSS_SPIKE, LOSS_RISING, DESYNC = 16, 32, 64, 128, 256
+NUM_FLAGS = 9
 """Bits of ``verdict[FLAGS]``. OVERFLOW: every element is finite and the float32 norm is not.
 
 SPIKE: the rule found the norm out of the ordinary. LOSS_NAN: the loss is NaN or Inf. DESYNC: ranks

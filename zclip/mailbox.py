@@ -70,8 +70,15 @@ class Mailbox:
 
     def poll(self) -> list[tuple[int, list[float]]]:
         """Return ``(step, verdict)`` for every verdict that is ``lag`` posts old, oldest first."""
+        return self._taken(self.lag)
+
+    def drain(self) -> list[tuple[int, list[float]]]:
+        """Return ``(step, verdict)`` for every verdict there is; waits for the newest ones."""
+        return self._taken(0)
+
+    def _taken(self, lag: int) -> list[tuple[int, list[float]]]:
         arrived = []
-        while len(self._sent) > self.lag:
+        while len(self._sent) > lag:
             letter = self._sent.popleft()
             if letter.landed is not None:
                 letter.landed.synchronize()

@@ -122,7 +122,7 @@ ALERTS: dict[str, Callable[[str, int, bool], bool]] = {
 
 def alert_rows(seeds: int, families: Iterable[str]) -> Iterator[str]:
     """Run everything; yield the lines of the table."""
-    yield "| failure | told of | told of without it |"
+    yield "| failure | reported | reported without it |"
     yield "|---|---|---|"
     keys = [(family, seed) for family in families for seed in range(seeds)]
     for name, happens in ALERTS.items():

@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.failures.families import FAMILIES, STEPS
 from benchmarks.failures.protections import PROTECTIONS, SETTINGS
 from benchmarks.failures.rows import AT, ROWS
+from zclip.version import __version__
 
 Key = tuple[str, str, int, str]  # row, family, seed, protection
 Results = Mapping[Key, Mapping[str, Any]]
@@ -37,7 +38,7 @@ def undisturbed(results: Results, family: str, protection: str) -> list[float]:
 
 
 def page(results: Results, load: str, alerts: Iterable[str] = ()) -> str:
-    """Return the page; ``alerts`` are the lines of the table of what is told and not healed."""
+    """Return the page; ``alerts`` are the lines of the table of what is reported and not healed."""
     rows = [row.name for row in ROWS if row.name != "undisturbed"]
     return "\n".join(
         [
@@ -46,9 +47,10 @@ def page(results: Results, load: str, alerts: Iterable[str] = ()) -> str:
             "",
             "## By failure",
             "",
-            "Runs that ended within noise, of all; for healing also those that were detected, be",
-            f"it by a note in the journal (without a fault: {_told_for_nothing(results)}), and",
-            "the median of steps lost: done and undone, refused, or never done.",
+            "Each cell counts the runs that ended within noise, of all. *detected* counts runs in",
+            "which healing reported the failure, at least as a note",
+            f"(without a fault: {_false_reports(results)}). *steps lost* is the median of steps",
+            "undone, skipped or never taken under healing.",
             "",
             *_table(results, rows),
             "",
@@ -60,10 +62,11 @@ def page(results: Results, load: str, alerts: Iterable[str] = ()) -> str:
             "",
             *_losses(results, rows),
             "",
-            "## Told, not healed",
+            "## Reported, not healed",
             "",
-            "Where nothing can be undone, healing tells, and changes nothing. The same trainings,",
-            "with the trouble and without; a crash counts if its postmortem has every field.",
+            "Where nothing can be undone, healing reports the problem and changes nothing. These",
+            "are the same trainings, with the problem and without. A crash counts if its",
+            "postmortem is complete.",
             "",
             *alerts,
             "",
@@ -71,7 +74,7 @@ def page(results: Results, load: str, alerts: Iterable[str] = ()) -> str:
     )
 
 
-def _told_for_nothing(results: Results) -> str:
+def _false_reports(results: Results) -> str:
     calm = [e for k, e in results.items() if k[0] == "undisturbed" and k[3] == "heal"]
     return f"{sum(e['detected'] for e in calm)} of {len(calm)}"
 
@@ -85,17 +88,20 @@ def _head(results: Results, load: str) -> Iterable[str]:
     yield "<!-- made by python -m benchmarks.failures -->"
     yield ""
     yield (
-        f"Every failure below strikes small real trainings ({', '.join(FAMILIES)}; digits of "
-        f"scikit-learn and the help text of Python; {STEPS} steps of AdamW; {seeds} seed(s)) at "
-        f"step {AT}, under healing, under nothing, under `clip_grad_norm_` to 1, and under a "
-        "monitor that sees the loss only, returns to a copy made every 20 steps and halves the "
-        "learning rate. A run is within noise if it reaches the last step with a held-out loss of "
-        "at most that of its own undisturbed run, same seed and same protection, plus "
-        f"{NOISE:g} standard deviations over {calm} seeds (at least {LEAST_NOISE:.0%}). Settings "
-        f"that differ from the defaults, for runs this short: {settings}."
+        "Each failure below is injected into small real trainings and compared with three other "
+        "protections.\n\n"
+        f"- **Trainings:** {', '.join(FAMILIES)} on the digits of scikit-learn and the help text "
+        f"of Python, {STEPS} steps of AdamW, {seeds} seed(s). The failure comes at step {AT}.\n"
+        "- **Protections:** healing; none; `clip_grad_norm_` to 1; a monitor that sees the loss "
+        "only, returns to a copy made every 20 steps and halves the learning rate.\n"
+        "- **Within noise:** the run reaches the last step, and its held-out loss is at most that "
+        "of its own undisturbed run plus a margin. The undisturbed run has the same seed and "
+        f"protection; the margin is {NOISE:g} standard deviations over {calm} seeds (at least "
+        f"{LEAST_NOISE:.0%}).\n"
+        f"- **Settings** that differ from the defaults, because runs are short: {settings}."
     )
     yield ""
-    yield f"`python -m benchmarks.failures` makes this page; {load}."
+    yield f"`python -m benchmarks.failures` makes this page; version {__version__}, {load}."
     yield ""
 
 

@@ -26,7 +26,7 @@ def design(told: Mapping[str, Any]) -> str:
     return (
         f"{', '.join(told['families'])} on handwritten digits; {told['steps']} steps; "
         f"{told['seeds']} seeds of every fault. Slow faults grow from step {told['onset']} on and "
-        f"are repaired at {told['last']}; how many of them double the loss if nothing is healed: "
+        f"are repaired at {told['last']}. Without healing, so many of them double the loss: "
         f"{slow}. Instant ones strike at step {told['onset']}: {instant}. "
         f"{told['healthy_steps']:,} healthy steps for every variant. Probes left {same} of {calm} "
         "healthy runs bit by bit as they were."

@@ -52,6 +52,15 @@ Plans& plans() {
   return *kept;
 }
 
+std::vector<GradStats> rows_in(const Tensor& stats, int64_t count, const char* op) {
+  STD_TORCH_CHECK(stats.is_cpu() && stats.scalar_type() == ScalarType::Double &&
+                      stats.is_contiguous() && stats.numel() == count * kNumStats,
+                  "zclip::", op, ": stats must be a contiguous float64 tensor of shape [", count,
+                  ", ", kNumStats, "] on the CPU, got ", stats.numel(), " elements");
+  const auto* rows = static_cast<const GradStats*>(stats.const_data_ptr());
+  return {rows, rows + count};
+}
+
 }  // namespace
 
 int64_t make_plan(std::vector<Tensor> params, std::vector<Tensor> firsts,
@@ -69,7 +78,7 @@ void drop_plan(int64_t plan) { plans().drop(plan); }
 Stepped fused_step_(std::vector<Tensor> grads, int64_t plan, Tensor state, int64_t rule,
                     std::vector<double> rule_settings, std::optional<Tensor> loss,
                     std::vector<double> settings, double grad_scale, bool found_inf,
-                    bool skip_nonfinite, int64_t seed) {
+                    bool skip_nonfinite, int64_t seed, std::optional<Tensor> known) {
   const char* op = "fused_step_";
   const std::shared_ptr<UpdatePlan> held = plans().find(plan);
   if (!held->is_current()) {
@@ -90,7 +99,7 @@ Stepped fused_step_(std::vector<Tensor> grads, int64_t plan, Tensor state, int64
   if (has_rule) {
     const RuleCall call(*row, state, count, std::move(rule_settings), loss, op);
     results = make_results(list);
-    std::vector<GradStats> rows = measure(list);
+    std::vector<GradStats> rows = known ? rows_in(*known, count, op) : measure(list);
     const FloatMode mode;
     if (grad_scale != 1.0) {
       for (GradStats& stats : rows) stats.sumsq /= grad_scale * grad_scale;

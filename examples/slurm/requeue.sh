@@ -1,6 +1,6 @@
 #!/bin/bash
-# A job that survives preemption: told 120 s before its end, it saves, exits with 75 and is queued again.
-# So it is after 47 to 50 (a broken group, hardware, a save that took too long, a hang), up to a limit.
+# A job that survives preemption. SLURM signals it 120 s before its end; it saves, exits with 75 and is requeued.
+# It is also requeued after 47 to 50 (broken group, hardware, slow save, hang), up to a limit.
 #   sbatch examples/slurm/requeue.sh examples/slurm/train.py
 #SBATCH --job-name=train
 #SBATCH --nodes=2

@@ -1,4 +1,4 @@
-"""Training that may be stopped, killed, moved and resized at any time.
+"""Train with ranks that may be stopped, killed, moved or resized at any time.
 
 python examples/slurm/train.py                          alone
 torchrun --nproc-per-node=2 --max-restarts=3 ...        with others, restarted if one dies

@@ -23,6 +23,7 @@ from heal.cluster.watchdog import HangReport, HangWatchdog
 from heal.config import HealingConfig
 from heal.exit_codes import ExitCode
 from heal.journal import Journal
+from heal.snapshots import NEVER, next_due
 from heal.verdict import Flag
 from zclip.parallel.placement import is_dtensor
 
@@ -79,13 +80,13 @@ class ClusterWatch:
             note(trouble)
         self.watchdog: HangWatchdog | None = None
 
-    def is_due(self, step: int) -> bool:
-        """Tell whether :meth:`look` has anything to do."""
+    def next_due(self, step: int) -> int:
+        """Return after which step :meth:`look` has anything to do."""
         if self._compares or self._ping_read_at is not None:
-            return True
+            return step + 1
         config = self._config
-        looks, pings = config.gpu_health_check_interval, config.nccl_health_check_interval
-        return (looks > 0 and step % looks == 0) or (pings > 0 and step % pings == 0)
+        every = config.gpu_health_check_interval, config.nccl_health_check_interval
+        return min((next_due(step, n, False) for n in every if n > 0), default=NEVER)
 
     def look(self, step: int) -> list[Finding]:
         """Do what is due before ``step``; return what must be treated here and now."""

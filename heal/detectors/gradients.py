@@ -5,14 +5,14 @@ from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
-from heal.detectors.robust import Window
+from heal.detectors.robust import UpperRange
 from heal.verdict import FAILED, NO_FLAG, NONFINITE_GRADIENT, Flag, Record
 
 
 class SkippedSteps:
-    """Counts skipped steps in a row, whatever they were skipped for, and names the tensor.
+    """Counts skipped steps in a row, whatever the reason, and names the tensor.
 
-    NaN losses and NaN gradients share the streak: they often alternate and are one trouble. A
+    NaN losses and NaN gradients share the streak: they often alternate and are one problem. A
     skipped step has changed nothing, so that it is no reason for a rollback by itself. Where
     ``nan_action`` is "rollback", ``nan_patience`` of them raise a suspicion: the experiment tells
     weights that overflow from data that is NaN. A gradient scaler that still searches its scale
@@ -76,21 +76,12 @@ class SkippedSteps:
 class GradientExplosion:
     """Suspects norms before clipping far above their recent upper range.
 
-    The reference is the 90 % quantile: runs whose gradient is exactly zero most of the time (RL
-    with equal rewards) have no useful median. Clipping has dealt with a lone explosion, so that it
-    is only reported; ``grad_norm_patience`` in a row are a suspicion, which the experiment settles.
-    Norms that last enter the window: a new level is learned, not fought.
+    Clipping has dealt with a lone explosion, so that it is only reported; ``grad_norm_patience``
+    in a row are a suspicion, which the experiment settles.
     """
 
-    NORMS = 128
-    FEWEST = 8
-    UPPER = 0.9
-
     def __init__(self, config: HealingConfig) -> None:
-        self.limit = config.grad_norm_limit
-        self.patience = config.grad_norm_patience
-        self.norms = Window(self.NORMS)
-        self.streak = 0
+        self.norms = UpperRange(config.grad_norm_limit, config.grad_norm_patience)
         self.first_step = -1
 
     def observe(self, record: Record) -> Finding | None:
@@ -99,48 +90,41 @@ class GradientExplosion:
             return None
         if record.flags is not NO_FLAG and record.has(NONFINITE_GRADIENT):
             return None
-        usual = self.level()
-        if usual <= 0.0 or norm <= self.limit * usual:
-            self.streak = 0
-            self.norms.push(norm)
-            return None
-        if self.streak == 0:
+        usual, patience = self.norms.level(), self.norms.patience
+        streak = self.norms.push(norm)
+        if streak == 1:
             self.first_step = record.step
-        self.streak += 1
-        if self.streak > self.patience:
-            self.norms.push(norm)
-        if self.streak not in (1, self.patience):
+        if streak not in (1, patience):
             return None
-        wants_proof = self.streak == self.patience
+        wants_proof = streak == patience
         return Finding(
             cause=Cause.GRADIENT_EXPLOSION,
             step=record.step,
             bad_step=max(self.first_step - 1, 0) if wants_proof else self.first_step,
             severity=Severity.WARN,
             evidence=_blame(record) | {"usual_norm": usual, "ratio": norm / usual},
-            streak=self.streak,
+            streak=streak,
             wants_proof=wants_proof,
         )
 
     def level(self) -> float:
         """Return the upper range of norms; 0 while it is not known."""
-        return self.norms.quantile(self.UPPER) if len(self.norms) >= self.FEWEST else 0.0
+        return self.norms.level()
 
     def rebase(self) -> None:
         """Take what comes from now on as usual."""
         self.norms.clear()
-        self.streak = 0
 
     def state(self) -> dict[str, Any]:
         return {
-            "norms": self.norms.values(),
-            "streak": self.streak,
+            "norms": self.norms.values.values(),
+            "streak": self.norms.streak,
             "first_step": self.first_step,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.norms = Window(self.NORMS, state["norms"])
-        self.streak, self.first_step = state["streak"], state["first_step"]
+        self.norms.load(state["norms"], state["streak"])
+        self.first_step = state["first_step"]
 
 
 def _blame(record: Record) -> dict[str, object]:

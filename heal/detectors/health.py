@@ -7,6 +7,7 @@ from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
+from heal.detectors.robust import FAR, FIRST, NEGLIGIBLE, SAME
 from heal.verdict import HealthRow
 
 
@@ -14,7 +15,8 @@ class StateHealth:
     """Finds NaN and Inf in weights and moments, which is a fact; suspects leaps, reports resets.
 
     A weight norm that changed by ``drift_factor`` and by far more than between any two earlier
-    checks is a suspicion: fast early training, a schedule that raises the rate and weights that
+    checks is a suspicion; where more steps lie between, it may have changed by as much more. Fast
+    early training, a schedule that raises the rate and weights that
     something else has written look alike, and the experiment tells them apart. What no norm
     shows, such as one flipped bit in a large tensor, shows in the loss if it matters.
 
@@ -22,15 +24,9 @@ class StateHealth:
     (arXiv:2307.05695) clears them on purpose, moments grow back, and harm shows in the loss.
     """
 
-    HABIT = 2  # earlier intervals from which a tensor's changes are known
-    DRIFT = 5.0  # times the largest earlier change
-    NEGLIGIBLE = 0.1  # of the median norm of the model's tensors: a change below it is none
-    LOST = 0.5  # share of tensors whose moments are gone
-    FADED = 1e-3  # of the largest that a tensor's moments ever were
-
     def __init__(self, config: HealingConfig) -> None:
         self.drift_factor = config.drift_factor
-        self.clean_step = 0
+        self.clean_step = self.longest = 0
         self.names: list[str] = []
         self.weights: list[float] = []
         self.changes: list[float] = []
@@ -87,9 +83,9 @@ class StateHealth:
         pairs = list(zip(self.moments, row.moment_norms, strict=False))
         # Moments of a tensor that gets no gradients fade away by themselves; only a fall from
         # their usual size is a loss.
-        had = [i for i, (b, _) in enumerate(pairs) if b > self.FADED * self.largest_moments[i] > 0]
+        had = [i for i, (b, _) in enumerate(pairs) if b > NEGLIGIBLE * self.largest_moments[i] > 0]
         gone = [i for i in had if pairs[i][1] <= 0.0]
-        if had and len(gone) > self.LOST * len(had):
+        if 2 * len(gone) > len(had):
             evidence = {"tensors": len(gone), "measured": True}
             return self._found(Cause.OPTIMIZER_RESET, row, gone[0], Severity.WARN, evidence)
         return None
@@ -99,14 +95,15 @@ class StateHealth:
         if not self.weights:
             return None
         typical = median(self.weights)
+        stretch = max(1.0, (row.step - self.clean_step) / max(self.longest, 1))
         worst, most = None, 0.0
         for index, (before, now) in enumerate(zip(self.weights, row.weight_norms, strict=True)):
-            change, usual = abs(now - before), self.changes[index]
-            if self.intervals[index] < self.HABIT or change <= self.NEGLIGIBLE * typical:
+            change, usual = abs(now - before), stretch * self.changes[index]
+            if self.intervals[index] < FIRST or change <= SAME * typical:
                 continue
             if before / self.drift_factor <= now <= before * self.drift_factor:
                 continue
-            if usual > 0.0 and change > max(self.DRIFT, most) * usual:
+            if usual > 0.0 and change > max(FAR, most) * usual:
                 worst, most = index, change / usual
         if worst is None:
             return None
@@ -133,6 +130,7 @@ class StateHealth:
 
     def _learn(self, row: HealthRow) -> None:
         if self.weights:
+            self.longest = max(self.longest, row.step - self.clean_step)
             changes = [abs(n - b) for b, n in zip(self.weights, row.weight_norms, strict=True)]
             self.changes = [max(pair) for pair in zip(self.changes, changes, strict=True)]
             self.intervals = [count + 1 for count in self.intervals]
@@ -178,12 +176,12 @@ class StateHealth:
         """Learn anew from the next check what weights and moments are like."""
         for name in ("names", "weights", "changes", "intervals", "counters", "moments"):
             setattr(self, name, [])
-        self.largest_moments = []
+        self.largest_moments, self.longest = [], 0
 
     def state(self) -> dict[str, Any]:
         lists = ("names", "weights", "changes", "intervals", "counters", "moments")
         state = {name: list(getattr(self, name)) for name in (*lists, "largest_moments")}
-        return {"clean_step": self.clean_step, **state}
+        return {"clean_step": self.clean_step, "longest": self.longest, **state}
 
     def load_state(self, state: dict[str, Any]) -> None:
         for name, value in state.items():

@@ -5,6 +5,7 @@ from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
+from heal.detectors.robust import BLOCK, FAR, SAME
 from heal.verdict import Record
 
 
@@ -17,13 +18,9 @@ class LrChange:
     a rate of zero or less; what it does to the weights is for the experiment to say.
 
     Attributes:
-        held: the highest rate that the run has held for ``HOLD`` steps; 0 if it never did. A rate
+        held: the highest rate that the run has held for ``BLOCK`` steps; 0 if it never did. A rate
             above it that no schedule explains is a suspect when damage is found.
     """
-
-    EXACT = 1e-2  # share by which rates may differ and are called the same
-    LEAP = 3.0  # times the rate of the step before
-    HOLD = 20  # steps with the same rate that make it one the run has held
 
     def __init__(self, config: HealingConfig) -> None:
         self.factor = config.lr_spike_factor
@@ -38,16 +35,16 @@ class LrChange:
         if not math.isfinite(lr):
             return None
         last, self.last = self.last, lr
-        self.same = self.same + 1 if abs(lr - last) <= self.EXACT * abs(last) else 0
+        self.same = self.same + 1 if abs(lr - last) <= SAME * abs(last) else 0
         self.has_schedule = math.isfinite(scheduled)
         if self.has_schedule:
             self.held = 0.0
             return self._beside_schedule(record, lr, scheduled)
-        if self.same >= self.HOLD:
+        if self.same >= BLOCK:
             self.held = max(self.held, lr)
         if last != last:
             return None
-        has_leapt = last > 0.0 and not last / self.LEAP <= lr <= last * self.LEAP
+        has_leapt = last > 0.0 and not last / FAR <= lr <= last * FAR
         was_off, self.is_off = self.is_off, lr <= 0.0
         # The first rate of a warm-up may be zero; the second is not.
         if has_leapt or (self.is_off and not was_off):
@@ -55,7 +52,7 @@ class LrChange:
         return None
 
     def _beside_schedule(self, record: Record, lr: float, scheduled: float) -> Finding | None:
-        was_off, self.is_off = self.is_off, abs(lr - scheduled) > self.EXACT * abs(scheduled)
+        was_off, self.is_off = self.is_off, abs(lr - scheduled) > SAME * abs(scheduled)
         if not self.is_off:
             return None
         if scheduled > 0.0 and lr > self.factor * scheduled:

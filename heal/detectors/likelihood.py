@@ -5,25 +5,22 @@ from typing import Any, ClassVar
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
-from heal.detectors.robust import Window
+from heal.detectors.robust import BLOCK, FAR, SPREADS, Window
 
 
 class LikelihoodCollapse:
-    """Tells once that the likelihood of chosen answers is far below its best.
+    """Reports once that the likelihood of chosen answers is far below its best.
 
     A preference loss may fall while both answers become unlikely, as long as the rejected one
-    falls faster. Some of that is usual; twice the best negative likelihood, over many lines of the
-    log and beyond their noise, is not.
+    falls faster. Some of that is usual; ``FAR`` times the best negative likelihood, over many lines
+    of the log and beyond their noise, is not. It is reported again after half of that was regained.
     """
 
     # Each with the sign that makes it worse when it grows.
     KEYS: ClassVar[Mapping[str, float]] = {"nll_loss": 1.0, "logps/chosen": -1.0}
-    LINES = 20
-    FACTOR = 2.0
-    SPREADS = 5.0
 
     def __init__(self, config: HealingConfig) -> None:
-        self.recent = {key: Window(self.LINES) for key in self.KEYS}
+        self.recent = {key: Window(BLOCK) for key in self.KEYS}
         self.best: dict[str, float] = {}
         self.told = False
 
@@ -37,13 +34,13 @@ class LikelihoodCollapse:
     def _observe(self, step: int, key: str, value: float) -> Finding | None:
         recent = self.recent[key]
         recent.push(value)
-        if len(recent) < self.LINES:
+        if len(recent) < BLOCK:
             return None
         median = recent.median
         best = self.best[key] = min(self.best.get(key, median), median)
-        limit = max(best, 0.0) * self.FACTOR + self.SPREADS * recent.spread
+        limit = max(FAR * best, best + SPREADS * recent.spread)
         if not median > limit or best <= 0.0:
-            self.told = self.told and median > 0.8 * limit
+            self.told = self.told and median > limit / 2
             return None
         if self.told:
             return None
@@ -66,5 +63,5 @@ class LikelihoodCollapse:
         return {"recent": recent, "best": dict(self.best), "told": self.told}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.recent = {key: Window(self.LINES, state["recent"][key]) for key in self.KEYS}
+        self.recent = {key: Window(BLOCK, state["recent"][key]) for key in self.KEYS}
         self.best, self.told = dict(state["best"]), state["told"]

@@ -1,12 +1,13 @@
 """Suspects a change of the loss: a leap above its recent level, or a climb above its best one."""
 
 import math
+import sys
 from statistics import median
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
-from heal.detectors.robust import LARGEST, Window
+from heal.detectors.robust import BLOCK, FIRST, LARGEST, NEGLIGIBLE, RECENT, SAME, Window
 from heal.verdict import Record
 
 
@@ -21,20 +22,26 @@ class LossChange:
 
     On stationary normal noise fewer than one run of 10,000 steps in a hundred is suspected; a loss
     that wanders by itself (critics, RL) is suspected each time it has wandered by some noise.
+
+    Attributes:
+        is_suspected: whether the level was called into question since it was last taken as usual.
     """
 
-    LOSSES = 64  # recent losses: their median is the level, their spread the noise
-    BLOCK = 32  # losses whose median counts as a level that the run has reached
-    SLACK, LEAP = 3.0, 20.0  # noise that is forgiven each step, and the sum that is a leap
-    CLIMB_SLACK, CLIMB, CLIMB_MOST = 1.0, 25.0, 5.0  # the same above the best level; most per step
-    LEAST_NOISE = 0.01  # of the level
-    NO_HARM = 1e-3  # of what was learned: to lose less than that is none
-    FIRST = 3  # losses that say where the run began
+    SLACK = 3.0
+    """Noise above the recent level that one loss may have. More counts towards a leap, and is not
+    learned as part of the level."""
+
+    CLIMB_SLACK = 1.0
+    """The same above the best level. The best of many medians is lower than the true level by up to
+    0.6 of the noise, and a plateau must not seem a climb."""
+
+    LIMIT = 20.0
+    """A sum that is a suspicion: one loss 23 times the noise above, or ten of 5."""
 
     def __init__(self, config: HealingConfig) -> None:
         del config  # nothing here is worth a knob
-        self.losses = Window(self.LOSSES)
-        self.block = Window(self.BLOCK)
+        self.losses = Window(RECENT)
+        self.block = Window(BLOCK)
         self.best = math.inf
         self.best_noise = 0.0
         self.best_step = 0
@@ -42,6 +49,7 @@ class LossChange:
         self.leap_step = -1
         self.first: list[float] = []
         self.ratio = 1.0
+        self.is_suspected = False
 
     def observe(self, record: Record) -> Finding | None:
         loss = record.loss
@@ -49,7 +57,7 @@ class LossChange:
             return None
         if loss == 0.0:
             return None  # RL without advantages: says nothing of the level or the noise to come
-        if len(self.first) < self.FIRST:
+        if len(self.first) < FIRST:
             self.first.append(loss)
         level, noise = self.level()
         if level != level:
@@ -59,16 +67,16 @@ class LossChange:
         z = (loss - level) / noise
         if self.leap == 0.0:
             self.leap_step = record.step
-        self.leap = max(0.0, self.leap + min(z, self.LEAP + self.SLACK) - self.SLACK)
+        self.leap = max(0.0, self.leap + min(z, self.LIMIT + self.SLACK) - self.SLACK)
         self._climb(loss, noise)
         if z <= self.SLACK:
             self._absorb(record)
-        if self.leap >= self.LEAP:
+        if self.leap >= self.LIMIT:
             # The loss of a step is that of the weights before it.
             since = max(self.leap_step - 1, 0)
             self.leap = self.climb = 0.0
             return self._found(Cause.LOSS_SPIKE, record, since, level, noise)
-        if self.climb >= self.CLIMB:
+        if self.climb >= self.LIMIT:
             self.climb = 0.0
             return self._found(Cause.DIVERGENCE, record, self.best_step, self.best, noise)
         return None
@@ -76,18 +84,18 @@ class LossChange:
     def level(self) -> tuple[float, float]:
         """Return the recent level and its noise; NaN while there are fewer than three losses."""
         count = len(self.losses)
-        if count < self.FIRST:
+        if count < FIRST:
             return math.nan, math.nan
         level, spread = self.losses.median_and_spread()
         # Three losses say little about the noise: the fewer there are, the more is allowed for.
-        least = max(self.LEAST_NOISE, 0.3 / count) * abs(level)
-        learned = self.NO_HARM * (median(self.first) - level)
-        return level, max(spread, least, learned, 1e-300)
+        least = SAME * max(1.0, BLOCK / count) * abs(level)
+        learned = NEGLIGIBLE * (median(self.first) - level)
+        return level, max(spread, least, learned, sys.float_info.min)
 
     def ratio_of(self, loss: float) -> float:
         """Return a loss over its level; that of the last one where the level is not known."""
         level, noise = self.level()
-        ratio = 1.0 + (loss - level) / max(abs(level), 8.0 * noise)
+        ratio = 1.0 + (loss - level) / max(abs(level), noise)
         return ratio if math.isfinite(ratio) else self.ratio
 
     def rebase(self) -> None:
@@ -96,17 +104,18 @@ class LossChange:
         self.block.clear()
         self.best, self.best_noise = math.inf, 0.0
         self.leap = self.climb = 0.0
+        self.is_suspected = False
 
     def _climb(self, loss: float, noise: float) -> None:
         if math.isinf(self.best):
             return
         z = (loss - self.best) / max(noise, self.best_noise)
-        self.climb = max(0.0, self.climb + min(z, self.CLIMB_MOST) - self.CLIMB_SLACK)
+        self.climb = max(0.0, self.climb + min(z, self.SLACK) - self.CLIMB_SLACK)
 
     def _absorb(self, record: Record) -> None:
         self.losses.push(record.loss)
         self.block.push(record.loss)
-        if len(self.block) < self.BLOCK:
+        if len(self.block) < BLOCK:
             return
         level, spread = self.block.median, self.block.spread
         self.block.clear()
@@ -117,6 +126,7 @@ class LossChange:
     def _found(
         self, cause: Cause, record: Record, since: int, level: float, noise: float
     ) -> Finding:
+        self.is_suspected = True
         return Finding(
             cause=cause,
             step=record.step,
@@ -133,14 +143,16 @@ class LossChange:
             "losses": self.losses.values(),
             "block": self.block.values(),
             "best": None if math.isinf(self.best) else self.best,
+            "is_suspected": self.is_suspected,
             **{name: getattr(self, name) for name in names},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         if "climb" not in state:
             return  # of version 0.1: learned anew
-        self.losses = Window(self.LOSSES, state["losses"])
-        self.block = Window(self.BLOCK, state["block"])
+        self.losses = Window(RECENT, state["losses"])
+        self.block = Window(BLOCK, state["block"])
+        self.is_suspected = state.get("is_suspected", False)
         self.best = math.inf if state["best"] is None else state["best"]
         self.first = list(state["first"])
         for name in ("best_noise", "best_step", "leap", "climb", "leap_step", "ratio"):

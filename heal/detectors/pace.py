@@ -1,28 +1,23 @@
-"""Detectors over what the host knows of a step: duration, news of the host."""
+"""Detectors over what the host knows of a step: its duration, and flags of the host."""
 
 import math
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
-from heal.detectors.robust import Window
+from heal.detectors.robust import UpperRange
 from heal.verdict import Flag, Record
 
 
 class ThroughputCollapse:
-    """Tells once that steps have become much slower than their median; never acts.
+    """Reports once that steps have become much slower than their upper range; never acts.
 
     Seconds are counted per micro-batch: after a split for lack of memory steps are slower by
     design.
     """
 
-    STEPS, FEWEST = 200, 50
-
     def __init__(self, config: HealingConfig) -> None:
-        self.factor = config.throughput_factor
-        self.patience = config.throughput_patience
-        self.seconds = Window(self.STEPS)
-        self.streak = 0
+        self.seconds = UpperRange(config.throughput_factor, config.throughput_patience)
 
     def observe(self, record: Record) -> Finding | None:
         seconds = record.seconds
@@ -30,16 +25,8 @@ class ThroughputCollapse:
             return None
         if record.micro_batches > 1:
             seconds /= record.micro_batches
-        usual = self.seconds.quantile(0.5)
-        is_slow = len(self.seconds) >= self.FEWEST and seconds > self.factor * usual
-        if not is_slow:
-            self.streak = 0
-            self.seconds.push(seconds)
-            return None
-        self.streak += 1
-        if self.streak > self.patience:
-            self.seconds.push(seconds)
-        if self.streak != self.patience:
+        usual = self.seconds.level()
+        if self.seconds.push(seconds) != self.seconds.patience:
             return None
         return Finding(
             cause=Cause.THROUGHPUT_COLLAPSE,
@@ -47,14 +34,14 @@ class ThroughputCollapse:
             bad_step=record.step,
             severity=Severity.WARN,
             evidence={"seconds": seconds, "usual_seconds": usual},
-            streak=self.streak,
+            streak=self.seconds.streak,
         )
 
     def state(self) -> dict[str, Any]:
-        return {"seconds": self.seconds.values(), "streak": self.streak}
+        return {"seconds": self.seconds.values.values(), "streak": self.seconds.streak}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.seconds, self.streak = Window(self.STEPS, state["seconds"]), state["streak"]
+        self.seconds.load(state["seconds"], state["streak"])
 
 
 class HostNews:
@@ -87,7 +74,7 @@ class HostNews:
                 # Damage was done after the last check that found none.
                 since = self.interval if flag & self.DAMAGE else 0
                 if record.has(Flag.STEP_FAILED):
-                    evidence["phase"], since = "step", 1  # it was told in the record after
+                    evidence["phase"], since = "step", 1  # it is in the record after
                 return Finding(
                     cause=cause,
                     step=record.step,

@@ -1,4 +1,4 @@
-"""Preference training that goes nowhere, or the wrong way. Fed from the trainer's log; alerts."""
+"""Preference training that goes nowhere, or the wrong way. Reads the trainer's log; alerts only."""
 
 import math
 from collections.abc import Mapping
@@ -6,22 +6,18 @@ from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
-from heal.detectors.robust import Window
+from heal.detectors.robust import BLOCK, MOST, SAME, STANDARD_ERRORS, Window
 
 ACCURACY, MARGIN = "rewards/accuracies", "rewards/margins"
 
 
 class ChancePlateau:
-    """Tells once that a preference loss stays at chance, and that nothing else improves either.
+    """Reports once that a preference loss stays at chance, and that nothing else improves either.
 
     Every run starts there, so that the loss alone proves nothing: half of ``plateau_steps`` must
-    have gone by, and accuracy or margins must say the same.
+    have gone by, and accuracy or margins must say the same. Near chance the loss falls by half of
+    what the margin gains, so that a margin within twice ``SAME`` is the same evidence.
     """
-
-    LINES = 20  # of the log, at least this many within the steps that are judged
-    LOSS_MARGIN = 0.01  # of chance: a run that learns leaves it
-    STANDARD_ERRORS = 3.0  # within which an accuracy is still that of a coin
-    ODDS_MARGIN = 0.02  # rewards further apart than this on average are learned, not noise
 
     def __init__(self, config: HealingConfig) -> None:
         self.steps = config.plateau_steps // 2
@@ -40,18 +36,20 @@ class ChancePlateau:
         self.lines.append((step, float(logs["loss"]), float(accuracy), float(margin)))
         while self.lines and self.lines[0][0] <= step - self.steps:
             self.lines.pop(0)
-        if step - self.began < self.steps or len(self.lines) < self.LINES:
+        if step - self.began < self.steps or len(self.lines) < BLOCK:
             return None
         return self._judged(step)
 
     def _judged(self, step: int) -> Finding | None:
         count = len(self.lines)
-        loss, accuracy, margin = (sum(line[i] for line in self.lines) / count for i in (1, 2, 3))
-        noise = self.STANDARD_ERRORS * 0.5 / math.sqrt(count)  # as if a line were one toss
+        _, loss, accuracy, margin = (
+            sum(column) / count for column in zip(*self.lines, strict=True)
+        )
+        noise = STANDARD_ERRORS * 0.5 / math.sqrt(count)  # as if a line were one toss of a coin
         is_flat = (
-            abs(loss - self.chance) < self.LOSS_MARGIN
+            abs(loss - self.chance) < SAME
             and not abs(accuracy - 0.5) > noise
-            and not abs(margin) > self.ODDS_MARGIN
+            and not abs(margin) > 2 * SAME
         )
         if not is_flat:
             self.told = False
@@ -82,14 +80,12 @@ class ChancePlateau:
 
 
 class PreferenceInversion:
-    """Tells once that the rejected answers win: labels the wrong way round, or a wrong sign."""
+    """Reports once that rejected answers win: labels the wrong way round, or a wrong sign."""
 
     KEYS = ("log_odds_chosen", MARGIN)  # ORPO; DPO, KTO, CPO
-    LINES = 20
-    STANDARD_ERRORS = 4.0
 
     def __init__(self, config: HealingConfig) -> None:
-        self.values = Window(self.LINES)
+        self.values = Window(BLOCK)
         self.told = False
 
     def observe(self, step: int, logs: Mapping[str, Any]) -> Finding | None:
@@ -97,10 +93,10 @@ class PreferenceInversion:
         if key is None:
             return None
         self.values.push(float(logs[key]))
-        if len(self.values) < self.LINES:
+        if len(self.values) < BLOCK:
             return None
-        error = self.values.spread / math.sqrt(self.LINES)
-        if not self.values.median < -self.STANDARD_ERRORS * error or self.values.quantile(0.9) > 0:
+        error = self.values.spread / math.sqrt(BLOCK)
+        if not self.values.median < -STANDARD_ERRORS * error or self.values.quantile(MOST) > 0:
             self.told = False
             return None
         if self.told:
@@ -118,7 +114,7 @@ class PreferenceInversion:
         return {"values": self.values.values(), "told": self.told}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.values = Window(self.LINES, state["values"])
+        self.values = Window(BLOCK, state["values"])
         self.told = state["told"]
 
 

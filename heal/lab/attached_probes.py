@@ -74,6 +74,12 @@ class AttachedProbes:
         probes = self._probes
         return bool(probes) and any(steps_done % p.every == 0 for p in probes.values())
 
+    def next_due(self, steps_done: int) -> list[int]:
+        """Return for each probe after how many steps it looks next."""
+        return [
+            steps_done - steps_done % probe.every + probe.every for probe in self._probes.values()
+        ]
+
     def look(self, steps_done: int) -> None:
         """Run the probes that are due after so many steps."""
         for probe in list(self._probes.values()):

@@ -167,7 +167,7 @@ class Drill:
         if steps < 1:
             raise ValueError(f"steps is {steps}; wanted 1 or more")
         began = time.monotonic()
-        self._healer.training.watch_closely(steps)
+        self._healer.watch_closely(steps)
 
         def noted(batch: Any) -> Any:
             loss = train_step(batch)

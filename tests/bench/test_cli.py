@@ -13,6 +13,7 @@ import torch
 from zclip.bench import arguments, cli, suites
 from zclip.bench.catalogue import Case
 from zclip.bench.run import run_case
+from zclip.version import __version__
 
 TINY = ["--shapes", "tiny", "--rounds", "3"]
 
@@ -48,6 +49,7 @@ def test_a_run_prints_a_table_and_writes_every_file(standard, tmp_path, capsys):
     assert "checked against float64" in printed
     document = json.loads((tmp_path / "bench.json").read_text())
     assert document["complete"]
+    assert document["version"] == __version__
     assert [r["case"] for r in document["results"]][:2] == [
         "clip_grad_norm_, tiny, float32",
         "flags, tiny, float32",
@@ -55,6 +57,14 @@ def test_a_run_prints_a_table_and_writes_every_file(standard, tmp_path, capsys):
     assert "zclip" in (tmp_path / "bench.csv").read_text()
     assert (tmp_path / "bench.md").read_text().startswith("| work |")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_rival_that_overflows_is_wrong_and_the_files_are_whole(tmp_path):
+    words = ["--op", "grad_stats", "--values", "1e25", "--json", str(tmp_path / "made.json")]
+    assert run(*TINY, *words) == 0
+    (result,) = json.loads((tmp_path / "made.json").read_text())["results"]
+    assert result["contenders"]["torch foreach"]["is_wrong"]
+    assert not result["contenders"]["zclip"]["is_wrong"]
 
 
 def test_every_combination_that_was_asked_for_is_measured(tmp_path, capsys):

@@ -93,6 +93,25 @@ def test_paired_losses_are_judged_by_ratio_and_noise(pairs, answer):
     assert judge(pairs, noise=0.15, usual=0.2) is answer
 
 
+@pytest.mark.parametrize(
+    ("pairs", "answer"),
+    [
+        ([Pair(1.1, 0.9)], None),  # hard for today's weights only: that is no other data
+        ([Pair(1.1, 1.0)], Answer.OTHER_DATA),  # hard for both
+        ([Pair(0.72, 0.6), Pair(0.75, 0.65), Pair(0.68, 0.62)], Answer.DAMAGED),  # lost each time
+        ([Pair(0.72, 0.6), Pair(0.75, 0.65), Pair(0.68, 0.69)], Answer.OTHER_DATA),  # not each time
+        ([Pair(0.66, 0.61)] * 3, Answer.OTHER_DATA),  # by less than half of the noise
+        ([Pair(0.66, 0.59)] * 3, Answer.DAMAGED),
+        ([Pair(0.90, 0.83)] * 3, Answer.OTHER_DATA),  # by less than a tenth
+        ([Pair(-0.5, -0.59)] * 3, Answer.OTHER_DATA),  # below zero only by the whole noise
+        ([Pair(-0.5, -0.7)] * 3, Answer.DAMAGED),
+    ],
+)
+def test_weights_that_lose_every_batch_are_worse_though_by_less_than_the_noise(pairs, answer):
+    """The noise is of losses, from batch to batch; pairs share their batch."""
+    assert judge(pairs, noise=0.12, usual=0.6) is answer
+
+
 @pytest.mark.parametrize("make", [regression, language])
 def test_experiments_leave_no_trace_in_run(make):
     expected = bare_run(make)

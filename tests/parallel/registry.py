@@ -10,6 +10,7 @@ MODULES = (
     "models",
     "clippers",
     "fused",
+    "during_backward",
     "faults",
     "records",
     "trials",

@@ -15,6 +15,7 @@ from zclip.bench import compare, plots, results, shapes, tables
 from zclip.bench.arguments import Plan, build_parser, listing, plan_of
 from zclip.bench.catalogue import Case
 from zclip.bench.run import TooLarge, run_case
+from zclip.version import __version__
 
 EXIT_WRONG, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
@@ -39,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     document = results.Document(
-        ["zclip-bench", *map(shlex.quote, words)], results.machine(plan.device)
+        ["zclip-bench", *map(shlex.quote, words)],
+        results.machine(plan.device),
+        version=__version__,
     )
     document.left_out += plan.left_out
     code = measure(plan, document, Console())

@@ -81,6 +81,8 @@ class Document:
     left_out: list[str] = field(default_factory=list)
     """One line for each rival or case that took no part, and why."""
     complete: bool = False
+    version: str = "0.1"
+    """Of the package that was measured; 0.1 did not write it down."""
 
     def as_json(self) -> str:
         """Return the file."""

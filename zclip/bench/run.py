@@ -1,6 +1,7 @@
 """Measures one case: checks it, times it in turns with its rivals, counts what it costs."""
 
 import gc
+import math
 import os
 
 import torch
@@ -124,7 +125,7 @@ def _measured(
         launches=cost.launches,
         syncs=cost.syncs,
         peak_bytes=cost.peak_bytes,
-        error=error if error == error else 1.0,
+        error=error if math.isfinite(error) else 1.0,
         is_wrong=work.is_wrong(name, error),
     )
 

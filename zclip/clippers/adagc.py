@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 from zclip.checks import check_fraction, check_limit
 from zclip.clippers.clipper import Clipper
-from zclip.layout import ADAGC_SEEDS, GAMMA_COLUMN, ON_NONFINITE
+from zclip.clippers.state import COUNTERS
+from zclip.layout import ADAGC_SEEDS, GAMMA_COLUMN, ON_NONFINITE, SKIP_COUNT, STEPS
 
 
 class AdaGC(Clipper):
@@ -68,3 +69,31 @@ class AdaGC(Clipper):
 
     def state_size(self, num_tensors: int) -> int:
         return GAMMA_COLUMN + num_tensors
+
+    def steps_accepted(self) -> int:
+        """Return how many steps were not skipped, by which warm-up is counted. This waits."""
+        if not self._state.states:
+            return 0
+        return int(self._state.states[0][STEPS] - self._state.states[0][SKIP_COUNT])
+
+    def for_one_tensor(self, learned: Mapping[str, Any], number: int) -> "AdaGC":
+        """Return a clipper for one tensor, which after warm-up needs nothing of the others.
+
+        Args:
+            learned: what ``state_dict`` says of the group that the tensor is in.
+            number: of the tensor in that group.
+        """
+        alone = AdaGC(
+            self.lambda_rel,
+            self.beta,
+            self.lambda_abs,
+            self.eps,
+            self.warmup_steps,
+            self.seed,
+            on_nonfinite=self.on_nonfinite,
+        )
+        own = {name: learned[name] for name in COUNTERS}
+        own["gamma"] = learned["gamma"][number : number + 1]
+        own["names"] = learned["names"][number : number + 1]
+        alone.load_state_dict({"clipper": "AdaGC", "groups": [own]})
+        return alone

@@ -39,6 +39,7 @@ class AGC(Clipper):
     """
 
     is_global: ClassVar[bool] = False
+    is_by_norm: ClassVar[bool] = False
     folds_scale: ClassVar[bool] = False  # rows are compared with weights, at their true size
 
     def __init__(

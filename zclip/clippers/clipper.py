@@ -15,7 +15,9 @@ from zclip import ops
 from zclip.clippers.peers import Peers, RankGroups
 from zclip.clippers.result import ClipResult, merge_verdicts, noted, share_alarm
 from zclip.clippers.state import ClipState
+from zclip.during_backward import Attachment
 from zclip.layout import (
+    NORM,
     NUM_COUNTERS,
     ON_NONFINITE,
     PROPAGATE,
@@ -71,6 +73,9 @@ class Clipper(ABC):
     is_per_tensor: ClassVar[bool] = False
     """Whether the state has an entry for every parameter, with a gradient or without."""
 
+    is_by_norm: ClassVar[bool] = True
+    """Whether nothing but the statistics of whole tensors decides."""
+
     fields: ClassVar[Mapping[str, int | slice]] = {}
     """Where in the state each named quantity lives, after the three counters."""
 
@@ -84,6 +89,7 @@ class Clipper(ABC):
     """The parameters of a step that took one call of one operator, which one, and its rule."""
 
     _is_aligned = False
+    _attachment: Attachment | None = None
 
     def __init__(self, *, per_group: bool = False, on_nonfinite: str = "skip") -> None:
         if on_nonfinite not in ON_NONFINITE:
@@ -119,6 +125,51 @@ class Clipper(ABC):
         self._peers = Peers(process_group, pipeline_group, record_group, self.per_group)
         self._simple = None
         return self
+
+    def attach(
+        self, *targets: Target, comm_hook: tuple[Any, Callable[..., Any]] | None = None
+    ) -> Attachment:
+        """Measure gradients during backward, as each becomes final; :meth:`step` only finishes.
+
+        Results are the same, bit by bit. A gradient that changes after it was measured, by another
+        backward pass, by the user or by ``GradScaler.unscale_``, is measured again in the step;
+        changes that autograd does not count need :meth:`Attachment.drop`. It serves one process,
+        DistributedDataParallel (after the all-reduce of each bucket) and ``fully_shard`` (after the
+        reduce-scatter). ``docs/during-backward.md`` says where it pays.
+
+        Args:
+            targets: the models, as wrapped; or for one process and ``fully_shard`` whatever
+                :meth:`step` takes.
+            comm_hook: state and hook, for a DistributedDataParallel model that compresses: give
+                them here and not to ``register_comm_hook``, because torch takes one hook only.
+
+        Returns:
+            A handle; ``detach()``, or leaving its ``with`` block, takes the hooks off again.
+
+        Raises:
+            ValueError: this clipper is attached already, or there are other ranks and the
+                gradients are not known to become final in backward.
+            NotImplementedError: the clipper needs more than norms of tensors, or the model is a
+                FullyShardedDataParallel.
+
+        Example:
+            >>> clipper = zclip.ZClip()
+            >>> with clipper.attach(model):
+            ...     loss.backward()  # measures
+            ...     clipper.step(model)  # decides and scales
+        """
+        if not self.is_by_norm:
+            raise NotImplementedError(
+                f"{type(self).__name__} looks at more than norms of tensors; expected a clipper "
+                "that does not, such as ZClip, AdaGC or GlobalNorm"
+            )
+        if self._attached() is not None:
+            raise ValueError(
+                "the clipper is attached already; expected detach() first, or all models in one "
+                "call of attach"
+            )
+        self._attachment = Attachment(targets, comm_hook)
+        return self._attachment
 
     @abstractmethod
     def settings(self, group: Mapping[str, Any]) -> tuple[float, ...]:
@@ -209,7 +260,9 @@ class Clipper(ABC):
         grad_scale: Tensor | None,
         extra: Tensor | None,
     ) -> Tensor:
-        if self._simple is not None and grad_scale is None and extra is None:
+        attachment = self._attached()
+        is_plain = attachment is None and grad_scale is None and extra is None
+        if self._simple is not None and is_plain:
             result = self._clip_simply(self._cache.find(targets))
             if result is not None:
                 self.result = result
@@ -227,7 +280,11 @@ class Clipper(ABC):
             grad_scale = None
         result = None
         if peers.reduction is None and len(self._state.states) == 1 and grad_scale is None:
-            result = self._clip_at_once(found, grads, loss)
+            if not self._finishes(grads) or self.replaceable in self.__dict__:
+                result = self._clip_at_once(found, grads, loss)
+            else:
+                result = self.finish(self._measured(found, grads), found.settings[0], loss)
+                self._scale(grads, result.coefs)
         if result is None:
             result, record = self._decide(found, grads, loss, grad_scale, extra, record)
             self._scale(grads, _unscaled(result.coefs[peers.own], grad_scale))
@@ -284,6 +341,29 @@ class Clipper(ABC):
             return None
         seen = self._seen_loss(loss, state.states[0])
         return RuleCall(state.states[0], rule, self.settings(found.settings[0]), seen)
+
+    def early_stats(self, grads: list[Tensor]) -> Tensor | None:
+        """Return the stats of ``grads``, measuring those that were not during backward.
+
+        For optimizers, after :meth:`rule_call`.
+
+        Args:
+            grads: one for every parameter, empty where there is none.
+
+        Returns:
+            float64 [N, 3]; None if the clipper is not attached, or a gradient is float64.
+        """
+        found = self._peers.found
+        if found is None or not self._finishes(grads):
+            return None
+        return self._measured(found, grads)
+
+    def finish(
+        self, stats: Tensor, group: Mapping[str, Any], loss: Tensor | None = None
+    ) -> ClipResult:
+        """Decide about one group of gradients from what :meth:`early_stats` returned."""
+        coefs, verdict = self.judge(self._state.states[0], stats, group, loss)
+        return ClipResult(verdict[NORM].clone(), stats, coefs, verdict)
 
     def accept(self, result: ClipResult) -> None:
         """Take over what an operator found after :meth:`rule_call`."""
@@ -375,6 +455,24 @@ class Clipper(ABC):
             self._state.fit(found, grads[0].device)
         return found, grads
 
+    def _attached(self) -> Attachment | None:
+        attachment = self._attachment
+        return attachment if attachment is not None and attachment.is_attached else None
+
+    def _finishes(self, grads: list[Tensor]) -> bool:
+        """Whether a step can start from stats. The norm is then the verdict's, a float32."""
+        return self._attached() is not None and norm_dtype(grads) == torch.float32
+
+    def _measured(self, found: Targets, grads: list[Tensor]) -> Tensor:
+        """Return the stats of gradients, as far as possible those taken during backward."""
+        attachment = self._attached()
+        if attachment is None:
+            return ops.grad_stats(grads)
+        params = found.params
+        if self._present is not None:
+            params = [params[i] for i in self._present]
+        return attachment.complete(params, grads)
+
     def _tag(self) -> Tensor | None:
         """Return the number of the step, by which ranks notice that they are apart."""
         if not self._state.states:
@@ -431,7 +529,7 @@ class Clipper(ABC):
         record: Record | None,
     ) -> tuple[ClipResult, Record | None]:
         """Any number of groups, devices and ranks: the same operators, one at a time."""
-        stats = ops.grad_stats(grads)
+        stats = self._measured(found, grads)
         if grad_scale is not None:
             stats[:, SUMSQ] *= _inverse(grad_scale, stats.device).square()
         stats, record = self._peers.add_up(stats, loss, extra, self._tag, record)
@@ -464,7 +562,7 @@ class Clipper(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the parameters and the last result: they belong to the run, not to us."""
         of_the_run = {"_cache": TargetCache(), "_present": None, "result": None, "_simple": None}
-        return {**self.__dict__, **of_the_run}
+        return {**self.__dict__, **of_the_run, "_attachment": None}
 
 
 def _unscaled(coefs: Tensor, grad_scale: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from zclip.layout import (
     MEAN,
     NAN,
     NORM,
+    NUM_FLAGS,
     SKIP_COUNT,
     SKIPS,
     STD,
@@ -79,9 +80,8 @@ def merge_verdicts(verdicts: list[Tensor], stats: Tensor, counters: Tensor | Non
     """
     table = torch.stack(verdicts)
     merged = table.amax(dim=0)  # BLOCKED: any group; LOSS and the ratio: the same in all
-    flags = verdicts[0][FLAGS].int()
-    for verdict in verdicts[1:]:
-        flags = flags | verdict[FLAGS].int()
+    every_bit = 2 ** torch.arange(NUM_FLAGS, device=table.device)
+    flags = (table[:, FLAGS, None].long() & every_bit).amax(dim=0).sum()  # any of them: bitwise or
     merged[FLAGS] = flags
     merged[NORM] = table[:, NORM].double().square().sum().sqrt()
     blocked = merged[BLOCKED] > 0

@@ -3,6 +3,7 @@
 from zclip.optim.adam import Adam, AdamW
 from zclip.optim.clipped import APPLY, ClippedOptimizer, wrap
 from zclip.optim.fused import CLIP_KEY, FusedOptimizer
+from zclip.optim.in_backward import StepInBackward, step_in_backward
 from zclip.optim.lion import Lion
 from zclip.optim.result import StepResult
 from zclip.optim.sgd import SGD
@@ -16,6 +17,8 @@ __all__ = [
     "ClippedOptimizer",
     "FusedOptimizer",
     "Lion",
+    "StepInBackward",
     "StepResult",
+    "step_in_backward",
     "wrap",
 ]

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from zclip.clippers import CLIPPERS, Clipper, ClipResult
+from zclip.during_backward import Attachment
 from zclip.layout import BLOCKED, FLAGS, HAS_INF, HAS_NAN
 from zclip.mailbox import Mailbox
 from zclip.momentum import FirstMomentum
 from zclip.optim.fused import CLIP_KEY, FusedOptimizer
+from zclip.optim.in_backward import StepInBackward
 from zclip.optimizer_proxy import OptimizerProxy
 from zclip.unscaling import adopt_unscaling, asking_scaler
 from zclip.verdict_ring import VerdictRing, is_capturing
@@ -66,12 +69,16 @@ class ClippedOptimizer(OptimizerProxy):
             DDP, FSDP2 and whatever else makes DTensors.
         pipeline_group: ranks with the other stages of a pipeline.
         record_group: ranks to share losses and extra lanes with, where gradients need no message.
+        during_backward: measure gradients as they become final, see :meth:`zclip.Clipper.attach`.
+            True for one process or ``fully_shard``; a DistributedDataParallel model has to be
+            given itself.
 
     Attributes:
         inner: the wrapped optimizer.
         clipper: what clips.
         lr_scale: multiplies the learning rate of every group during the step and is not seen
             outside of it, so that no scheduler undoes it; not part of ``state_dict``.
+        attachment: what :meth:`zclip.Clipper.attach` returned, if ``during_backward`` is given.
         mailbox: carries the verdicts to the host.
         steps: how many steps were clipped; set back by those who take steps back.
 
@@ -93,6 +100,7 @@ class ClippedOptimizer(OptimizerProxy):
         process_group: "ProcessGroup | None" = None,
         pipeline_group: "ProcessGroup | None" = None,
         record_group: "ProcessGroup | None" = None,
+        during_backward: bool | Module = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}; wanted a torch Optimizer")
@@ -104,6 +112,11 @@ class ClippedOptimizer(OptimizerProxy):
             raise ValueError(
                 f"optimizer is {type(optimizer).__name__} with a clipper of its own; expected one "
                 "made with clipper=None, or no wrapper"
+            )
+        if isinstance(optimizer, StepInBackward) and not optimizer.clips_in_backward:
+            raise ValueError(
+                "optimizer steps in backward; a wrapper can only report what it does if it has a "
+                "clipper that is past its warm-up: expected AdaGC(warmup_steps=0)"
             )
         super().__init__(optimizer)
         self.clipper = clipper
@@ -124,12 +137,16 @@ class ClippedOptimizer(OptimizerProxy):
         if (process_group, pipeline_group, record_group) != (None, None, None):
             clipper.distribute(process_group, pipeline_group, record_group)
         clipper.bind(self.param_groups)
+        self.attachment: Attachment | None = None
+        if during_backward is not False:
+            watched = self.param_groups if during_backward is True else during_backward
+            self.attachment = clipper.attach(watched)
 
     @property
     def guards_on_device(self) -> bool:
         """Whether the wrapped optimizer reads ``found_inf`` on the device."""
         inner = self.inner
-        if isinstance(inner, FusedOptimizer):
+        if isinstance(inner, (FusedOptimizer, StepInBackward)):
             return True
         # Copying and pickling lose the attribute, although the step still reads found_inf.
         if isinstance(inner, _FUSED):
@@ -275,7 +292,16 @@ class ClippedOptimizer(OptimizerProxy):
         grad_scale: Tensor | None,
         extra: Tensor | None,
     ) -> ClipResult | None:
-        """Clip these groups, or with ``apply="grad_scale"`` only decide; count nothing."""
+        """Clip these groups, or with ``apply="grad_scale"`` only decide; count nothing.
+
+        Of an optimizer that steps in backward this returns what that has found and done.
+        """
+        if isinstance(self.inner, StepInBackward):
+            self.inner.lr_scale = self.lr_scale  # of the next backward
+            found = self.inner.finish()
+            if found is not None:
+                self.clipper.accept(found)
+            return found
         if self.apply == "inplace":
             self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
         else:
@@ -433,6 +459,7 @@ class ClippedOptimizer(OptimizerProxy):
         return {
             **{name: self.__dict__[name] for name in kept},
             "capturable": self.capturable,
+            "attachment": None,
             "_warned": self._warned,
             "_momentum": FirstMomentum(),
             "_named": [(name, param) for name, param in self._named if id(param) in own],
@@ -459,8 +486,8 @@ def wrap(
         >>> optimizer = zclip.wrap(torch.optim.AdamW(model.parameters(), fused=True), "zclip")
     """
     groups = ("process_group", "pipeline_group", "record_group")
-    own = ("skip_nonfinite", "apply", "named_parameters", "lag", "capturable", *groups)
-    of_wrapper = {name: settings.pop(name) for name in own if name in settings}
+    own = ("skip_nonfinite", "apply", "named_parameters", "lag", "capturable", "during_backward")
+    of_wrapper = {name: settings.pop(name) for name in (*own, *groups) if name in settings}
     if isinstance(clipper, str):
         if clipper not in CLIPPERS:
             raise ValueError(f"clipper is {clipper!r}; wanted one of {', '.join(CLIPPERS)}")

@@ -1,6 +1,7 @@
 """What all fused optimizers share: plans, clipping inside the step, telemetry, checkpoints."""
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from operator import is_
 from typing import Any, ClassVar
 
@@ -184,11 +185,12 @@ class FusedOptimizer(Optimizer):
         plan, grads = self._gradients()
         if grads is None and self.clipper is None:
             return None
-        clipper, call = self.clipper, None
+        clipper, call, stats = self.clipper, None, None
         if clipper is not None:
             call = clipper.rule_call(self.param_groups, plan.device, loss)
             if call is None or grads is None:
                 return self._step_apart(loss, None)
+            stats = clipper.early_stats(grads)
         scaler = self.__dict__
         grad_scale, found_inf = scaler.get("grad_scale"), scaler.get("found_inf")
         rule = (plan.ledger, _NO_RULE, (), None) if call is None else call
@@ -200,6 +202,7 @@ class FusedOptimizer(Optimizer):
             found_inf is not None and bool(found_inf),
             self.skip_nonfinite,
             self.seed,
+            stats,
         )
         if results is None:  # a tensor has moved
             self._make_plans()
@@ -269,8 +272,13 @@ class FusedOptimizer(Optimizer):
         call = None if grads is None else clipper.rule_call(self.param_groups, plan.device, loss)
         if call is None or grads is None:
             return None
-        served = serve(torch.ops.zclip.decide_by_.default, grads, *call, name=plan.name)
-        clip = ClipResult(*served[0]) if served else None
+        stats = clipper.early_stats(grads)
+        clip: ClipResult | None
+        if stats is not None:
+            clip = clipper.finish(stats, self.param_groups[0], loss)
+        else:
+            served = serve(torch.ops.zclip.decide_by_.default, grads, *call, name=plan.name)
+            clip = ClipResult(*served[0]) if served else None
         if clip is not None:
             clipper.accept(clip)
         return clip
@@ -413,6 +421,31 @@ class FusedOptimizer(Optimizer):
                 state[key] = value.to(fresh.device, fresh.dtype)
             elif key != "step" and value.stride() != fresh.stride():
                 state[key] = fresh.copy_(value)
+
+    def for_one_tensor(
+        self, group: Mapping[str, Any], param: Tensor, number: int, clipper: Clipper | None
+    ) -> "FusedOptimizer":
+        """Return an optimizer of one parameter, whose state is the one that it has here.
+
+        Args:
+            group: the group that the parameter is in.
+            param: the parameter; it has a gradient.
+            number: of the parameter in all groups.
+            clipper: what clips it.
+        """
+        if self.state.get(param):
+            self._complete(group, param)
+        alone = copy(self)
+        alone.param_groups = [{**group, "params": [param], "param_names": [self.names[number]]}]
+        alone.state = {param: dict(self.state[param])} if param in self.state else {}
+        alone.seed = self.seed + number  # or all tensors would round by the same numbers
+        alone.clipper = clipper
+        if clipper is not None:
+            clipper.align()
+            clipper.bind(alone.param_groups)
+        alone._make_plans()
+        self.state[param] = dict(alone.state[param])
+        return alone
 
     # Checkpoints and copies
 

@@ -27,7 +27,8 @@ library.define("drop_plan(int plan) -> ()")
 library.define(
     "fused_step_(Tensor[] grads, int plan, Tensor(a!) state, int rule, float[] rule_settings,"
     " Tensor? loss, float[] settings, float grad_scale, bool found_inf, bool skip_nonfinite,"
-    " int seed) -> (Tensor norm, Tensor stats, Tensor coefs, Tensor verdict, Tensor rows,"
+    " int seed, Tensor? stats=None) -> (Tensor norm, Tensor stats, Tensor coefs, Tensor verdict,"
+    " Tensor rows,"
     " Tensor summary)"
 )
 

@@ -31,7 +31,7 @@ ABOUT: dict[str, str] = {
     "norm_volatility": "Log of the noise of the log norm, 10 steps over 100.",
     "z_run": "Log of how many steps in a row had a norm more than one deviation above usual.",
     "clip_rate": "Share of clipped steps: of the last 16 less of the last 128.",
-    "refused_rate": "Share of refused steps among the last 32.",
+    "refused_rate": "Share of skipped steps among the last 32.",
     "lr_ratio": "Log of the learning rate over its mean of 128 steps.",
     "lr_growth": "Growth of the learning rate per step, in percent, mean of 16.",
     "lr_beyond": "Log of the learning rate over its highest mean of 32 steps.",

@@ -3,9 +3,17 @@
 import numpy as np
 import pytest
 
-from tests.heal.detectors.streams import alarms, healthy_streams, learning_curve, records
+from tests.heal.detectors.streams import (
+    alarms,
+    healthy_streams,
+    learning_curve,
+    norm_streams,
+    records,
+    schedules,
+)
 
 SEEDS = 3
+STEPS = 2000
 NAMES = [name for name, _ in healthy_streams(0, steps=100)]
 
 
@@ -29,24 +37,6 @@ def test_a_critic_may_wander_far_and_back(seed):
     assert alarms(records(walk)) == []
 
 
-STEPS = 2000
-
-
-def norm_streams(seed):
-    g = np.random.default_rng(seed)
-    normal, t = g.standard_normal(STEPS), np.arange(STEPS)
-    yield "heavy tails", np.abs(g.standard_cauchy(STEPS))
-    yield "shrinking", np.exp(-t / 300) * np.exp(0.3 * normal)
-    yield "growing", np.exp(t / 500) * np.exp(0.3 * normal)
-    yield "zero, mostly", np.where(g.random(STEPS) < 0.8, 0.0, np.exp(normal))
-    yield "zero at first", np.where(t < 300, 0.0, np.exp(0.3 * normal))
-    yield "tiny at first", np.where(t < 300, 1e-9, 1.0) * np.exp(0.3 * normal)
-    yield "a new regime", np.where(t < 1000, 1.0, 500.0) * np.exp(0.3 * normal)
-    yield "clipped by the caller", np.full(STEPS, 1.0)
-    yield "rare giants", np.where(g.random(STEPS) < 0.01, 1e6, 1.0)
-    yield "giants in pairs", np.where((t % 200) < 2, 1e5, 1.0)
-
-
 @pytest.mark.parametrize("name", [name for name, _ in norm_streams(0)])
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_gradient_norms_alone_change_nothing(name, seed):
@@ -61,19 +51,6 @@ def test_a_run_that_memorised_its_data_may_get_new_data():
     losses = 2.3 * np.exp(-phase / 60.0) * np.exp(0.1 * g.standard_normal(STEPS))
     losses[1000:1100] *= 3.0
     assert alarms(records(losses, norms=3.0 * losses)) == []
-
-
-def schedules():
-    t = np.arange(STEPS)
-    yield "constant", np.full(STEPS, 1e-3)
-    yield "zero", np.zeros(STEPS)
-    yield "cosine to zero", 5e-4 * (1 + np.cos(np.pi * t / STEPS))
-    yield "warm-up from zero", np.minimum(t / 500, 1.0) * 1e-3
-    yield "steep warm-up", 1e-3 * np.minimum(1.0, 10.0 ** (t / 20 - 6))
-    yield "warm restarts", 1e-6 + 5e-4 * (1 + np.cos(np.pi * (t % 300) / 300))
-    yield "one cycle", 1e-3 * np.exp(-(((t - 600) / 300.0) ** 2))
-    yield "steps down", 1e-2 * 0.1 ** (t // 500)
-    yield "second phase, higher", np.where(t < 500, 1e-6, 1e-3)
 
 
 @pytest.mark.parametrize("name", [name for name, _ in schedules()])

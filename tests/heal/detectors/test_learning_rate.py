@@ -78,11 +78,11 @@ def held(lrs, scheduled=math.nan):
     return watch.held_lr()
 
 
-def test_a_rate_is_held_once_it_was_the_same_for_twenty_steps():
-    assert held([1e-3] * 20) == 0.0
-    assert held([1e-3] * 21) == 1e-3
-    assert held([1e-3] * 21 + [2e-3] * 20) == 1e-3
-    assert held([1e-3] * 21 + [2e-3] * 21) == 2e-3
-    assert held([1e-3] * 21 + [1e-4] * 21) == 1e-3  # the highest counts
+def test_a_rate_is_held_once_it_was_the_same_for_32_steps():
+    assert held([1e-3] * 32) == 0.0
+    assert held([1e-3] * 33) == 1e-3
+    assert held([1e-3] * 33 + [2e-3] * 32) == 1e-3
+    assert held([1e-3] * 33 + [2e-3] * 33) == 2e-3
+    assert held([1e-3] * 33 + [1e-4] * 33) == 1e-3  # the highest counts
     assert held([1e-3 * 1.05**step for step in range(60)]) == 0.0
     assert held([1e-3] * 60, scheduled=1e-3) == 0.0  # a schedule explains it

@@ -59,3 +59,16 @@ def test_values_that_were_saved_come_back():
     window = Window(4, [1.0, math.nan, 2.0, 3.0, 4.0, 5.0])
     assert window.values() == [2.0, 3.0, 4.0, 5.0]
     assert window.median == 4.0
+
+
+@pytest.mark.parametrize(("value", "is_kept"), [(0.99e100, True), (1.01e100, False)])
+def test_numbers_that_no_loss_comes_near_are_ignored(value, is_kept):
+    window = Window(4, [value, -value])
+    assert window.values() == ([value, -value] if is_kept else [])
+
+
+def test_the_oldest_value_is_the_one_that_the_next_replaces():
+    window = Window(2, [3.0, 1.0, 2.0])
+    assert window.oldest == 1.0
+    window.push(5.0)
+    assert window.oldest == 2.0

@@ -51,4 +51,4 @@ def test_the_sentences_count_what_the_table_shows():
     counted = int(sentence.split(" of ")[0].split()[-1])
     assert sure <= counted <= sure + doubtful
     loud = sum(float(row[3]) > 1.005 for row in rows)
-    assert f"and {loud} of {len(rows)} have more than one false" in sentence
+    assert f". {loud} of {len(rows)} have more than one false" in sentence

@@ -128,7 +128,7 @@ def test_what_was_found_while_saving_is_treated_after_the_resume():
         severity=Severity.WARN,
         evidence={"level": np.float32(0.5)},
     )
-    healer.recovery._late = [Seen(3, [found, replace(found, cause=Cause.OVERFITTING)])]
+    healer.recovery.late = [Seen(3, [found, replace(found, cause=Cause.OVERFITTING)])]
     saved = json.loads(json.dumps(healer.memory.state_dict()["untreated"]))
     model, _, new = build()
     new.memory.load_state_dict({**healer.memory.state_dict(), "untreated": saved})

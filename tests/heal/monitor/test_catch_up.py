@@ -231,14 +231,14 @@ def test_what_was_found_on_the_way_is_noted_when_the_run_ends():
 
 def test_what_was_found_stays_so_when_hearing_fails():
     _, _, healer = build(snapshot_interval=50)
-    healer.recovery._late = [Seen(13, [lasting(Cause.PLATEAU, 13)])]
+    healer.recovery.late = [Seen(13, [lasting(Cause.PLATEAU, 13)])]
 
     def raises():
         raise RuntimeError("no mail")
 
     healer.guarded.mailbox.poll = raises
     healer.recovery.catch_up()
-    assert [seen.step for seen in healer.recovery._late] == [13]
+    assert [seen.step for seen in healer.recovery.late] == [13]
     assert "RuntimeError('no mail')" in healer.notes[0]
 
 

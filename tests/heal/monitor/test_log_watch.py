@@ -69,7 +69,7 @@ def test_a_plateau_is_not_told_of_at_the_start_nor_while_the_learning_rate_is_ze
 def test_preferences_the_wrong_way_round_are_told_of():
     rng = random.Random(0)
     lines = [{"log_odds_chosen": -0.5 + rng.gauss(0, 0.1)} for _ in range(40)]
-    assert heard(lines) == [("preference_inversion", 20)]
+    assert heard(lines) == [("preference_inversion", 32)]
     assert heard([{"rewards/margins": rng.gauss(0, 1)} for _ in range(400)]) == []
 
 
@@ -78,10 +78,10 @@ def test_chosen_answers_that_become_unlikely_are_told_of(key, sign):
     rng = random.Random(0)
     healthy = [{key: sign * (3 + rng.gauss(0, 0.2))} for _ in range(100)]
     assert heard(healthy) == []
-    worse = [{key: sign * (3 + 0.1 * s + rng.gauss(0, 0.2))} for s in range(100)]
+    worse = [{key: sign * (3 + 0.1 * s + rng.gauss(0, 0.2))} for s in range(120)]
     (cause, step), *rest = heard(healthy + worse)
     assert cause == "likelihood_collapse"
-    assert 130 < step < 175
+    assert 170 < step < 190
     assert rest == []
 
 
@@ -108,7 +108,7 @@ def test_groups_without_any_difference_are_told_of_and_some_such_groups_are_not(
     collapsed = [grpo(rng, 0.4, 0.0, 1.0) for _ in range(100)]
     (cause, step), *rest = heard(usual + collapsed)
     assert (cause, rest) == ("reward_collapse", [])
-    assert step <= 115
+    assert step <= 117
 
 
 def test_rewards_that_fall_are_told_of_and_rewards_that_wander_are_not():
@@ -142,8 +142,40 @@ def test_a_divergence_that_blows_up_is_told_of_once(key):
     usual = [{key: 0.1 + abs(rng.gauss(0, 0.05))} for _ in range(50)]
     assert heard(usual) == []
     assert heard([*usual, {key: 50.0}, *usual]) == []  # one line is nothing
-    assert heard(usual + [{key: 20.0 + s} for s in range(30)]) == [("kl_blowup", 55)]
+    assert heard(usual + [{key: 20.0 + s} for s in range(30)]) == [("kl_blowup", 58)]
     assert heard([{key: 0.001 * s} for s in range(500)]) == []  # a policy that learns moves
+
+
+@pytest.mark.parametrize(("fall", "is_found"), [(0.75, False), (0.78, True)])
+def test_rewards_fall_by_two_spreads_before_anything_is_said(fall, is_found):
+    """Any 32 rewards are spread evenly over 1; their quartiles lie 0.516 apart: 0.3825 spreads."""
+    even = [2.0 + (i * 7 % 32) / 31 for i in range(128)]
+    found = heard([{"reward": reward} for reward in [*even, *(r - fall for r in even)]])
+    assert found == ([("reward_collapse", found[0][1])] if is_found else [])
+    assert all(128 < step <= 160 for _, step in found)
+
+
+@pytest.mark.parametrize(("std", "is_found"), [(0.0021, False), (0.0019, True)])
+def test_rewards_that_differ_by_less_than_a_thousandth_are_all_alike(std, is_found):
+    assert bool(heard([{"reward": 2.0, "reward_std": std}] * 40)) is is_found
+
+
+@pytest.mark.parametrize(("kl", "is_found"), [(0.99, False), (1.01, True)])
+def test_a_divergence_below_one_nat_is_none(kl, is_found):
+    assert bool(heard([{"kl": 0.001}] * 20 + [{"kl": kl}] * 20)) is is_found
+
+
+@pytest.mark.parametrize(("kl", "is_found"), [(5.9, False), (6.1, True)])
+def test_a_divergence_three_times_its_upper_range_blows_up(kl, is_found):
+    assert bool(heard([{"kl": 2.0}] * 20 + [{"kl": kl}] * 20)) is is_found
+
+
+@pytest.mark.parametrize(("margin", "is_found"), [(-0.33, False), (-0.36, True)])
+def test_preferences_are_inverted_by_four_standard_errors(margin, is_found):
+    """Quartiles are -1 and the margin: four errors of 32 are 0.524 of their distance."""
+    assert bool(heard([{"rewards/margins": -1.0}] * 9 + [{"rewards/margins": margin}] * 23)) is (
+        is_found
+    )
 
 
 def test_losses_that_are_zero_or_negative_mean_nothing_here():

@@ -262,7 +262,7 @@ def test_the_usual_norm_is_known_when_there_are_enough():
 
 def test_an_explosion_right_after_a_rollback_is_heard_as_soon_as_ever():
     model, _, healer = build()
-    for step in range(120):
+    for step in range(140):
         explode(model, healer, 1.0 if step < 100 else 60.0)
     healer.training.restore(100)
     log = len(healer.recovery.log)

@@ -1,0 +1,51 @@
+"""What a fused optimizer measured while it updated: writes that no update explains."""
+
+from typing import Any
+
+from heal.causes import Cause, Finding, Severity
+from heal.config import HealingConfig
+from heal.verdict import Flag, Record
+
+
+class ForeignWrites:
+    """Suspects weights or moments that something other than the optimizer has written.
+
+    A flipped bit, wrong code and a meant change (weights clamped after every step, a moving average
+    swapped in) look alike, so that the experiment decides. Where such writes are a habit they say
+    nothing: one is a suspicion only if none came for ``RARE`` steps. NaN and Inf in weights or
+    moments are not judged here: the flag has the monitor check them at once.
+    """
+
+    RARE = 100  # steps without a foreign write, after which one is worth an experiment
+
+    def __init__(self, config: HealingConfig) -> None:
+        self.last = -self.RARE
+        self.expected = -1
+
+    def observe(self, record: Record) -> Finding | None:
+        """Judge a record; see :class:`heal.detect.Detector`."""
+        if not record.has(Flag.FOREIGN_WRITE):
+            return None
+        since, self.last = record.step - self.last, record.step
+        if record.step <= self.expected or since < self.RARE:
+            return None
+        return Finding(
+            cause=Cause.WEIGHT_DRIFT,
+            step=record.step,
+            bad_step=record.step,
+            severity=Severity.ERROR,
+            evidence={"written_by": "something other than the optimizer", "measured": True},
+            wants_proof=True,
+        )
+
+    def expect(self, step: int) -> None:
+        """Take a write before ``step`` for meant: a rollback or the user made it."""
+        self.expected = max(self.expected, step)
+
+    def state(self) -> dict[str, Any]:
+        """Return what is remembered."""
+        return {"last": self.last, "expected": self.expected}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Remember what :meth:`state` returned."""
+        self.last, self.expected = state["last"], state["expected"]

@@ -1,0 +1,39 @@
+"""Damage that costs a tenth of the loss, not a multiple of it, is found and healed as well."""
+
+import pytest
+
+from benchmarks.damage.families import make
+from benchmarks.damage.kinds import KINDS
+from benchmarks.damage.runs import train
+from benchmarks.damage.table import TOLERANCE
+
+STEPS = 500
+
+
+def ended(name, family, seed):
+    (kind,) = [kind for kind in KINDS if kind.name == name]
+    return train(make(family, seed), kind, seed, STEPS, "heal")
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "seed"),
+    [
+        ("LR + 3 % per step", "GPT", 0),  # today's weights lose every batch, by a tenth
+        ("LR + 3 % per step", "CNN", 1),
+        ("one layer + N(0, 1)", "CNN", 1),  # it comes down by itself to 1.2 times the twin
+        ("one layer + N(0, 1)", "CNN", 2),
+    ],
+)
+def test_mild_damage_ends_within_a_tenth_of_the_undamaged_twin(name, family, seed):
+    twin = train(make(family, seed), None, seed, STEPS, "none")
+    healed = ended(name, family, seed)
+    assert healed.rollbacks >= 1
+    assert healed.loss <= TOLERANCE * twin.loss
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_rate_far_too_high_from_the_start_is_reported_though_chance_was_learned(seed):
+    """The loss goes to that of the frequencies of classes, which is a little below the first."""
+    reports = ended("LR x 1000 from the start", "MLP", seed).reports
+    assert reports is not None
+    assert "not_learning" in reports

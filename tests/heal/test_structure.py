@@ -1,0 +1,96 @@
+"""The loop can be read: few files a step, no hands in another object, public seams only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tools import trace_calls
+
+ROOT = Path(__file__).parents[2]
+CORE = (
+    *("attempts", "durable", "experiment", "guarded_step", "healer", "monitor"),
+    *("recovery", "run", "snapshots", "trials"),
+)
+"""The modules that a step, a rollback and a checkpoint pass through."""
+
+MOST_FILES = 12  # that the usual step of a healthy run visits
+FORMER = {"Parts", "Given", "Owner", "catch_up", "on_restore", "healing_state", "tell"}
+"""What version 0.1 was wired with."""
+
+
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+def assigned(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        else:
+            continue
+        for target in targets:
+            yield from target.elts if isinstance(target, ast.Tuple) else [target]
+
+
+def test_a_healthy_step_visits_few_files():
+    files = trace_calls.healthy_step().files
+    assert len(files) <= MOST_FILES, sorted(files)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_nobody_assigns_an_attribute_of_a_collaborator(name):
+    found = [
+        ast.unparse(target)
+        for target in assigned(parsed(ROOT / "heal" / f"{name}.py"))
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.value, ast.Attribute)
+        and ast.unparse(target.value).startswith("self.")
+    ]
+    assert found == []
+
+
+def test_the_healer_is_one_class_without_owners_parts_and_mixins():
+    tree = parsed(ROOT / "heal" / "healer.py")
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert [node.name for node in classes] == ["Healer"]
+    assert classes[0].bases == []
+    for name in ("healer", "monitor", "run"):
+        names = {
+            node.attr if isinstance(node, ast.Attribute) else node.id
+            for node in ast.walk(parsed(ROOT / "heal" / f"{name}.py"))
+            if isinstance(node, ast.Attribute | ast.Name)
+        }
+        assert not names & (FORMER - {"catch_up"}), name
+
+
+def private_attributes(tree):
+    """Attributes with an underscore that are not asked of ``self``, ``cls`` or a foreign object."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            owner = ast.unparse(node.value)
+            if "healer" in owner.split(".") or owner.startswith("healer."):
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "heal" / "integrations").rglob("*.py")), ids=lambda path: path.stem
+)
+def test_integrations_use_no_private_name_of_the_healer(path):
+    private = [name for name in private_attributes(parsed(path)) if not name.endswith("__")]
+    assert private == []
+    imported = [
+        alias.name
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("heal")
+        for alias in node.names
+    ]
+    assert [name for name in imported if name.startswith("_")] == []
+
+
+def test_an_integration_is_at_most_four_files():
+    for folder in ("transformers", "lightning"):
+        files = [p for p in (ROOT / "heal/integrations" / folder).glob("*.py")]
+        assert len([p for p in files if p.stem != "__init__"]) <= 4
