@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from heal.causes import ABOUT, Family  # noqa: E402
+from heal.causes import Cause, Family  # noqa: E402
 from heal.exit_codes import ExitCode  # noqa: E402
 
 HEALING = ROOT / "docs" / "healing.md"
@@ -29,7 +29,8 @@ CURES = {
 def causes_table() -> str:
     """One row per cause."""
     rows = ["| cause | meaning | response | reference |", "|---|---|---|---|"]
-    for cause, about in ABOUT.items():
+    for cause in Cause:
+        about = cause.about
         cure = CURES[about.family]
         rows.append(f"| `{cause.value}` | {about.summary} | {cure} | {about.reference} |")
     return "\n".join(rows)

@@ -1,12 +1,45 @@
 """Heals training runs: rolls back, lowers the learning rate or shrinks the batch when needed.
 
 Decides what to do about trouble that :mod:`zclip` reports. Imports zclip, never the reverse.
+Everything that a loop, a hook, a detector or an action of your own needs is a name of this package.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from heal.config import HealingConfig
+from heal.actions import (
+    Action,
+    AnchorWeights,
+    Backoff,
+    CheckpointActivations,
+    ClearCache,
+    Halt,
+    HealingError,
+    HoldLr,
+    PerturbWeights,
+    Plan,
+    RelearnClip,
+    Rollback,
+    Run,
+    ScaleLr,
+    ShrinkBatch,
+    Skip,
+    SkipBatches,
+    TakeSnapshot,
+    TightenClip,
+    WatchClosely,
+)
+from heal.causes import Cause, Finding, Severity
+from heal.config import ConfigError, HealingConfig
+from heal.detect import Detector
+from heal.diagnose import Diagnosis
+from heal.exit_codes import ExitCode
+from heal.verdict import Flag, Record
+
+if TYPE_CHECKING:
+    from heal.healer import Healer
+    from heal.integrations.lightning import SelfHealingLightningCallback
+    from heal.integrations.transformers import SelfHealingCallback, SelfHealingTrainer
 
 NEEDS_TORCH: dict[str, str] = {
     "__version__": "zclip.version",
@@ -19,11 +52,40 @@ NEEDS_TORCH: dict[str, str] = {
 first use, so that the pure half and the command line answer at once."""
 
 __all__ = [
+    "Action",
+    "AnchorWeights",
+    "Backoff",
+    "Cause",
+    "CheckpointActivations",
+    "ClearCache",
+    "ConfigError",
+    "Detector",
+    "Diagnosis",
+    "ExitCode",
+    "Finding",
+    "Flag",
+    "Halt",
     "Healer",
     "HealingConfig",
+    "HealingError",
+    "HoldLr",
+    "PerturbWeights",
+    "Plan",
+    "Record",
+    "RelearnClip",
+    "Rollback",
+    "Run",
+    "ScaleLr",
     "SelfHealingCallback",
     "SelfHealingLightningCallback",
     "SelfHealingTrainer",
+    "Severity",
+    "ShrinkBatch",
+    "Skip",
+    "SkipBatches",
+    "TakeSnapshot",
+    "TightenClip",
+    "WatchClosely",
 ]
 
 
@@ -32,3 +94,8 @@ def __getattr__(name: str) -> Any:
     if name in NEEDS_TORCH:
         return getattr(import_module(NEEDS_TORCH[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, those that are loaded on first use too."""
+    return sorted({*globals(), *NEEDS_TORCH})

@@ -5,14 +5,33 @@ journal as they are. ``apply`` touches the run and nothing else, and tells wheth
 effect.
 """
 
+import functools
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from heal.exit_codes import ExitCode
+from heal.json_lines import encodable
 from heal.plain import plain
+
+RENAMED = {"CannotHeal": "HealingError", "Refuse": "Skip"}
+"""Names of version 0.1: importable until 0.3, and read in old journals for good."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return what an old name stands for, and warn."""
+    if name not in RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"heal.actions.{name} is deprecated; use {RENAMED[name]}, which heal exports too",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return globals()[RENAMED[name]]
+
 
 # Which numbers an action may be told. Settings are checked where they are read; a hook may
 # compute anything, and a plan with NaN in it would be carried out as it is.
@@ -144,8 +163,35 @@ class Run(Protocol):
         ...
 
 
-class CannotHeal(RuntimeError):
-    """The plan cannot be carried out; the run should stop and keep its postmortem."""
+@runtime_checkable
+class Action(Protocol):
+    """One thing that is done to a run; a hook may return its own in a plan.
+
+    ``apply`` does it and returns whether that had an effect. What it raises becomes a note and the
+    journal's event ``action_failed``, and the rest of the plan is carried out; a
+    :class:`HealingError` ends the run. The journal writes the name of the class, with the fields of
+    a dataclass or what a method ``to_json`` returns, a dict of values that JSON has.
+
+    Example:
+        >>> class ClearReplayBuffer:
+        ...     def apply(self, run):
+        ...         replay.clear()
+        ...         return True
+        >>> @healer.on_instability
+        ... def also_clear(diagnosis, plan):
+        ...     return (*plan, ClearReplayBuffer()) if Rollback in map(type, plan) else None
+    """
+
+    def apply(self, run: Run) -> bool:
+        """Do it; return whether it had an effect."""
+        ...
+
+
+Plan = tuple[Action, ...]
+
+
+class HealingError(RuntimeError):
+    """Healing is at its end: the run stops and keeps its postmortem; ``exit_code`` says why."""
 
     def __init__(self, reason: str, exit_code: int = ExitCode.UNRECOVERABLE) -> None:
         super().__init__(reason)
@@ -153,8 +199,8 @@ class CannotHeal(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
-    """Nothing to do: the device has refused the step already and the state is clean."""
+class Skip:
+    """Nothing to do: the device has skipped the step already and the state is clean."""
 
     def apply(self, run: Run) -> bool:
         return True
@@ -242,7 +288,7 @@ class Rollback:
     def apply(self, run: Run) -> bool:
         good_step = newest_snapshot(run.snapshots(), self.before_step)
         if good_step is None:
-            raise CannotHeal(
+            raise HealingError(
                 f"no good snapshot from before step {self.before_step}", ExitCode.NO_SNAPSHOT
             )
         run.restore(good_step)
@@ -379,28 +425,52 @@ class Halt:
         check_count(self, "exit_code", most=MAX_EXIT_CODE)
 
     def apply(self, run: Run) -> bool:
-        raise CannotHeal(self.reason, self.exit_code)
+        raise HealingError(self.reason, self.exit_code)
 
 
-Action = (
-    Refuse
-    | TightenClip
-    | RelearnClip
-    | ScaleLr
-    | HoldLr
-    | Rollback
-    | SkipBatches
-    | ShrinkBatch
-    | CheckpointActivations
-    | ClearCache
-    | Backoff
-    | TakeSnapshot
-    | WatchClosely
-    | PerturbWeights
-    | AnchorWeights
-    | Halt
+ACTIONS: tuple[type[Any], ...] = (
+    Skip,
+    TightenClip,
+    RelearnClip,
+    ScaleLr,
+    HoldLr,
+    Rollback,
+    SkipBatches,
+    ShrinkBatch,
+    CheckpointActivations,
+    ClearCache,
+    Backoff,
+    TakeSnapshot,
+    WatchClosely,
+    PerturbWeights,
+    AnchorWeights,
+    Halt,
 )
-Plan = tuple[Action, ...]
+"""The actions of this library."""
+
+
+def is_custom(action: Action) -> bool:
+    """Return whether an action is a user's own."""
+    return type(action) not in ACTIONS
+
+
+def check_action(action: Any) -> None:
+    """Check what a hook put into its plan.
+
+    Raises:
+        TypeError: it has no method ``apply``, or is a class.
+        ValueError: it is a user's own and has the name of one of ours, which the history counts.
+    """
+    kind = type(action)
+    if kind in ACTIONS:
+        return
+    if kind is type or not callable(getattr(action, "apply", None)):
+        raise TypeError(f"expected actions with a method apply(run) -> bool, got {action!r}")
+    if kind.__name__ in {known.__name__ for known in ACTIONS}:
+        raise ValueError(
+            f"expected an action with a name of its own, got {kind.__module__}.{kind.__name__}; "
+            "rename the class"
+        )
 
 
 def newest_snapshot(snapshots: Sequence[int], before_step: int) -> int | None:
@@ -409,12 +479,24 @@ def newest_snapshot(snapshots: Sequence[int], before_step: int) -> int | None:
 
 
 def action_to_json(action: Action) -> dict[str, Any]:
-    """Return an action as the journal writes it: its name, then what it was told.
+    """Return an action as the journal writes it: its name, then its values.
 
-    Plain values: a hook may have computed them with numpy or torch.
+    Plain values: a hook may have computed them with numpy or torch. A ``to_json`` that fails leaves
+    the name and the error.
     """
-    told: dict[str, Any] = plain(asdict(action))
-    return {"action": type(action).__name__, **told}
+    name = {"action": type(action).__name__}
+    try:
+        return {**name, **_values(action), **name}
+    except Exception as error:
+        return {**name, "error": repr(error)}
+
+
+def _values(action: Any) -> dict[str, Any]:
+    to_json = getattr(action, "to_json", None)
+    if to_json is None:
+        to_json = functools.partial(asdict, action) if is_dataclass(action) else dict
+    values: dict[str, Any] = plain(dict(to_json()))
+    return dict(encodable(values)) if is_custom(action) else values
 
 
 SEED_WORDS = {
@@ -431,5 +513,5 @@ def action_in_words(name: str) -> str:
 
 def changes_training(plan: Plan) -> bool:
     """Tell whether a plan touches weights, learning rate, clipping, batches or data."""
-    harmless = (Refuse, ClearCache, Backoff, TakeSnapshot, WatchClosely, Halt)
+    harmless = (Skip, ClearCache, Backoff, TakeSnapshot, WatchClosely, Halt)
     return any(not isinstance(action, harmless) for action in plan)

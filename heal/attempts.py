@@ -7,8 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from heal.actions import Backoff, CannotHeal, CheckpointActivations, Plan, Rollback, ShrinkBatch
-from heal.causes import ABOUT, Cause, Family
+from heal.actions import (
+    Backoff,
+    CheckpointActivations,
+    HealingError,
+    Plan,
+    Rollback,
+    ShrinkBatch,
+    is_custom,
+)
+from heal.causes import Cause, Family
 from heal.cluster import watchdog as last_message
 from heal.data.loader_pass import AfterError
 from heal.data.stream import BatchStream, StepBatches, own_copy
@@ -20,24 +28,13 @@ from heal.experiment import Experiment
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal
 from heal.micro_batch import MicroBatcher, TrainStep
-from heal.policy import EXIT_CODES, MAX_HALVINGS
+from heal.policy import MAX_HALVINGS
 from heal.recovery import Recovery
 from heal.run import TorchRun
 from heal.verdict import Flag
 
 Failure = tuple[Diagnosis, Exception]
 Step = Callable[[Tensor | None], None]
-
-TOLD_AS = {
-    Cause.OUT_OF_MEMORY: Flag.OUT_OF_MEMORY,
-    Cause.DATA_ERROR: Flag.DATA_ERROR,
-    Cause.NETWORK_ERROR: Flag.NETWORK_ERROR,
-    Cause.STORAGE_ERROR: Flag.NETWORK_ERROR,
-}
-"""How other ranks hear of what one of them met with; of all else as an unknown error."""
-
-NOT_FOR_ALL = (Cause.COLLECTIVE_ERROR, Cause.DEVICE_ERROR)
-"""After these there is no message by which others could be told."""
 
 READ_WAITS = 3
 """Waits for a batch that the disk does not give; then its file is at fault, and others may not."""
@@ -96,7 +93,7 @@ class Attempts:
 
         Raises:
             NoMoreBatches: there are none.
-            CannotHeal: healing is at its end.
+            HealingError: healing is at its end.
             Exception: what was raised, if there is no cure for its kind.
         """
         while True:
@@ -135,7 +132,7 @@ class Attempts:
         is_in_step = False
         try:
             yield
-        except CannotHeal:
+        except HealingError:
             raise
         except Exception as error:
             is_in_step = was_stepping()
@@ -183,13 +180,13 @@ class Attempts:
         """Tell other ranks that the optimizer stopped half-way here; they go on until they hear.
 
         Raises:
-            CannotHeal: nobody can be told.
+            HealingError: nobody can be told.
         """
         diagnosis, error = self.judge(error, "step")
         self._tell(diagnosis, error)
         self._report(Flag.STEP_FAILED)
 
-    def explained(self, halt: CannotHeal) -> CannotHeal:
+    def explained(self, halt: HealingError) -> HealingError:
         """Return a halt of all ranks with the rank that failed and what it raised.
 
         All ranks halt in the same step, so that each can tell the others.
@@ -200,7 +197,7 @@ class Attempts:
         own = "" if self._fatal is None else _in_words(self._fatal)
         told = self._ranks.gather(own)
         failed = [f"rank {rank} raised {text}" for rank, text in enumerate(told) if text]
-        explained = CannotHeal(f"{halt}: {'; '.join(failed)}", halt.exit_code)
+        explained = HealingError(f"{halt}: {'; '.join(failed)}", halt.exit_code)
         explained.__cause__ = self._fatal
         return explained
 
@@ -266,7 +263,7 @@ class Attempts:
     def _try_step(self, step: Step, loss: Tensor | None) -> Failure | None:
         try:
             step(loss)
-        except CannotHeal:
+        except HealingError:
             raise
         except Exception as error:
             return self.judge(error, "step")
@@ -274,7 +271,7 @@ class Attempts:
 
     def _stand_in(self, failure: Failure, train_step: TrainStep, count: int) -> None:
         """Tell all ranks of a failure, and send what they wait for. Halt if that is too late."""
-        if failure[0].cause in NOT_FOR_ALL:
+        if failure[0].cause.about.sent_as is None:
             self.heal(*failure)  # the group is broken already: halt
         if not self._micro.messages.can_be_matched(count * self._micro.pieces):
             self._leave(*failure)
@@ -285,9 +282,10 @@ class Attempts:
             self._leave(*self.judge(error, self._micro.phase))
 
     def _tell(self, diagnosis: Diagnosis, error: Exception) -> None:
-        if diagnosis.cause in NOT_FOR_ALL:
-            self.heal(diagnosis, error)
-        flag = TOLD_AS.get(diagnosis.cause, Flag.UNKNOWN_ERROR)
+        flag = diagnosis.cause.about.sent_as
+        if flag is None:
+            self.heal(diagnosis, error)  # halts, unless a hook has replaced that
+            flag = Flag.UNKNOWN_ERROR
         if flag is Flag.UNKNOWN_ERROR:
             self._fatal = error
         self._journal.event("rank_failed", self._run.step, diagnosis=diagnosis.to_json())
@@ -304,13 +302,13 @@ class Attempts:
         )
         last_message.post(self._journal.rank, reason, code)
         self._ranks.abort()
-        halt = CannotHeal(reason, code)
+        halt = HealingError(reason, code)
         halt.__cause__ = error  # the postmortem tells what was raised first
         raise halt
 
     def _after_restart(self, diagnosis: Diagnosis) -> tuple[str, ExitCode]:
         """Have the next start do otherwise; return what to do, and the exit code that says so."""
-        own = EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE)
+        own = diagnosis.cause.about.exit_code
         evidence = diagnosis.evidence
         error = f"{evidence['type']}: {evidence['message']}"
         remedy = Remedy(diagnosis.step, self._journal.rank, diagnosis.cause.value, error)
@@ -361,7 +359,7 @@ class Attempts:
         if file:
             self._bad_files.add(file)  # it is not waited for again in the next epoch
         cause, evidence = Cause.DATA_ERROR, {**diagnosis.evidence, "waits": self._read_waits}
-        about = ABOUT[cause].reference
+        about = cause.about.reference
         return replace(diagnosis, cause=cause, evidence=evidence, reference=about), error
 
     def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
@@ -373,26 +371,27 @@ class Attempts:
             is_counted = diagnosis.family in (Family.DATA, Family.NUMERIC)  # by the policy
             if not (undone or is_cured or is_counted):
                 self._recovery.give_up_batch(diagnosis)
-        except CannotHeal as halt:
+        except HealingError as halt:
             if diagnosis.cause is Cause.UNKNOWN:
                 raise error from None
-            halt = self._as_told(halt) if diagnosis.cause in NOT_FOR_ALL else halt
+            halt = self._as_told(halt) if diagnosis.cause.about.sent_as is None else halt
             halt.__cause__ = error
             raise halt from error
         return is_cured and not undone
 
-    def _as_told(self, halt: CannotHeal) -> CannotHeal:
+    def _as_told(self, halt: HealingError) -> HealingError:
         """Return the halt of the rank that left, where it is why a collective failed here."""
         left = last_message.read() if self._ranks.has_others else None
         if left is None or left.get("rank") == self._journal.rank:
             return halt
-        return CannotHeal(str(left["reason"]), int(left["exit_code"]))
+        return HealingError(str(left["reason"]), int(left["exit_code"]))
 
     def _is_cured(self, family: Family, plan: Plan) -> bool:
         """Whether the same batches may do now: a hook may have left out the cure, or repeat it."""
         incident = self._recovery.history.open_incident(family)
         is_endless = incident is not None and len(incident.plans) > MAX_HALVINGS + 1
-        is_cure = any(isinstance(action, CURES.get(family, ())) for action in plan)
+        cures = CURES.get(family, ())
+        is_cure = any(isinstance(action, cures) or is_custom(action) for action in plan)
         return is_cure and not is_endless
 
     def _worked(self) -> None:

@@ -1,10 +1,16 @@
-"""Every cause of trouble that healing knows: what it means, how grave it is, who described it."""
+"""Every cause of trouble that healing knows, one row each, and what a detector reports about one.
+
+To add a cause, add a row to :class:`Cause`. Policy, diagnosis, journal, report, postmortem and the
+tables of the documentation read the row; a row that lacks a column is an error at import.
+"""
 
 from dataclasses import asdict, dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
+from heal.exit_codes import ExitCode, ExitReason
 from heal.plain import plain
+from heal.verdict import Flag
 
 
 class Severity(IntEnum):
@@ -28,50 +34,97 @@ class Family(str, Enum):
     ALERT = "alert"
 
 
-class Cause(str, Enum):
-    """Why a run is in trouble."""
+class Blames(str, Enum):
+    """Where the fault lies. Only data is left out by the first rollback."""
 
-    NONFINITE_GRADIENT = "nonfinite_gradient"
-    NONFINITE_LOSS = "nonfinite_loss"
-    SCALER_OVERFLOW = "scaler_overflow"
-    GRADIENT_SPIKE = "gradient_spike"
-    GRADIENT_EXPLOSION = "gradient_explosion"
-    LOSS_SPIKE = "loss_spike"
-    DIVERGENCE = "divergence"
-    LR_SPIKE = "lr_spike"
-    WEIGHT_CORRUPTION = "weight_corruption"
-    OPTIMIZER_CORRUPTION = "optimizer_corruption"
-    OPTIMIZER_RESET = "optimizer_reset"
-    WEIGHT_DRIFT = "weight_drift"
-    INSTABILITY_AHEAD = "instability_ahead"
-    PLATEAU = "plateau"
-    NOT_LEARNING = "not_learning"
-    OVERFITTING = "overfitting"
-    REWARD_COLLAPSE = "reward_collapse"
-    KL_BLOWUP = "kl_blowup"
-    PREFERENCE_INVERSION = "preference_inversion"
-    LIKELIHOOD_COLLAPSE = "likelihood_collapse"
-    THROUGHPUT_COLLAPSE = "throughput_collapse"
-    PROBE_ALARM = "probe_alarm"
-    OUT_OF_MEMORY = "oom"
-    MEMORY_PRESSURE = "memory_pressure"
-    DATA_ERROR = "data_error"
-    NETWORK_ERROR = "network_error"
-    STORAGE_ERROR = "storage_error"
-    DESYNC = "desync"
-    COLLECTIVE_ERROR = "collective_error"
-    DEVICE_ERROR = "device_error"
-    PREEMPTED = "preempted"
+    DATA = "data"
+    STATE = "state"
+    MODEL = "model"
+    LEARNING_RATE = "learning_rate"
+    LOSS_SCALE = "loss_scale"
+    MEMORY = "memory"
+    SERVICE = "service"
+    DEVICE = "device"
+    RANKS = "ranks"
+    SCHEDULER = "scheduler"
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """What there is to say about a cause whatever the run."""
+class Proof(str, Enum):
+    """What it takes to be sure."""
 
-    family: Family
+    FACT = "fact"  # it was counted or signalled
+    SIGNS = "signs"  # it is likely; other findings may support it
+    EXPERIMENT = "experiment"  # unless it was measured, an experiment decides before anything acts
+
+
+class Onset(str, Enum):
+    """When it begins, compared with the step in which it is found."""
+
+    SKIPPED = "skipped"  # in that step, which the device skipped: the state is clean
+    AT_ONCE = "at_once"  # in that step
+    GRADUAL = "gradual"  # before it: recent snapshots may hold it
+    CHECKED = "checked"  # as GRADUAL, found by a check of the state: the batch is unrelated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What is known about a cause, whatever the run.
+
+    Attributes:
+        title: what happened, in a few words, for the report.
+        summary: one sentence.
+        family: which ladder treats it.
+        severity: of a finding or an exception that says no more than the cause.
+        blames: where the fault lies.
+        proof: what it takes to be sure.
+        onset: when it begins.
+        needs_snapshot: whether nothing but a rollback undoes it.
+        explains: names of symptoms that it is suspected of if they follow it shortly.
+        sent_as: how one rank reports it to the others; None if no message can reach them.
+        exit_code: of a run that has to stop for it.
+        exit_reason: for the postmortem; None if there is no special one.
+        reference: who described it; empty if nobody did.
+    """
+
+    title: str
     summary: str
-    reference: str = ""
+    family: Family
+    severity: Severity
+    blames: Blames
+    proof: Proof
+    onset: Onset
+    needs_snapshot: bool
+    explains: tuple[str, ...]
+    sent_as: Flag | None
+    exit_code: ExitCode
+    exit_reason: ExitReason | None
+    reference: str
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the device skips the step."""
+        return self.onset is Onset.SKIPPED
+
+    @property
+    def is_nonfinite(self) -> bool:
+        """Whether it is NaN or Inf in a step's loss or gradients."""
+        return self.exit_code is ExitCode.NONFINITE
+
+    @property
+    def is_found_late(self) -> bool:
+        """Whether a check finds it some time after it happened."""
+        return self.onset is Onset.CHECKED
+
+    @property
+    def may_be_in_snapshots(self) -> bool:
+        """Whether snapshots from before it was found may hold it."""
+        return self.onset in (Onset.GRADUAL, Onset.CHECKED)
+
+    @property
+    def needs_proof(self) -> bool:
+        """Whether an experiment decides, unless it was measured."""
+        return self.proof is Proof.EXPERIMENT
 
 
 ZCLIP = "ZClip, arXiv:2504.02507"
@@ -87,87 +140,254 @@ ORPO = "Hong et al. 2024, arXiv:2403.07691"
 EDGE = "Cohen et al. 2021, arXiv:2103.00065"
 DISPLACEMENT = "Razin et al. 2024, arXiv:2410.08847"
 
-ABOUT: dict[Cause, About] = {
-    Cause.NONFINITE_GRADIENT: About(
-        Family.NUMERIC, "NaN or Inf in the gradients; the device skipped the step.", ZCLIP
-    ),
-    Cause.NONFINITE_LOSS: About(
-        Family.NUMERIC, "The loss is NaN or Inf; the device skipped the step.", ZCLIP
-    ),
-    Cause.SCALER_OVERFLOW: About(
-        Family.ALERT, "Gradients overflowed under a loss scale that is still being searched."
-    ),
-    Cause.GRADIENT_SPIKE: About(
-        Family.NUMERIC, "A gradient norm out of the ordinary; the clip rule dealt with it.", ZCLIP
-    ),
-    Cause.GRADIENT_EXPLOSION: About(
-        Family.NUMERIC, "Gradient norms far above all before, and the loss suffers.", ADAGC
-    ),
-    Cause.LOSS_SPIKE: About(Family.NUMERIC, "The loss leapt far above its level.", PALM),
-    Cause.DIVERGENCE: About(Family.NUMERIC, "The loss rises above the best level it had.", OPT),
-    Cause.LR_SPIKE: About(
-        Family.NUMERIC,
-        "The learning rate is not what the schedule says, or far above all before and the loss "
-        "suffers.",
-        OPT,
-    ),
-    Cause.WEIGHT_CORRUPTION: About(
-        Family.NUMERIC, "Weights hold NaN or Inf, or leapt as no update could.", SILENT_ERRORS
-    ),
-    Cause.OPTIMIZER_CORRUPTION: About(
-        Family.NUMERIC, "The optimizer's state holds NaN or Inf.", SILENT_ERRORS
-    ),
-    Cause.OPTIMIZER_RESET: About(
-        Family.NUMERIC, "The optimizer lost its moments or its step count.", SILENT_ERRORS
-    ),
-    Cause.WEIGHT_DRIFT: About(
-        Family.ALERT, "A weight norm left its course faster than before.", SILENT_ERRORS
-    ),
-    Cause.INSTABILITY_AHEAD: About(
-        Family.WARNING, "The forecast expects the loss to double soon; nothing is damaged yet."
-    ),
-    Cause.PLATEAU: About(Family.ALERT, "The loss has stopped improving.", DPO),
-    Cause.NOT_LEARNING: About(
-        Family.ALERT, "The weights do no better than those the run began with.", OPT
-    ),
-    Cause.OVERFITTING: About(Family.ALERT, "The evaluation loss is far above the training loss."),
-    Cause.REWARD_COLLAPSE: About(
-        Family.ALERT, "Rewards of a group are all alike, or fell: nothing is learned.", DAPO
-    ),
-    Cause.KL_BLOWUP: About(Family.ALERT, "The policy ran away from its reference.", GRPO),
-    Cause.PREFERENCE_INVERSION: About(
-        Family.ALERT, "The model prefers the rejected answers to the chosen ones.", ORPO
-    ),
-    Cause.LIKELIHOOD_COLLAPSE: About(
-        Family.ALERT, "Chosen answers become far less likely than they were.", DISPLACEMENT
-    ),
-    Cause.THROUGHPUT_COLLAPSE: About(
-        Family.ALERT, "Steps take much longer than they used to.", UNICRON
-    ),
-    Cause.PROBE_ALARM: About(
-        Family.ALERT, "A probe that was attached to the run found what it should warn of.", EDGE
-    ),
-    Cause.OUT_OF_MEMORY: About(
-        Family.MEMORY, "Out of memory: the micro-batch exceeds what is free.", UNICRON
-    ),
-    Cause.MEMORY_PRESSURE: About(Family.MEMORY, "Memory is nearly used up.", UNICRON),
-    Cause.DATA_ERROR: About(
-        Family.DATA, "A batch could not be read or used.", "Deep Researcher, arXiv:2604.05854"
-    ),
-    Cause.NETWORK_ERROR: About(Family.WAIT, "A service or network did not answer.", UNICRON),
-    Cause.STORAGE_ERROR: About(Family.WAIT, "The disk is full or cannot be written.", UNICRON),
-    Cause.DESYNC: About(
-        Family.NUMERIC, "Ranks that should be at the same step are not.", SILENT_ERRORS
-    ),
-    Cause.COLLECTIVE_ERROR: About(
-        Family.STOP, "A collective failed or timed out; the process group is broken.", UNICRON
-    ),
-    Cause.DEVICE_ERROR: About(
-        Family.STOP, "The device reported an error that poisons the process.", UNICRON
-    ),
-    Cause.PREEMPTED: About(Family.STOP, "The job received a signal to stop."),
-    Cause.UNKNOWN: About(Family.STOP, "An error that healing has no cure for."),
-}
+
+class Cause(str, Enum):
+    """Why a run is in trouble.
+
+    The order matters: of findings that are equally severe, the cause of the earlier row explains
+    the later ones. Corrupt weights make NaN losses, not the other way round.
+    """
+
+    about: About
+    _value_: str
+
+    def __new__(cls, value: str, *row: About) -> "Cause":
+        """Make a row: the name in journals, and what is known."""
+        cause = str.__new__(cls, value)
+        cause._value_, (cause.about,) = value, row
+        return cause
+
+    # fmt: off
+    PREEMPTED = "preempted", About(
+        title="The job was told to stop",
+        summary="The job received a signal to stop.",
+        family=Family.STOP, severity=Severity.FATAL, blames=Blames.SCHEDULER, proof=Proof.FACT,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.PREEMPTED, exit_reason=None, reference="",
+    )
+    DEVICE_ERROR = "device_error", About(
+        title="The device failed",
+        summary="The device reported an error that poisons the process.",
+        family=Family.STOP, severity=Severity.FATAL, blames=Blames.DEVICE, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=None,
+        exit_code=ExitCode.HARDWARE, exit_reason=None, reference=UNICRON,
+    )
+    COLLECTIVE_ERROR = "collective_error", About(
+        title="Ranks lost each other",
+        summary="A collective failed or timed out; the process group is broken.",
+        family=Family.STOP, severity=Severity.FATAL, blames=Blames.RANKS, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=None,
+        exit_code=ExitCode.DISTRIBUTED, exit_reason=None, reference=UNICRON,
+    )
+    UNKNOWN = "unknown", About(
+        title="An unknown error",
+        summary="An error that healing has no cure for.",
+        family=Family.STOP, severity=Severity.FATAL, blames=Blames.UNKNOWN, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference="",
+    )
+    OUT_OF_MEMORY = "oom", About(
+        title="Memory ran out",
+        summary="Out of memory: the micro-batch exceeds what is free.",
+        family=Family.MEMORY, severity=Severity.ERROR, blames=Blames.MEMORY, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.OUT_OF_MEMORY,
+        exit_code=ExitCode.OUT_OF_MEMORY, exit_reason=ExitReason.OOM, reference=UNICRON,
+    )
+    DESYNC = "desync", About(
+        title="Ranks fell out of step",
+        summary="Ranks that should be at the same step are not.",
+        family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.RANKS, proof=Proof.FACT,
+        onset=Onset.AT_ONCE, needs_snapshot=True, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.DISTRIBUTED, exit_reason=None, reference=SILENT_ERRORS,
+    )
+    WEIGHT_CORRUPTION = "weight_corruption", About(
+        title="Weights were damaged",
+        summary="Weights hold NaN or Inf, or leapt as no update could.",
+        family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.STATE,
+        proof=Proof.EXPERIMENT, onset=Onset.CHECKED, needs_snapshot=True, explains=(),
+        sent_as=Flag.UNKNOWN_ERROR, exit_code=ExitCode.UNRECOVERABLE, exit_reason=None,
+        reference=SILENT_ERRORS,
+    )
+    OPTIMIZER_CORRUPTION = "optimizer_corruption", About(
+        title="The optimizer's memory was damaged",
+        summary="The optimizer's state holds NaN or Inf.",
+        family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.STATE, proof=Proof.FACT,
+        onset=Onset.CHECKED, needs_snapshot=True, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=SILENT_ERRORS,
+    )
+    OPTIMIZER_RESET = "optimizer_reset", About(
+        title="The optimizer lost its memory",
+        summary="The optimizer lost its moments or its step count.",
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.STATE, proof=Proof.SIGNS,
+        onset=Onset.CHECKED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=SILENT_ERRORS,
+    )
+    INSTABILITY_AHEAD = "instability_ahead", About(
+        title="Trouble was foreseen",
+        summary="The forecast expects the loss to double soon; nothing is damaged yet.",
+        family=Family.WARNING, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference="",
+    )
+    LR_SPIKE = "lr_spike", About(
+        title="The learning rate jumped",
+        summary="The learning rate is not what the schedule says, or far above all before and "
+        "the loss suffers.",
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.LEARNING_RATE,
+        proof=Proof.SIGNS, onset=Onset.GRADUAL, needs_snapshot=False,
+        explains=("divergence", "loss_spike", "gradient_explosion"), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=OPT,
+    )
+    NONFINITE_LOSS = "nonfinite_loss", About(
+        title="The loss was not a number",
+        summary="The loss is NaN or Inf; the device skipped the step.",
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.FACT,
+        onset=Onset.SKIPPED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.NONFINITE, exit_reason=ExitReason.NAN, reference=ZCLIP,
+    )
+    NONFINITE_GRADIENT = "nonfinite_gradient", About(
+        title="Gradients were not numbers",
+        summary="NaN or Inf in the gradients; the device skipped the step.",
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.FACT,
+        onset=Onset.SKIPPED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.NONFINITE, exit_reason=ExitReason.NAN, reference=ZCLIP,
+    )
+    DIVERGENCE = "divergence", About(
+        title="The loss kept rising",
+        summary="The loss rises above the best level it had.",
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.EXPERIMENT,
+        onset=Onset.GRADUAL, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=ExitReason.DIVERGENCE, reference=OPT,
+    )
+    LOSS_SPIKE = "loss_spike", About(
+        title="The loss jumped",
+        summary="The loss leapt far above its level.",
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.EXPERIMENT,
+        onset=Onset.GRADUAL, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=ExitReason.DIVERGENCE, reference=PALM,
+    )
+    GRADIENT_EXPLOSION = "gradient_explosion", About(
+        title="Gradients exploded",
+        summary="Gradient norms far above all before, and the loss suffers.",
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.EXPERIMENT,
+        onset=Onset.GRADUAL, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=ExitReason.DIVERGENCE, reference=ADAGC,
+    )
+    GRADIENT_SPIKE = "gradient_spike", About(
+        title="A gradient was unusually large",
+        summary="A gradient norm out of the ordinary; the clip rule dealt with it.",
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.SIGNS,
+        onset=Onset.SKIPPED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=ZCLIP,
+    )
+    DATA_ERROR = "data_error", About(
+        title="A batch of data could not be used",
+        summary="A batch could not be read or used.",
+        family=Family.DATA, severity=Severity.ERROR, blames=Blames.DATA, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.DATA_ERROR,
+        exit_code=ExitCode.BAD_DATA, exit_reason=None,
+        reference="Deep Researcher, arXiv:2604.05854",
+    )
+    NETWORK_ERROR = "network_error", About(
+        title="The network did not answer",
+        summary="A service or network did not answer.",
+        family=Family.WAIT, severity=Severity.ERROR, blames=Blames.SERVICE, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.NETWORK_ERROR,
+        exit_code=ExitCode.NETWORK, exit_reason=None, reference=UNICRON,
+    )
+    STORAGE_ERROR = "storage_error", About(
+        title="The disk could not be written",
+        summary="The disk is full or cannot be written.",
+        family=Family.WAIT, severity=Severity.ERROR, blames=Blames.SERVICE, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.NETWORK_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=UNICRON,
+    )
+    MEMORY_PRESSURE = "memory_pressure", About(
+        title="Memory was nearly used up",
+        summary="Memory is nearly used up.",
+        family=Family.MEMORY, severity=Severity.WARN, blames=Blames.MEMORY, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=UNICRON,
+    )
+    SCALER_OVERFLOW = "scaler_overflow", About(
+        title="Gradients overflowed in half precision",
+        summary="Gradients overflowed under a loss scale that is still being searched.",
+        family=Family.ALERT, severity=Severity.INFO, blames=Blames.LOSS_SCALE, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference="",
+    )
+    PLATEAU = "plateau", About(
+        title="The loss stopped improving",
+        summary="The loss has stopped improving.",
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=DPO,
+    )
+    NOT_LEARNING = "not_learning", About(
+        title="Nothing was learned",
+        summary="The weights do no better than those the run began with.",
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.EXPERIMENT,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=OPT,
+    )
+    OVERFITTING = "overfitting", About(
+        title="Evaluation fell behind training",
+        summary="The evaluation loss is far above the training loss.",
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference="",
+    )
+    THROUGHPUT_COLLAPSE = "throughput_collapse", About(
+        title="Steps became slow",
+        summary="Steps take much longer than they used to.",
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.DEVICE, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=UNICRON,
+    )
+    WEIGHT_DRIFT = "weight_drift", About(
+        title="A weight left its course",
+        summary="A weight norm left its course faster than before.",
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.STATE, proof=Proof.SIGNS,
+        onset=Onset.CHECKED, needs_snapshot=False, explains=("divergence", "loss_spike"),
+        sent_as=Flag.UNKNOWN_ERROR, exit_code=ExitCode.UNRECOVERABLE, exit_reason=None,
+        reference=SILENT_ERRORS,
+    )
+    REWARD_COLLAPSE = "reward_collapse", About(
+        title="Rewards collapsed",
+        summary="Rewards of a group are all alike, or fell: nothing is learned.",
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=DAPO,
+    )
+    KL_BLOWUP = "kl_blowup", About(
+        title="The policy left its reference",
+        summary="The policy ran away from its reference.",
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=GRPO,
+    )
+    PREFERENCE_INVERSION = "preference_inversion", About(
+        title="The model prefers rejected answers",
+        summary="The model prefers the rejected answers to the chosen ones.",
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=ORPO,
+    )
+    LIKELIHOOD_COLLAPSE = "likelihood_collapse", About(
+        title="Chosen answers became unlikely",
+        summary="Chosen answers become far less likely than they were.",
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=DISPLACEMENT,
+    )
+    PROBE_ALARM = "probe_alarm", About(
+        title="A probe raised its alarm",
+        summary="A probe that was attached to the run found what it should warn of.",
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=EDGE,
+    )
+    # fmt: on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

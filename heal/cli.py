@@ -151,7 +151,7 @@ def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_drill(arguments: argparse.Namespace) -> int:
     """Run the drill; return the exit code that is told above."""
-    from heal.actions import CannotHeal
+    from heal.actions import HealingError
     from heal.testing import demo
     from heal.testing.drill import Drill, parse_fault, standard_faults
 
@@ -166,7 +166,7 @@ def run_drill(arguments: argparse.Namespace) -> int:
     code = 0
     try:
         drill.run(train_step, loader, arguments.steps, not arguments.plain)
-    except CannotHeal as halt:
+    except HealingError as halt:
         print(f"heal drill: {halt}", file=sys.stderr)
         code = halt.exit_code
     demo.console_for(arguments.plain).print(demo.outcome_table(drill.outcomes))

@@ -1,42 +1,14 @@
 """From what was seen to why: findings or an exception in, one cause with evidence out. Pure."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heal.causes import ABOUT, Cause, Family, Finding, Severity
+from heal.causes import Cause, Family, Finding, Proof, Severity
 from heal.exceptions import LOADER_PHASES, classify, message_of, qualified_name
-from heal.history import NONFINITE, History
+from heal.history import History
 
 __all__ = ["Cause", "Diagnosis", "Severity", "diagnose", "diagnose_exception"]
-
-ROOTS = (
-    Cause.PREEMPTED,
-    Cause.DEVICE_ERROR,
-    Cause.COLLECTIVE_ERROR,
-    Cause.UNKNOWN,
-    Cause.OUT_OF_MEMORY,
-    Cause.DESYNC,
-    Cause.WEIGHT_CORRUPTION,
-    Cause.OPTIMIZER_CORRUPTION,
-    Cause.OPTIMIZER_RESET,
-    Cause.INSTABILITY_AHEAD,
-    Cause.LR_SPIKE,
-    Cause.NONFINITE_LOSS,
-    Cause.NONFINITE_GRADIENT,
-    Cause.DIVERGENCE,
-    Cause.LOSS_SPIKE,
-    Cause.GRADIENT_EXPLOSION,
-    Cause.GRADIENT_SPIKE,
-)
-"""Earlier ones explain later ones: corrupt weights make NaN losses, not the other way round."""
-
-EXPLAINS = {
-    Cause.LR_SPIKE: (Cause.DIVERGENCE, Cause.LOSS_SPIKE, Cause.GRADIENT_EXPLOSION),
-    Cause.WEIGHT_DRIFT: (Cause.DIVERGENCE, Cause.LOSS_SPIKE),
-}
-"""A warning that, seen shortly before, is the likely cause of a symptom."""
 
 MAX_MESSAGE = 500
 """Characters of an exception's message that are kept: torch prints whole memory tables."""
@@ -47,14 +19,6 @@ SUSPECT_STEPS = 300
 ALONE, SUPPORTED = 0.7, 0.9
 MEASURED = 0.99
 """Confidence: a statistical finding by itself, with another that agrees, and a fact."""
-
-FACTS = (
-    Cause.NONFINITE_GRADIENT,
-    Cause.NONFINITE_LOSS,
-    Cause.OPTIMIZER_CORRUPTION,
-    Cause.PREEMPTED,
-    Cause.DESYNC,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +40,12 @@ class Diagnosis:
 
     @property
     def family(self) -> Family:
-        return ABOUT[self.cause].family
+        return self.cause.about.family
 
     @property
     def summary(self) -> str:
         """One sentence for people, with the evidence that has a name."""
-        told = ABOUT[self.cause].summary
+        told = self.cause.about.summary
         blames, where = self.evidence.get("blames"), self.evidence.get("tensor")
         if blames:
             return f"{told} To blame is {blames}."
@@ -123,7 +87,7 @@ def diagnose(findings: Sequence[Finding], history: History) -> Diagnosis | None:
         evidence["suspect"], evidence["suspect_step"] = suspect
         bad_step = min(bad_step, suspect[1])
     confidence = ALONE
-    if chosen.cause in FACTS or evidence.get("measured"):
+    if chosen.cause.about.proof is Proof.FACT or evidence.get("measured"):
         confidence = MEASURED
     elif suspect is not None or any(o.severity >= Severity.WARN for o in others):
         confidence = SUPPORTED
@@ -131,7 +95,7 @@ def diagnose(findings: Sequence[Finding], history: History) -> Diagnosis | None:
         cause=chosen.cause,
         evidence=evidence,
         confidence=confidence,
-        reference=ABOUT[chosen.cause].reference,
+        reference=chosen.cause.about.reference,
         severity=gravest,
         bad_step=bad_step,
         step=chosen.step,
@@ -159,14 +123,14 @@ def diagnose_exception(
     }
     if phase:
         evidence["phase"] = phase
-    severity = Severity.FATAL if ABOUT[cause].family is Family.STOP else Severity.ERROR
-    if cause in NONFINITE and phase != "step":
-        severity = Severity.WARN  # raised before the update: a skipped step, and nothing else
+    severity = cause.about.severity
+    if phase == "step":  # raised within the update, after which a warning is not enough
+        severity = max(severity, Severity.ERROR)
     return Diagnosis(
         cause=cause,
         evidence=evidence,
         confidence=confidence,
-        reference=ABOUT[cause].reference,
+        reference=cause.about.reference,
         severity=severity,
         bad_step=step,
         step=step,
@@ -187,7 +151,7 @@ def may_be_the_weights(diagnosis: Diagnosis, patience: int, most: int) -> bool:
         most: skipped steps in a row that end the run.
     """
     was_raised = "type" in diagnosis.evidence
-    if diagnosis.cause in (Cause.NONFINITE_LOSS, Cause.NONFINITE_GRADIENT):
+    if diagnosis.cause.about.is_nonfinite:
         streak = diagnosis.streak
         return was_raised or streak == 1 or streak % patience == 0 or streak >= most
     if diagnosis.cause is Cause.UNKNOWN:
@@ -212,21 +176,21 @@ def blame_state(diagnosis: Diagnosis, found: Mapping[str, Any], step: int) -> Di
         cause=cause,
         evidence=evidence,
         confidence=MEASURED,
-        reference=ABOUT[cause].reference,
+        reference=cause.about.reference,
         severity=Severity.ERROR,
         bad_step=step,
         step=step,
     )
 
 
-def _rank(cause: Cause) -> float:
-    return ROOTS.index(cause) if cause in ROOTS else math.inf
+def _rank(cause: Cause) -> int:
+    return list(Cause).index(cause)
 
 
 def _suspect(finding: Finding, history: History) -> tuple[str, int] | None:
     """Return the newest warning that explains the finding."""
     for name, step in reversed(history.suspects):
         is_recent = 0 <= finding.step - step <= SUSPECT_STEPS
-        if is_recent and finding.cause in EXPLAINS.get(Cause(name), ()):
+        if is_recent and finding.cause.value in Cause(name).about.explains:
             return name, step
     return None

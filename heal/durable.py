@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.causes import Cause
 from heal.checkpoint import strict_json
 from heal.checkpoint.contents import Names, keyed, restore_rng, wanted_chunk
@@ -308,8 +308,8 @@ class Durable:
             self._contained(step, lambda: self.save(step, values))
 
     def saved_before(
-        self, halt: CannotHeal, step: int, values: Values, may_save: bool = True
-    ) -> CannotHeal:
+        self, halt: HealingError, step: int, values: Values, may_save: bool = True
+    ) -> HealingError:
         """Save before a stop that was asked for; return the stop, with another code if that failed.
 
         Args:
@@ -326,7 +326,7 @@ class Durable:
             return halt
         known = self.store.steps()
         newest = f"the newest checkpoint is of step {known[0]}" if known else "no checkpoint exists"
-        return CannotHeal(
+        return HealingError(
             f"{halt}; the state of step {step} could not be saved, {newest}",
             ExitCode.NOT_SAVED,
         )

@@ -1,6 +1,6 @@
 """How a run ended, for schedulers and scripts: one number per reason to stop."""
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 
 class ExitCode(IntEnum):
@@ -58,3 +58,20 @@ class ExitCode(IntEnum):
 
     Without a ``checkpoint_dir`` saving is up to the caller, and this code says only "stopped".
     """
+
+
+class ExitReason(str, Enum):
+    """Why a run ended, in one word of the postmortem."""
+
+    COMPLETED = "completed"
+    EXCEPTION = "exception"
+    OOM = "oom"
+    NAN = "nan"
+    DIVERGENCE = "divergence"
+    SIGTERM = "sigterm"
+    SIGINT = "sigint"
+    UNRECOVERABLE = "unrecoverable"
+    HUNG = "hung"
+    """No step ended in time, and ``hang_exit`` ended the process."""
+    EXITED = "exited"
+    """Left before its end without an error: by ``sys.exit``, or by ``break``."""

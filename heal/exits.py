@@ -18,7 +18,7 @@ from multiprocessing import util
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError as HealingError
 from heal.cluster.shutdown import ShutdownHandler
 from heal.exit_codes import ExitCode
 from heal.journal import Journal
@@ -35,7 +35,7 @@ class OwnExitCode:
     along. The hook from before prints the traceback. At a prompt nothing ends.
     """
 
-    def __init__(self, halt: CannotHeal) -> None:
+    def __init__(self, halt: HealingError) -> None:
         self.halt = weakref.ref(halt, lambda _: self._restore())
         self._previous = sys.excepthook
 
@@ -49,7 +49,7 @@ class OwnExitCode:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self._restore()
-        if not isinstance(error, CannotHeal) or is_interactive():
+        if not isinstance(error, HealingError) or is_interactive():
             self._previous(kind, error, trace)
             return
         try:
@@ -157,19 +157,19 @@ class Exits:
     def close(self, error: BaseException | None = None) -> None:
         """Write the postmortem, once, and give the signals back; then no deadline runs any more."""
         is_main = threading.current_thread() is threading.main_thread()
-        if isinstance(error, CannotHeal) and self._is_entered and is_main:
+        if isinstance(error, HealingError) and self._is_entered and is_main:
             OwnExitCode(error).install()
         is_stopped = error is None and self._unanswered
         self._finish(Ending(None, ExitReason.SIGTERM, None) if is_stopped else Ending.by(error))
 
-    def late_stop(self) -> CannotHeal | None:
+    def late_stop(self) -> HealingError | None:
         """Return the stop that a signal asked for after the last step; None if none did."""
         if not self._unanswered:
             return None
         name = signal.Signals(self._unanswered).name
-        return CannotHeal(f"told to stop by {name} after the last step", ExitCode.PREEMPTED)
+        return HealingError(f"told to stop by {name} after the last step", ExitCode.PREEMPTED)
 
-    def draft(self, halt: CannotHeal) -> None:
+    def draft(self, halt: HealingError) -> None:
         """Write the postmortem of a halt before the last save, which may never end."""
         healer = self._healer()
         if healer is not None and not self._closed:
@@ -243,7 +243,7 @@ class Exits:
     def _write(self, ending: Ending) -> None:
         healer, error = self._healer(), ending.error
         if healer is not None:
-            sudden = isinstance(error, Exception) and not isinstance(error, CannotHeal)
+            sudden = isinstance(error, Exception) and not isinstance(error, HealingError)
             healer.hear_the_rest(hurries=sudden)
             self._facts = _facts_of(healer)
         if self._facts:
@@ -272,7 +272,7 @@ class Exits:
 def _exit_code(error: BaseException | None) -> int:
     if error is None:
         return int(ExitCode.OK)
-    if isinstance(error, CannotHeal):
+    if isinstance(error, HealingError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return SIGNAL_BASE + int(signal.SIGINT)

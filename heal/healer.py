@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from heal.actions import CannotHeal, Plan
+from heal.actions import HealingError, Plan
 from heal.attempts import Attempts
 from heal.buffers import BufferCopies
 from heal.causes import Finding
@@ -261,7 +261,7 @@ class Healer:
 
         Raises:
             TypeError: the loss is neither a number nor a tensor.
-            CannotHeal: healing is at its end; its ``exit_code`` says why. The postmortem is
+            HealingError: healing is at its end; its ``exit_code`` says why. The postmortem is
                 written.
         """
         if loss is not None:
@@ -276,7 +276,7 @@ class Healer:
         self._is_stepping = False
         try:
             self.after_step(facts, posted, loss is not None)
-        except CannotHeal as halt:
+        except HealingError as halt:
             self._halt(halt)
         except Exception as error:
             self.note(f"{LEFT_OUT}: {error!r}")
@@ -314,7 +314,7 @@ class Healer:
             has_loss: whether a loss is in it.
 
         Raises:
-            CannotHeal: the run must stop.
+            HealingError: the run must stop.
         """
         step = self.training.step + 1
         is_calm = self.monitor.note_step(step, facts, posted, has_loss)
@@ -391,7 +391,7 @@ class Healer:
         if self.journal.is_heard:
             self.journal.metrics(self.training.step - 1, self.numbers())
 
-    def _halt(self, halt: CannotHeal) -> None:
+    def _halt(self, halt: HealingError) -> None:
         """Save if the stop was asked for, write the postmortem, and raise."""
         with self.halting():
             halt = self.retries.explained(halt)
@@ -495,7 +495,7 @@ class Healer:
         with self.halting(), self.retries.attempt(self._was_stepping):
             try:
                 yield
-            except CannotHeal:
+            except HealingError:
                 raise
             except Exception:
                 if not self.trials.is_open:
@@ -520,7 +520,7 @@ class Healer:
         """Write the postmortem before a halt of the body reaches the caller."""
         try:
             yield
-        except CannotHeal as halt:
+        except HealingError as halt:
             self.close(halt)
             raise
 
@@ -537,11 +537,13 @@ class Healer:
     def on_instability(self, hook: Hook) -> Hook:
         """Have ``hook(diagnosis, plan)`` see every plan; what it returns, if not None, is done.
 
-        With several ranks it must answer alike on each. A halt because a limit is reached (exit
-        codes 41 and 43 to 46) is shown to it and cannot be replaced: healing always ends. What was
-        raised and gets a plan without a cure costs the batch, ``max_consecutive_data_errors`` times
-        in a row at most. If it throws, or returns what is no plan (or one with NaN in it), the plan
-        is kept and :attr:`notes` says so.
+        A plan is a tuple of actions. See :class:`heal.Action` for your own; a plan with one
+        counts as an attempt, and is left out when ``max_recovery_attempts`` are spent. With several
+        ranks the hook must answer alike on each. A halt because a limit is reached (exit codes 41
+        and 43 to 46) is shown to it and cannot be replaced: healing always ends. What was raised
+        and gets a plan without a cure costs the batch, ``max_consecutive_data_errors`` times in a
+        row at most. If the hook raises, or returns what is no plan (or one with NaN in it), the
+        plan is kept and :attr:`notes` says so.
         """
         self.recovery.add_hook(hook)
         return hook
@@ -622,7 +624,7 @@ class Healer:
         """Diagnose findings of your own and carry out the plan, as for those of detectors.
 
         Raises:
-            CannotHeal: the run must stop; the postmortem is written.
+            HealingError: the run must stop; the postmortem is written.
         """
         with self.halting():
             self.recovery.treat_findings(findings)
@@ -742,7 +744,7 @@ class Healer:
             on_step: called with its number after every step that was not taken back.
 
         Raises:
-            CannotHeal: healing is at its end; ``exit_code`` says why.
+            HealingError: healing is at its end; ``exit_code`` says why.
         """
         self.micro.weigh_by(weigh)
         self.schedules.follow_caller()
@@ -814,7 +816,7 @@ class Healer:
         """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you.
 
         A loop that nobody closes is closed when Python exits. In ``with healer:`` SIGTERM and
-        SIGUSR1 also stop the loop after a step, which saves a checkpoint first, and a CannotHeal
+        SIGUSR1 also stop the loop after a step, which saves a checkpoint first, and a HealingError
         that nobody catches ends the process with its own exit code.
         """
         self.monitor.cluster.stop()

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
-from heal.actions import Backoff, Plan, Rollback, action_to_json, changes_training
-from heal.causes import ABOUT, Cause, Family, Finding, Severity
+from heal.actions import Backoff, Plan, Rollback, action_to_json, changes_training, is_custom
+from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
-
-NONFINITE = (Cause.NONFINITE_GRADIENT, Cause.NONFINITE_LOSS)
 
 MAX_SUSPECTS = 32
 """Warnings kept for the diagnosis of what follows them."""
@@ -121,7 +119,7 @@ class History:
     def note_findings(self, findings: Sequence[Finding]) -> None:
         """Remember warnings: they may explain what comes later."""
         for finding in findings:
-            self.nan_count += finding.cause in NONFINITE
+            self.nan_count += finding.cause.about.is_nonfinite
             if finding.severity >= Severity.WARN:
                 self.suspects.append((finding.cause.value, finding.step))
         del self.suspects[:-MAX_SUSPECTS]
@@ -145,7 +143,7 @@ class History:
                 waited for longer than it had to.
         """
         cause, step = trouble.cause, trouble.step
-        family = ABOUT[cause].family
+        family = cause.about.family
         self.furthest_step = max(self.furthest_step, step)
         if family is Family.DATA:
             self.data_errors += 1
@@ -168,7 +166,7 @@ class History:
             noise = trouble.evidence.get("noise")
             incident.loss_before = usual
             incident.noise = noise if isinstance(noise, float) else 0.0
-        if family is Family.NUMERIC:
+        if family is Family.NUMERIC or any(is_custom(action) for action in plan):
             self.attempts += 1
             self.total_attempts += 1
             self.attempt_mark = self.furthest_step

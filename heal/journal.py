@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.causes import Severity
 from heal.diagnose import Diagnosis
 from heal.json_lines import dumps, now, read_all, read_events
@@ -100,7 +100,7 @@ def _done(action: Mapping[str, Any]) -> str:
 
 
 WORDS = {
-    "Refuse": "step skipped",
+    "Skip": "step skipped",
     "Rollback": "rolled back to step {before_step}",
     "ScaleLr": "learning rate x {factor:g}",
     "TightenClip": "clip limits x {factor:g}",
@@ -383,7 +383,7 @@ class Notes:
         """Run our own code. If it fails, training goes on without what it was for, and hears so."""
         try:
             action()
-        except CannotHeal:
+        except HealingError:
             raise
         except Exception as error:
             self.add(f"{LEFT_OUT}: {error!r}")

@@ -18,7 +18,6 @@ from heal.detectors.rewards import KlBlowUp, RewardCollapse
 from heal.experiment import NO_FORWARD, NOT_LEARNING, Answer, Experiment, Settled
 from heal.guarded_step import NO_LOSS_SCALE, TOGETHER, GuardedStep
 from heal.health import HealthCheck
-from heal.history import NONFINITE
 from heal.journal import LEFT_OUT
 from heal.lab.forecast.features import CHECK_INTERVAL
 from heal.lr_schedules import LearningRates
@@ -182,18 +181,6 @@ def _short(value: float) -> float:
         return value
     return float(f"{value:.{DIGITS}g}")
 
-
-MAY_BE_IN_SNAPSHOTS = (
-    Cause.LOSS_SPIKE,
-    Cause.DIVERGENCE,
-    Cause.GRADIENT_EXPLOSION,
-    Cause.LR_SPIKE,
-    Cause.WEIGHT_CORRUPTION,
-    Cause.WEIGHT_DRIFT,
-    Cause.OPTIMIZER_CORRUPTION,
-    Cause.OPTIMIZER_RESET,
-)
-"""Trouble that begins before it is seen. What the device refused is in no snapshot."""
 
 WISHES = Flag.PREEMPTED | Flag.SNAPSHOT_WANTED
 """What somebody asked for, whatever becomes of the step it was sent with; sent again if undone."""
@@ -439,7 +426,8 @@ class Monitor:
         """Yield what the last records show, when no step is to come that a plan could serve."""
         for step, row in self._guarded.mailbox.drain():
             (findings,) = self.watch.observe_all([self._decode(step, row)])
-            yield Seen(step, [f for f in findings if not f.wants_proof or f.cause in NONFINITE])
+            known = [f for f in findings if not f.wants_proof or f.cause.about.is_nonfinite]
+            yield Seen(step, known)
 
     def _without_doubts(self, findings: list[Finding]) -> list[Finding]:
         """Have suspicions looked into, and return the rest: what is known."""
@@ -450,7 +438,7 @@ class Monitor:
                 if is_asked and finding.cause is not Cause.NOT_LEARNING:  # no state is in doubt
                     self._run.ring.note_suspect(finding.bad_step)
                     self._wants_check = True
-                if finding.cause not in NONFINITE:
+                if not finding.cause.about.is_nonfinite:
                     continue
                 finding = replace(finding, wants_proof=False)  # the step was skipped all the same
             known.append(finding)
@@ -466,7 +454,7 @@ class Monitor:
             return [replace(settled.finding, wants_proof=False)] if is_shown else []
         if settled.answer is Answer.OTHER_DATA:
             self.watch.rebase()
-            if settled.finding.cause in NONFINITE:
+            if settled.finding.cause.about.is_nonfinite:
                 self.watch.note_nan_data()
             return []
         found = replace(settled.finding, wants_proof=False)
@@ -477,7 +465,8 @@ class Monitor:
             return []
         self._unprovable.add(found.cause)
         self._note(settled.why)
-        return [] if found.cause in NONFINITE else [found]  # of skipped steps each was reported
+        # Each skipped step was reported already.
+        return [] if found.cause.about.is_nonfinite else [found]
 
     def report(self, flag: Flag) -> None:
         """Send a flag of the host with the record of the next step; safe in a signal handler."""
@@ -578,7 +567,7 @@ def is_suspect(findings: Sequence[Finding]) -> bool:
     """Return whether snapshots taken lately may already hold the trouble."""
     if not findings:
         return False
-    return any(f.cause in MAY_BE_IN_SNAPSHOTS and f.severity >= Severity.ERROR for f in findings)
+    return any(f.cause.about.may_be_in_snapshots and f.severity >= Severity.ERROR for f in findings)
 
 
 # Puts the detectors together that read a trainer's log: its lines in, findings out. Pure.

@@ -17,54 +17,23 @@ from heal.actions import (
     HoldLr,
     PerturbWeights,
     Plan,
-    Refuse,
     RelearnClip,
     Rollback,
     ScaleLr,
     ShrinkBatch,
+    Skip,
     SkipBatches,
     TakeSnapshot,
     TightenClip,
     WatchClosely,
 )
-from heal.causes import Cause, Family, Severity
+from heal.causes import Blames, Cause, Family, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
 from heal.history import History, Incident
 
 __all__ = ["History", "decide"]
-
-REFUSED = (Cause.NONFINITE_GRADIENT, Cause.NONFINITE_LOSS, Cause.GRADIENT_SPIKE)
-"""The device contained these: the state is clean unless the evidence says that it was applied."""
-
-INNOCENT_DATA = (
-    Cause.WEIGHT_CORRUPTION,
-    Cause.OPTIMIZER_CORRUPTION,
-    Cause.OPTIMIZER_RESET,
-    Cause.LR_SPIKE,
-    Cause.OUT_OF_MEMORY,
-    Cause.DESYNC,
-)
-"""The batch did not do it: the first rollback feeds no window of batches around it less."""
-
-FOUND_LATE = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.OPTIMIZER_RESET)
-"""Checks find these some time after: where no snapshot is from before the last sound check, the
-oldest may still be from before the damage."""
-
-BEYOND_REPAIR = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.DESYNC)
-"""Nothing but a snapshot brings these back."""
-
-EXIT_CODES = {
-    Cause.COLLECTIVE_ERROR: ExitCode.DISTRIBUTED,
-    Cause.DESYNC: ExitCode.DISTRIBUTED,
-    Cause.DEVICE_ERROR: ExitCode.HARDWARE,
-    Cause.PREEMPTED: ExitCode.PREEMPTED,
-    Cause.OUT_OF_MEMORY: ExitCode.OUT_OF_MEMORY,
-    Cause.DATA_ERROR: ExitCode.BAD_DATA,
-    Cause.NETWORK_ERROR: ExitCode.NETWORK,
-}
-"""How a run ends that must end for a cause; UNRECOVERABLE for all others."""
 
 MAX_HALVINGS = 30
 """No micro-batch has more samples than 2 ** 30; a run that never says no must end too."""
@@ -104,7 +73,7 @@ def decide(
 
 
 def _stop(diagnosis: Diagnosis) -> Halt:
-    return _halt(diagnosis, "", EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE))
+    return _halt(diagnosis, "", diagnosis.cause.about.exit_code)
 
 
 def _halt(diagnosis: Diagnosis, why: str, code: ExitCode) -> Halt:
@@ -132,7 +101,7 @@ def _heal_numbers(
     diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
 ) -> Plan:
     is_proven = diagnosis.severity >= Severity.ERROR
-    if diagnosis.cause in REFUSED and not is_proven:
+    if diagnosis.cause.about.is_skipped and not is_proven:
         gentle = _contained(diagnosis, config)
         if gentle is not None:
             return gentle
@@ -140,7 +109,7 @@ def _heal_numbers(
         return ()
     incident = history.open_incident(Family.NUMERIC)
     if incident is not None and _is_old_news(diagnosis, incident, config):
-        return (Refuse(),) if diagnosis.cause in REFUSED else ()
+        return (Skip(),) if diagnosis.cause.about.is_skipped else ()
     known = () if incident is None else incident.causes
     if diagnosis.cause is Cause.DESYNC and Cause.DESYNC.value in known:
         why = "ranks are at different steps again after all returned to one"
@@ -154,7 +123,7 @@ def _heal_numbers(
 
 def _contained(diagnosis: Diagnosis, config: HealingConfig) -> Plan | None:
     """Return what a refused step gets by itself; None once patience is spent."""
-    is_nonfinite = diagnosis.cause is not Cause.GRADIENT_SPIKE
+    is_nonfinite = diagnosis.cause.about.is_nonfinite
     if is_nonfinite and config.nan_action == "raise":
         return (_halt(diagnosis, 'nan_action is "raise"', ExitCode.NONFINITE),)
     if diagnosis.streak >= config.max_consecutive:
@@ -162,7 +131,7 @@ def _contained(diagnosis: Diagnosis, config: HealingConfig) -> Plan | None:
         return (_halt(diagnosis, why, ExitCode.NONFINITE),)
     # The state is clean whatever the streak: no rollback could help against NaN in the data.
     is_patient = is_nonfinite or diagnosis.streak % config.refused_patience
-    return (Refuse(),) if is_patient else None
+    return (Skip(),) if is_patient else None
 
 
 def _last_good(diagnosis: Diagnosis, snapshots: Sequence[int]) -> Plan:
@@ -216,7 +185,7 @@ def _rungs(
     soft: Plan = (TightenClip(config.clip_factor), scale)
     usable = sorted((step for step in snapshots if step <= diagnosis.bad_step), reverse=True)
     oldest = [min(snapshots)] if snapshots else []
-    if not usable and diagnosis.cause in FOUND_LATE:
+    if not usable and diagnosis.cause.about.is_found_late:
         usable = oldest
     tried = incident.rollbacks if incident is not None else 0
     if diagnosis.cause is Cause.GRADIENT_SPIKE:
@@ -225,14 +194,14 @@ def _rungs(
         yield soft
         usable = []
     was_applied = bool(diagnosis.evidence.get("applied"))
-    if not usable and diagnosis.cause not in BEYOND_REPAIR and not was_applied:
+    if not usable and not diagnosis.cause.about.needs_snapshot and not was_applied:
         yield soft
     if usable:
         target = usable[min(config.rollback_depth - 1 + tried, len(usable) - 1)]
         back: tuple[Action, ...] = (Rollback(target), *_skip(diagnosis, config, target, tried))
         back += _held_rate(diagnosis)
         known = () if incident is None else incident.causes
-        is_new_fact = diagnosis.cause in FOUND_LATE and diagnosis.cause.value not in known
+        is_new_fact = diagnosis.cause.about.is_found_late and diagnosis.cause.value not in known
         if not tried or is_new_fact:  # a passing fault or a stretch of data needs no lower rate
             yield (*back, *_hold(config))
         yield (*back, scale, *_hold(config))
@@ -264,7 +233,7 @@ def _skip(diagnosis: Diagnosis, config: HealingConfig, target: int, tried: int) 
     The window doubles with each rollback, up to a limit: the cause of a spike often lies in a
     stretch of data and the state together, and a later one may have a bad neighbour.
     """
-    is_innocent = diagnosis.cause in INNOCENT_DATA and not tried
+    is_innocent = diagnosis.cause.about.blames is not Blames.DATA and not tried
     most = max(config.skip_window, MOST_SKIPPED)
     window = 0 if is_innocent else min(config.skip_window * 2**tried, most)
     last = max(diagnosis.step, target) + window

@@ -9,17 +9,17 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from heal.actions import CannotHeal, action_in_words
+from heal.actions import HealingError, action_in_words
 from heal.causes import Cause
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.exceptions import classify, message_of, qualified_name
 from heal.exit_codes import ExitCode
+from heal.exit_codes import ExitReason as ExitReason
 from heal.json_lines import dumps, encodable, now
 
 SCHEMA_VERSION = 1
@@ -37,31 +37,6 @@ class Diary(Protocol):
     def report_failure(self, where: object, error: Exception) -> None: ...
 
 
-class ExitReason(str, Enum):
-    """Why a run ended."""
-
-    COMPLETED = "completed"
-    EXCEPTION = "exception"
-    OOM = "oom"
-    NAN = "nan"
-    DIVERGENCE = "divergence"
-    SIGTERM = "sigterm"
-    SIGINT = "sigint"
-    UNRECOVERABLE = "unrecoverable"
-    HUNG = "hung"
-    """No step ended in time, and ``hang_exit`` ended the process."""
-    EXITED = "exited"
-    """Left before its end without an error: by ``sys.exit``, or by ``break``."""
-
-
-BY_CAUSE = {
-    Cause.OUT_OF_MEMORY.value: ExitReason.OOM,
-    Cause.NONFINITE_GRADIENT.value: ExitReason.NAN,
-    Cause.NONFINITE_LOSS.value: ExitReason.NAN,
-    Cause.DIVERGENCE.value: ExitReason.DIVERGENCE,
-    Cause.LOSS_SPIKE.value: ExitReason.DIVERGENCE,
-    Cause.GRADIENT_EXPLOSION.value: ExitReason.DIVERGENCE,
-}
 BY_EXIT_CODE = {
     ExitCode.OK: ExitReason.COMPLETED,
     ExitCode.NONFINITE: ExitReason.NAN,
@@ -79,15 +54,16 @@ def exit_reason(exc: BaseException | None, last_cause: str = "") -> ExitReason:
         return ExitReason.SIGINT
     if isinstance(exc, SystemExit):
         return ExitReason.EXITED if exc.code else ExitReason.COMPLETED
-    if not isinstance(exc, CannotHeal):
-        return BY_CAUSE.get(classify(exc)[0].value, ExitReason.EXCEPTION)
+    if not isinstance(exc, HealingError):
+        return classify(exc)[0].about.exit_reason or ExitReason.EXCEPTION
     known = {int(code): reason for code, reason in BY_EXIT_CODE.items()}.get(exc.exit_code)
-    return known or BY_CAUSE.get(last_cause, ExitReason.UNRECOVERABLE)
+    by_cause = {cause.value: cause.about.exit_reason for cause in Cause}
+    return known or by_cause.get(last_cause) or ExitReason.UNRECOVERABLE
 
 
 def original_of(exc: BaseException | None) -> BaseException | None:
     """Return what was raised first: what a halt gave up on, else the exception itself."""
-    while isinstance(exc, CannotHeal) and exc.__cause__ is not None:
+    while isinstance(exc, HealingError) and exc.__cause__ is not None:
         exc = exc.__cause__
     return exc
 
@@ -160,7 +136,7 @@ def write_postmortem(
         "schema_version": SCHEMA_VERSION,
         "exit_code": None if exit_code is None else int(exit_code),
         "exception_message": None if original is None else message_of(original),
-        "halted_because": message_of(exception) if isinstance(exception, CannotHeal) else None,
+        "halted_because": message_of(exception) if isinstance(exception, HealingError) else None,
         "rank": journal.rank,
         "python": sys.version.split()[0],
     }

@@ -4,28 +4,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from heal.actions import (
     Action,
-    CannotHeal,
     Halt,
+    HealingError,
     Plan,
-    Refuse,
     Rollback,
     ScaleLr,
+    Skip,
     SkipBatches,
     action_to_json,
     changes_training,
+    check_action,
+    is_custom,
 )
 from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis, blame_state, diagnose, may_be_the_weights
 from heal.exit_codes import ExitCode
-from heal.history import NONFINITE, History, Incident
+from heal.history import History, Incident
 from heal.journal import LEFT_OUT, Journal
 from heal.monitor import Monitor, Seen, is_suspect
-from heal.policy import EXIT_CODES, decide
+from heal.policy import decide
 from heal.run import TorchRun
 
 Hook = Callable[[Diagnosis, Plan], Plan | None]
@@ -34,12 +36,6 @@ Hook = Callable[[Diagnosis, Plan], Plan | None]
 MAX_AHEAD = 10_000  # steps whose batches a hook may have skipped before they come
 RECOVERED_NOISE, RECOVERED_SHARE = 3.0, 0.1  # above its old level that a loss may be and is back
 MAX_LOGGED = 1000  # entries kept in memory; the journal has them all
-
-MEASURED_LATE = (Cause.WEIGHT_CORRUPTION, Cause.OPTIMIZER_CORRUPTION, Cause.OPTIMIZER_RESET)
-"""Found by a check some time after: the batch of that step has nothing to do with it."""
-
-SKIPPED = (Cause.NONFINITE_GRADIENT, Cause.NONFINITE_LOSS, Cause.GRADIENT_SPIKE)
-"""What the device skips a step for."""
 
 SPENT = (
     ExitCode.BUDGET_SPENT,
@@ -128,7 +124,7 @@ class Recovery:
         """Heal what was found in one step; return whether the run went back.
 
         Raises:
-            CannotHeal: the run must stop.
+            HealingError: the run must stop.
         """
         # Written down first: a rollback forgets what led to it, and a halt ends the run.
         self.note_moves(self._monitor.watch.take_moves(seen.step, seen.findings))
@@ -169,7 +165,7 @@ class Recovery:
         """Diagnose findings and carry out the plan; return what was done.
 
         Raises:
-            CannotHeal: the run must stop.
+            HealingError: the run must stop.
         """
         if not findings:
             return ()
@@ -208,8 +204,8 @@ class Recovery:
             self._overflows.append(diagnosis)
         elif diagnosis is not None:
             self._locate(diagnosis)
-            was_skipped = diagnosis.cause in SKIPPED and not diagnosis.evidence.get("applied")
-            plan: Plan = (Refuse(),) if was_skipped else ()
+            was_skipped = diagnosis.cause.about.is_skipped and not diagnosis.evidence.get("applied")
+            plan: Plan = (Skip(),) if was_skipped else ()
             at = self._run.step
             self.log.append((at, diagnosis, plan))
             self._write_down(diagnosis, plan, [True] * len(plan), 0.0, at, self._knobs())
@@ -231,12 +227,12 @@ class Recovery:
         """Decide on a diagnosis and do it.
 
         Raises:
-            CannotHeal: the run must stop.
+            HealingError: the run must stop.
         """
         self.catch_up()
         self._locate(diagnosis)
         diagnosis, is_misread = self._look_at_state(diagnosis)
-        if diagnosis.cause in NONFINITE and "type" in diagnosis.evidence:
+        if diagnosis.cause.about.is_nonfinite and "type" in diagnosis.evidence:
             # It was raised, so that the device counted no refused step: patience must end too.
             diagnosis = replace(diagnosis, streak=self.history.note_nonfinite_error())
         plan = decide(diagnosis, self.history, self._config, self._run.snapshots())
@@ -250,7 +246,7 @@ class Recovery:
         try:
             for action in plan:
                 effects.append(self._apply(action))
-        except CannotHeal:
+        except HealingError:
             self._has_halted = True
             raise
         finally:  # also if the plan was to halt: the journal tells why
@@ -263,7 +259,7 @@ class Recovery:
     def _look_at_state(self, diagnosis: Diagnosis) -> tuple[Diagnosis, bool]:
         """Look for NaN in the state where it could be the cause; return whether it is."""
         config = self._config
-        stops = config.nan_action == "raise" and diagnosis.cause in NONFINITE
+        stops = config.nan_action == "raise" and diagnosis.cause.about.is_nonfinite
         if stops or not may_be_the_weights(diagnosis, config.nan_patience, config.max_consecutive):
             return diagnosis, False
         # What came by a record is treated by every rank in the same step; an exception is not.
@@ -284,7 +280,7 @@ class Recovery:
         A batch is read again when a streak begins, until one was found to hold NaN; then only when
         patience is spent.
         """
-        if diagnosis.cause not in NONFINITE or (self._saw_bad_data and diagnosis.streak == 1):
+        if not diagnosis.cause.about.is_nonfinite or (self._saw_bad_data and diagnosis.streak == 1):
             return
         fault = self._run.data_fault(diagnosis.step)
         if fault:
@@ -309,7 +305,7 @@ class Recovery:
         except Exception as error:
             self._note(f"the batch of step {diagnosis.step} could not be named: {error!r}")
             return
-        if diagnosis.cause in MEASURED_LATE:
+        if diagnosis.cause.about.is_found_late:
             found = {"call": found["call"]} if "call" in found else {}
         for name, value in found.items():
             diagnosis.evidence.setdefault(name, value)
@@ -326,15 +322,15 @@ class Recovery:
         """Count a batch that is given up because the plan has no cure for what it raised.
 
         Raises:
-            CannotHeal: so many failed in a row that it is not the batches.
+            HealingError: so many failed in a row that it is not the batches.
         """
         self._num_given_up += 1
         most = self._config.max_consecutive_data_errors
         if self._num_given_up > most:
-            raise CannotHeal(
+            raise HealingError(
                 f"{diagnosis.cause.value} at step {diagnosis.step}: {self._num_given_up} batches "
                 f"in a row were given up, for the plans had no cure; wanted at most {most}",
-                EXIT_CODES.get(diagnosis.cause, ExitCode.UNRECOVERABLE),
+                diagnosis.cause.about.exit_code,
             )
 
     def note_batch_worked(self) -> None:
@@ -374,15 +370,15 @@ class Recovery:
 
     def _apply(self, action: Action) -> bool:
         try:
-            has_effect = action.apply(self._run)
+            has_effect = bool(action.apply(self._run))
             if isinstance(action, Rollback):
                 self.late.clear()  # found in steps that did not happen
             return has_effect
-        except CannotHeal:
+        except HealingError:
             raise
         except Exception as error:  # a cure that fails must not kill; a rollback that fails must
             if isinstance(action, Rollback):
-                raise CannotHeal(f"rollback failed: {error!r}") from error
+                raise HealingError(f"rollback failed: {error!r}") from error
             self._journal.event(
                 "action_failed", self._run.step, error=repr(error), **action_to_json(action)
             )
@@ -398,14 +394,26 @@ class Recovery:
                 return plan
             is_text = isinstance(answer, str)  # an empty one would pass for an empty plan
             answer = tuple(answer)
-            if is_text or not all(isinstance(action, get_args(Action)) for action in answer):
-                raise TypeError(f"the hook returned {answer!r}; wanted a tuple of actions")
+            if is_text:
+                raise TypeError(f"expected a tuple of actions from the hook, got {answer!r}")
+            for action in answer:
+                check_action(action)
             self._check_skips(answer)
+            self._check_budget(answer)
             return answer
         except Exception as error:
             self._journal.event("hook_failed", self._run.step, error=repr(error))
             self._note(f"the hook of on_instability failed, the plan was kept: {error!r}")
             return plan
+
+    def _check_budget(self, answer: Plan) -> None:
+        """Check that a user's own actions end too: each plan with one is an attempt."""
+        most = self._config.max_recovery_attempts
+        if self.history.attempts >= most and any(is_custom(action) for action in answer):
+            raise ValueError(
+                f"expected at most {most} attempts (max_recovery_attempts) with actions of your "
+                f"own, got {self.history.attempts} before this one"
+            )
 
     def _check_skips(self, answer: Plan) -> None:
         """Refuse to pass over what no trouble explains: every batch of it would be drawn."""

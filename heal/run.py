@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.buffers import Key
 from heal.causes import Cause
 from heal.config import HealingConfig
@@ -296,7 +296,7 @@ class TorchRun:
         older one.
 
         Raises:
-            CannotHeal: there is none, or it does not fit, or none could be written. Unless the
+            HealingError: there is none, or it does not fit, or none could be written. Unless the
                 message says that the memory holds a mix, nothing was changed.
         """
         failure: RestoreFailed | None = None
@@ -304,7 +304,7 @@ class TorchRun:
             changed = self._constants.changed()
             problem = self._misfit(snapshot, changed)
             if not self._ranks.all_agree(not problem):
-                raise CannotHeal(problem or "another rank could not return to its snapshot")
+                raise HealingError(problem or "another rank could not return to its snapshot")
             for _ in range(TRIES):
                 failure = self._write(snapshot)
                 if failure is None:
@@ -312,13 +312,13 @@ class TorchRun:
                     return
                 self._note(f"the rollback to step {snapshot.step} failed: {failure}")
         if failure is None:
-            raise CannotHeal(f"no intact snapshot of step {step} or before", ExitCode.NO_SNAPSHOT)
+            raise HealingError(f"no intact snapshot of step {step} or before", ExitCode.NO_SNAPSHOT)
         held = (
             "the memory holds a mix of two states: do not save it, resume from a checkpoint"
             if failure.is_mixed
             else "the state is what it was before"
         )
-        raise CannotHeal(f"no rollback succeeded, the last failed with {failure}; {held}")
+        raise HealingError(f"no rollback succeeded, the last failed with {failure}; {held}")
 
     def _write(self, snapshot: Snapshot) -> RestoreFailed | None:
         """Write a snapshot over the run; return why it could not be done."""

@@ -12,7 +12,7 @@ import torch
 from benchmarks.failures.families import STEPS, Training, make
 from benchmarks.failures.rows import ROWS, Row, creeping
 from heal import Healer, HealingConfig
-from heal.actions import CannotHeal, Refuse, Rollback, changes_training
+from heal.actions import HealingError, Rollback, Skip, changes_training
 from heal.testing import Chaos
 
 SETTINGS: dict[str, Any] = {
@@ -57,7 +57,7 @@ def healed(row: Row, family: str, seed: int) -> Ended:
         for action in plan:
             if isinstance(action, Rollback):
                 lost += max(0, healer.last_step + 1 - action.before_step)
-            elif isinstance(action, Refuse):
+            elif isinstance(action, Skip):
                 lost += 1
 
     healer.on_instability(count)
@@ -70,7 +70,7 @@ def healed(row: Row, family: str, seed: int) -> Ended:
     died = ""
     try:
         healer.run(train_step, chaos.wrap_loader(training.loader), STEPS, progress=False)
-    except (CannotHeal, Exception) as error:
+    except (HealingError, Exception) as error:
         died = type(error).__name__
         lost += STEPS - 1 - healer.last_step
     changed = any(changes_training(plan) for _, _, plan in healer.history)

@@ -14,7 +14,7 @@ from benchmarks.helps.alarms import ALARMS, FIRST_LOOK, LOOK_STEPS, Alarm, Watch
 from benchmarks.helps.families import STEPS, make
 from benchmarks.helps.faults import INSTANT, SlowFault, doubled_at
 from heal import Healer, HealingConfig
-from heal.actions import CannotHeal, Plan, Refuse, Rollback, changes_training
+from heal.actions import HealingError, Plan, Rollback, Skip, changes_training
 from heal.causes import Family
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
@@ -89,7 +89,7 @@ class Broken:
             for action in plan:
                 if isinstance(action, Rollback):
                     self.lost += max(0, self.healer.last_step + 1 - action.before_step)
-                elif isinstance(action, Refuse):
+                elif isinstance(action, Skip):
                     self.lost += 1
             return None
 
@@ -103,7 +103,7 @@ class Broken:
                 progress=False,
                 on_step=on_step,
             )
-        except CannotHeal as halt:
+        except HealingError as halt:
             if halt.exit_code == ExitCode.PREEMPTED:  # a signal to the benchmark, not to the run
                 raise KeyboardInterrupt from halt
             halted = True

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.training_state import RngState
 
 # What the order of an epoch hangs on: generators, and the epoch that samplers were told.
@@ -534,7 +534,7 @@ class PassReader:
         while True:
             try:
                 return open_it()
-            except (StopIteration, CannotHeal):
+            except (StopIteration, HealingError):
                 raise
             except Exception as error:
                 if self._on_error(error, self.epoch, None) is not AfterError.TRY_AGAIN:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.data.loader_pass import (
     AfterError,
     EpochStart,
@@ -331,7 +331,7 @@ class BatchStream:
                 batch = reader.read()
                 reader.index += 1
                 self.ordinal += 1
-            except (StopIteration, CannotHeal):
+            except (StopIteration, HealingError):
                 raise
             except Exception as error:
                 error.__traceback__ = None  # it would keep the loader's frames alive

@@ -56,7 +56,8 @@ KIND_OF_ACTION = {
     "ClearCache": "memory",
     "Backoff": "wait",
     "SkipBatches": "data",
-    "Refuse": "refused",
+    "Skip": "refused",
+    "Refuse": "refused",  # its name in journals of version 0.1
 }
 GRAVITY = {kind: -i for i, kind in enumerate(KINDS)}
 INCIDENT_EVENTS = ("recovery", "alert")
@@ -183,7 +184,7 @@ class Incident:
             name = action.get("action")
             phrase = words.action_words(action, event.resumed_at if name == "Rollback" else None)
             self.actions[phrase] = self.actions.get(phrase, 0) + 1
-            if name == "Refuse":
+            if name in ("Skip", "Refuse"):
                 self.refused.add(event.step)
             elif name == "SkipBatches" and not event.rolled_back:
                 first, last = whole(action.get("first_step")), whole(action.get("last_step"))

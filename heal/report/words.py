@@ -5,43 +5,9 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from heal.causes import ABOUT, Family
+from heal.actions import RENAMED
+from heal.causes import Cause, Family
 from heal.json_lines import number
-
-TITLES = {
-    "nonfinite_gradient": "Gradients held NaN or Inf",
-    "nonfinite_loss": "The loss was NaN or Inf",
-    "scaler_overflow": "Gradients overflowed in half precision",
-    "gradient_spike": "A gradient was unusually large",
-    "gradient_explosion": "Gradients exploded",
-    "loss_spike": "The loss jumped",
-    "divergence": "The loss kept rising",
-    "lr_spike": "The learning rate jumped",
-    "weight_corruption": "Weights were damaged",
-    "optimizer_corruption": "The optimizer's state was damaged",
-    "optimizer_reset": "The optimizer lost its state",
-    "weight_drift": "A weight left its course",
-    "plateau": "The loss stopped improving",
-    "not_learning": "Nothing was learned",
-    "probe_alarm": "A probe raised its alarm",
-    "overfitting": "Evaluation fell behind training",
-    "throughput_collapse": "Steps became slow",
-    "oom": "Memory ran out",
-    "memory_pressure": "Memory was nearly used up",
-    "data_error": "A batch of data could not be used",
-    "network_error": "The network did not answer",
-    "storage_error": "The disk could not be written",
-    "collective_error": "Ranks lost contact",
-    "device_error": "The device failed",
-    "preempted": "The job was asked to stop",
-    "unknown": "An unknown error",
-    "kl_blowup": "The policy left its reference",
-    "likelihood_collapse": "Chosen answers became unlikely",
-    "preference_inversion": "The model prefers rejected answers",
-    "reward_collapse": "Rewards collapsed",
-    "desync": "Ranks fell out of step",
-    "instability_ahead": "Instability was forecast",
-}
 
 EVIDENCE = {
     "norm": "gradient norm",
@@ -72,12 +38,15 @@ MAX_TEXT = 400  # characters of any one thing that a journal says
 
 def title(failure: str) -> str:
     """Return what happened, in four or five words."""
-    return TITLES.get(failure, shorten(failure.replace("_", " ").capitalize(), 60))
+    try:
+        return Cause(failure).about.title
+    except ValueError:  # of another version
+        return shorten(failure.replace("_", " ").capitalize(), 60)
 
 
 def is_numeric(failure: str) -> bool:
     """Return whether a cause is one of those that explain each other."""
-    return failure in {c.value for c, about in ABOUT.items() if about.family is Family.NUMERIC}
+    return failure in {c.value for c in Cause if c.about.family is Family.NUMERIC}
 
 
 def evidence_words(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -95,9 +64,10 @@ def evidence_words(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
 def action_words(action: Mapping[str, Any], resumed_at: int | None) -> str:
     """Return what was done, as a phrase."""
     name = str(action.get("action", ""))
+    name = RENAMED.get(name, name)
     first, last = show(action.get("first_step")), show(action.get("last_step"))
     phrase = {
-        "Refuse": "skipped the step on the device; nothing was changed",
+        "Skip": "skipped the step on the device; nothing was changed",
         "TightenClip": f"clipped harder (limit x {show(action.get('factor'))})",
         "RelearnClip": "reset the statistics of the clipping rule",
         "HoldLr": f"held the learning rate at {show(action.get('limit'))}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from heal.actions import Plan, Refuse, Rollback, SkipBatches
+from heal.actions import Plan, Rollback, Skip, SkipBatches
 from heal.diagnose import Diagnosis
 from heal.micro_batch import TrainStep
 from heal.testing import Chaos, Fault, Strike
@@ -161,7 +161,7 @@ class Drill:
         that much closer here than in a run, and what one rollback undoes, no later check can find.
 
         Raises:
-            CannotHeal: healing came to its end.
+            HealingError: healing came to its end.
             ValueError: there is no step to take.
         """
         if steps < 1:
@@ -216,7 +216,7 @@ class Drill:
                 outcome.actions.append(name)
             if isinstance(action, Rollback):
                 outcome.roll_back(here, action.before_step)
-            elif isinstance(action, Refuse) or action == SkipBatches(here, here):
+            elif isinstance(action, Skip) or action == SkipBatches(here, here):
                 outcome.refuse(diagnosis.step)
             outcome.seconds += float(getattr(action, "seconds", 0.0))
 

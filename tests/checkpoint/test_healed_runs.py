@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from heal import HealingConfig
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.checkpoint import CheckpointRefused, CheckpointStore, NoSpace, SaveFailed
 from heal.exit_codes import ExitCode
 from heal.settings import ConfigError
@@ -166,7 +166,7 @@ def stopped(folder, spoil):
             spoil()
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(CannotHeal) as halt:
+    with pytest.raises(HealingError) as halt:
         train(setup, folder, 40, stop)
     return halt.value
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from heal import Healer, HealingConfig
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from tests.cluster.ranks import join
 
 STEPS = 24
@@ -114,7 +114,7 @@ def main(folder, wrap, where, what):
         healer.run(
             train_step(model, fragile), batches(rank if wrap != "tp" else 0), STEPS, progress=False
         )
-    except CannotHeal as halt:
+    except HealingError as halt:
         code = halt.exit_code
         told |= {"code": code, "halt": str(halt)}
     told |= {"step": healer.last_step, "skipped": healer.stream.skipped}

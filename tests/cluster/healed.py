@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from heal import Healer, HealingConfig
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from tests.cluster.ranks import flip_bit, join, tell
 from tests.cluster.trainer import digest
 
@@ -54,7 +54,7 @@ def told_to_stop(folder):
             progress=False,
             on_step=on_step,
         )
-    except CannotHeal as halt:
+    except HealingError as halt:
         tell(folder, rank, [healer.last_step, digest(healer.model.state_dict().values())])
         sys.exit(halt.exit_code)
 
@@ -101,7 +101,7 @@ def absent_at_the_ping(folder, absent):
     try:
         healer.run(lambda b: healer.model(b).square().mean(), batches(rank), 12, progress=False)
         tell(folder, rank, None)
-    except CannotHeal as halt:
+    except HealingError as halt:
         tell(folder, rank, [halt.exit_code, str(halt)])
     others = [Path(folder, f"told{r}") for r in range(dist.get_world_size())]
     until = time.monotonic() + 120

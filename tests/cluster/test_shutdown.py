@@ -195,7 +195,7 @@ def test_only_the_main_thread_may_catch_signals():
 AFTER_THE_END = """
 import os, signal, time, torch
 from heal import Healer, HealingConfig
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
 healer = Healer(model, optimizer, config=HealingConfig(shutdown_timeout_sec=1.5))
@@ -204,7 +204,7 @@ def stop(step):
         os.kill(os.getpid(), signal.SIGTERM)
 try:
     healer.run(lambda b: model(b).mean(), [torch.ones(1, 2)] * 50, 50, progress=False, on_step=stop)
-except CannotHeal:
+except HealingError:
     time.sleep(3)
     print("still here")
 """
@@ -245,7 +245,7 @@ def test_code_after_the_block_is_not_ended(tmp_path):
 AFTER_A_LATE_SIGNAL = """
 import os, signal, time, torch
 from heal import Healer, HealingConfig
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
 healer = Healer(model, optimizer, config=HealingConfig(shutdown_timeout_sec=1.5))
@@ -258,7 +258,7 @@ try:
             optimizer.zero_grad()
             if step == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
-except CannotHeal:
+except HealingError:
     time.sleep(3)
 print("still here")
 """

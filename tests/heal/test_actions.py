@@ -1,24 +1,23 @@
 import json
 import re
-from typing import get_args
 
 import pytest
 
 from heal.actions import (
-    Action,
+    ACTIONS,
     AnchorWeights,
     Backoff,
-    CannotHeal,
     CheckpointActivations,
     ClearCache,
     Halt,
+    HealingError,
     HoldLr,
     PerturbWeights,
-    Refuse,
     RelearnClip,
     Rollback,
     ScaleLr,
     ShrinkBatch,
+    Skip,
     SkipBatches,
     TakeSnapshot,
     TightenClip,
@@ -30,7 +29,7 @@ from heal.exit_codes import ExitCode
 from tests.heal.fake_run import FakeRun
 
 EXAMPLES = [
-    Refuse(),
+    Skip(),
     TightenClip(0.5),
     RelearnClip(),
     ScaleLr(0.5, 0.01, 200),
@@ -50,7 +49,7 @@ EXAMPLES = [
 
 
 def test_every_action_has_an_example_here():
-    assert {type(action) for action in EXAMPLES} == set(get_args(Action))
+    assert {type(action) for action in EXAMPLES} == set(ACTIONS)
 
 
 def test_rollback_passes_over_the_snapshots_that_know_the_damage():
@@ -66,7 +65,7 @@ def test_the_snapshot_of_the_bad_step_itself_is_clean():
 
 
 def test_rollback_with_nothing_old_enough_stops_the_run():
-    with pytest.raises(CannotHeal, match="before step 5") as raised:
+    with pytest.raises(HealingError, match="before step 5") as raised:
         Rollback(before_step=5).apply(FakeRun(snapshots=[50]))
     assert raised.value.exit_code == ExitCode.NO_SNAPSHOT
 
@@ -95,7 +94,7 @@ def test_the_rest_is_passed_to_the_run_as_it_is():
         Backoff(30.0),
         PerturbWeights(0.1, seed=2),
         AnchorWeights(2.0, 50),
-        Refuse(),
+        Skip(),
     ]
     assert all(action.apply(run) for action in plan)
     assert run.done == [
@@ -111,7 +110,7 @@ def test_the_rest_is_passed_to_the_run_as_it_is():
 
 
 def test_halt_raises_with_its_code():
-    with pytest.raises(CannotHeal, match="enough") as raised:
+    with pytest.raises(HealingError, match="enough") as raised:
         Halt("enough", ExitCode.BUDGET_SPENT).apply(FakeRun())
     assert raised.value.exit_code == ExitCode.BUDGET_SPENT
 
@@ -163,7 +162,7 @@ def test_an_action_that_no_run_could_carry_out_is_refused_by_name(kind, told, me
 
 def test_some_actions_leave_training_as_it_is():
     gentle = {type(action).__name__ for action in EXAMPLES if not changes_training((action,))}
-    assert gentle == {"Refuse", "ClearCache", "Backoff", "TakeSnapshot", "WatchClosely", "Halt"}
+    assert gentle == {"Skip", "ClearCache", "Backoff", "TakeSnapshot", "WatchClosely", "Halt"}
 
 
 def test_exit_codes_are_distinct_and_free():

@@ -94,11 +94,11 @@ def test_a_loss_counts_as_healed_within_a_tenth_or_the_noise_of_the_twins():
         (HEALED, Ended(1.0), "healed"),
         (HEALED, Ended(2.0, reports={"loss_spike": 1}), "not healed"),
         (HEALED, Ended(math.nan), "not healed"),
-        (HEALED, Ended(1.0, died="CannotHeal"), "halted"),
+        (HEALED, Ended(1.0, died="HealingError"), "halted"),
         (REPORTED, Ended(2.0, reports={"loss_spike": 1}), "reported"),
         (REPORTED, Ended(2.0, reports={}), "not healed"),
         (LAST_GOOD, Ended(1.0), "not the last good weights"),
-        (LAST_GOOD, Ended(2.0, died="CannotHeal", keeps_last_good=True), "last good"),
+        (LAST_GOOD, Ended(2.0, died="HealingError", keeps_last_good=True), "last good"),
     ],
 )
 def test_the_verdict_follows_the_demand(demand, ended, expected):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from heal.causes import ABOUT, Cause, Family, Finding, Severity
+from heal.causes import Cause, Family, Finding, Severity
 from heal.diagnose import diagnose
 from heal.history import History
 
@@ -69,7 +69,7 @@ def test_streak_and_steps_pass_through():
 
 @pytest.mark.parametrize("cause", Cause)
 def test_every_cause_is_described_and_can_be_written(cause):
-    about = ABOUT[cause]
+    about = cause.about
     assert about.summary.endswith(".")
     assert about.family in Family
     written = diagnose([finding(cause, tensor="a.b")], History()).to_json()

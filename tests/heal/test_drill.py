@@ -51,7 +51,7 @@ def test_outcomes_say_when_a_fault_was_detected_what_was_done_and_what_it_cost()
     drill = Drill(healer, faults)
     drill.run(train_step, loader, 110, progress=False)
     nan, weight, memory = drill.outcomes
-    assert (nan.strike.step, nan.actions, nan.lost_steps) == (20, ["Refuse"], 1)
+    assert (nan.strike.step, nan.actions, nan.lost_steps) == (20, ["Skip"], 1)
     assert 20 < nan.detected_at <= 24
     assert "Rollback" in weight.actions
     assert weight.lost_steps >= 5
@@ -64,7 +64,7 @@ def test_the_drill_of_the_command_line_prints_the_table(capsys):
     assert main(["drill", *words]) == 0
     printed = capsys.readouterr().out
     assert "nan loss" in printed
-    assert "Refuse" in printed
+    assert "Skip" in printed
 
 
 def build_with_defaults():

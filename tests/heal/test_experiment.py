@@ -298,9 +298,9 @@ def test_nan_data_skips_steps_and_never_rolls_back():
         if step == 39:
             weights.update({k: v.clone() for k, v in setup.model.state_dict().items()})
 
-    from heal.actions import CannotHeal
+    from heal.actions import HealingError
 
-    with pytest.raises(CannotHeal) as halt:
+    with pytest.raises(HealingError) as halt:
         healer.run(setup.train_step, setup.loader, 200, progress=False, on_step=keep)
     assert halt.value.exit_code == 43
     assert "data" in str(halt.value)

@@ -171,7 +171,7 @@ def test_a_bad_batch_is_not_a_bad_model_whatever_the_preset(preset):
     healer = setup.healer()
     healer.run(train_step, setup.loader, 100, progress=False)
     plans = {type(action).__name__ for _, _, plan in healer.history for action in plan}
-    assert plans == {"Refuse"}
+    assert plans == {"Skip"}
 
 
 def test_healing_that_fails_itself_is_left_out_and_said(monkeypatch):
@@ -254,7 +254,7 @@ def test_a_grad_scaler_that_searches_its_scale_is_no_alarm():
 
 SCRIPT = """
 import os, sys
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.testing import Chaos, Fault
 from tests.heal.runs import regression
 setup = regression()
@@ -262,7 +262,7 @@ healer = setup.healer(run_dir=sys.argv[2])
 chaos = Chaos(healer, [Fault(sys.argv[1], at=20)])
 try:
     healer.run(chaos.wrap(setup.train_step), setup.loader, 50, progress=False)
-except CannotHeal as halt:
+except HealingError as halt:
     sys.exit(halt.exit_code)
 """
 HAND_WRITTEN = """

@@ -6,11 +6,11 @@ import pytest
 
 from heal.actions import (
     Backoff,
-    CannotHeal,
     ClearCache,
     Halt,
-    Refuse,
+    HealingError,
     ShrinkBatch,
+    Skip,
     SkipBatches,
 )
 from heal.exceptions import qualified_name
@@ -78,7 +78,7 @@ def test_a_step_that_raises_for_nan_is_not_tried_for_ever(words):
         raise FloatingPointError(words)
 
     setup.train_step = train_step
-    with pytest.raises(CannotHeal) as caught:
+    with pytest.raises(HealingError) as caught:
         setup.run(50)
     assert caught.value.exit_code == ExitCode.NONFINITE
     assert len(calls) == setup.config.max_consecutive
@@ -104,7 +104,7 @@ def test_steps_that_raise_for_nan_now_and_then_cost_themselves_only():
 ANSWERS = {
     "nothing": (),
     "a cleared cache": (ClearCache(),),
-    "a refusal": (Refuse(),),
+    "a refusal": (Skip(),),
     "a wait": (Backoff(0),),
     "a smaller batch": (ShrinkBatch(),),
     "another batch": (SkipBatches(0, 0),),
@@ -164,7 +164,7 @@ def test_numbers_that_are_raised_as_an_error_end_the_run_too():
     def train_step(batch):
         raise FloatingPointError("loss is nan")
 
-    with pytest.raises(CannotHeal, match="8 steps in a row were refused") as caught:
+    with pytest.raises(HealingError, match="8 steps in a row were refused") as caught:
         healer.run(train_step, setup.loader, 5, progress=False)
     assert caught.value.exit_code == ExitCode.NONFINITE
 
@@ -185,7 +185,7 @@ def test_a_spent_budget_is_no_matter_for_the_hook():
     @healer.on_instability
     def hook(diagnosis, plan):
         seen.extend(plan)
-        return (Refuse(),)
+        return (Skip(),)
 
     halt = halted(setup, [Fault("nan_loss", at=10, times=FOREVER)], healer=healer)
     assert halt.exit_code == ExitCode.NONFINITE
@@ -222,7 +222,7 @@ def test_a_plan_to_halt_may_come_from_the_hook(tmp_path):
     setup = regression()
     healer = setup.healer(run_dir=tmp_path)
     healer.on_instability(lambda diagnosis, plan: (Halt("I have seen enough", 99),))
-    with pytest.raises(CannotHeal, match="seen enough") as caught:
+    with pytest.raises(HealingError, match="seen enough") as caught:
         strike(setup, [Fault("nan_loss", at=20)], 60, healer)
     assert caught.value.exit_code == 99
 
@@ -233,5 +233,5 @@ def test_a_run_without_snapshots_still_refuses_and_halts_where_it_must():
     strike(setup, [Fault("nan_loss", at=20)], 40, healer)
     assert "snapshot_memory_fraction" in healer.notes[0]
     setup = regression(snapshot_memory_fraction=0.5)
-    with pytest.raises(CannotHeal):
+    with pytest.raises(HealingError):
         strike(setup, [Fault("corrupt_weight", at=20)], 60, setup.healer())

@@ -1,6 +1,6 @@
 import json
 
-from heal.actions import Refuse, Rollback, ScaleLr, ShrinkBatch
+from heal.actions import Rollback, ScaleLr, ShrinkBatch, Skip
 from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
@@ -48,7 +48,7 @@ def test_attempts_are_kept_for_ever_if_so_told():
 
 def test_a_refused_step_is_no_attempt():
     history = History()
-    history.note_plan(trouble(Cause.NONFINITE_GRADIENT), (Refuse(),))
+    history.note_plan(trouble(Cause.NONFINITE_GRADIENT), (Skip(),))
     assert (history.attempts, history.incidents) == (0, [])
 
 

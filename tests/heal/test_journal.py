@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from heal.actions import CannotHeal, Refuse, Rollback, action_to_json
-from heal.causes import ABOUT, Cause, Severity
+from heal.actions import HealingError, Rollback, Skip, action_to_json
+from heal.causes import Cause, Severity
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
 from heal.journal import (
@@ -226,14 +226,14 @@ def test_recoveries_are_events_and_are_kept_for_the_postmortem(tmp_path):
     assert [event["event"] for event in events] == ["recovery", "alert"]
     (entry,) = strict((tmp_path / "postmortem.json").read_text())["recovery_actions"]
     assert (entry["failure"], entry["actions"], entry["step"]) == ("divergence", ["rollback"], 90)
-    assert entry["diagnosis"] == ABOUT[Cause.DIVERGENCE].summary
+    assert entry["diagnosis"] == Cause.DIVERGENCE.about.summary
     assert (entry["plan"], entry["lr_after"]) == ([done], 0.5)
     assert entry["evidence"] == {"loss": "NaN"}
 
 
 def test_the_postmortem_has_the_fields_of_the_seed(tmp_path):
     journal = Journal(tmp_path)
-    error = CannotHeal("enough", ExitCode.BUDGET_SPENT)
+    error = HealingError("enough", ExitCode.BUDGET_SPENT)
     path = journal.postmortem(
         exception=error,
         exit_code=error.exit_code,
@@ -246,7 +246,7 @@ def test_the_postmortem_has_the_fields_of_the_seed(tmp_path):
     assert set(page) >= SEED_FIELDS
     assert (page["last_step"], page["running_time_seconds"], page["seed"]) == (847, 1847.3, 17)
     assert page["final_metrics"] == {"loss": "NaN", "grad_norm": 42.3}
-    assert page["exception_type"] == "heal.actions.CannotHeal"
+    assert page["exception_type"] == "heal.actions.HealingError"
     assert (page["exit_reason"], page["exit_code"]) == ("unrecoverable", 41)
     assert page["timestamp"].endswith("Z")
     assert [p.name for p in tmp_path.iterdir()] == ["postmortem.json"]
@@ -314,12 +314,12 @@ def test_other_ranks_do_not_overwrite_the_first(tmp_path):
         (SystemExit(3), "", ExitReason.EXITED),
         (ValueError("x"), "", ExitReason.EXCEPTION),
         (RuntimeError("CUDA error: out of memory"), "", ExitReason.OOM),
-        (CannotHeal("x", ExitCode.NONFINITE), "", ExitReason.NAN),
-        (CannotHeal("x", ExitCode.OUT_OF_MEMORY), "", ExitReason.OOM),
-        (CannotHeal("x", ExitCode.PREEMPTED), "", ExitReason.SIGTERM),
-        (CannotHeal("x", ExitCode.BUDGET_SPENT), "divergence", ExitReason.DIVERGENCE),
-        (CannotHeal("x", ExitCode.BUDGET_SPENT), "nonfinite_loss", ExitReason.NAN),
-        (CannotHeal("x", ExitCode.BAD_DATA), "data_error", ExitReason.UNRECOVERABLE),
+        (HealingError("x", ExitCode.NONFINITE), "", ExitReason.NAN),
+        (HealingError("x", ExitCode.OUT_OF_MEMORY), "", ExitReason.OOM),
+        (HealingError("x", ExitCode.PREEMPTED), "", ExitReason.SIGTERM),
+        (HealingError("x", ExitCode.BUDGET_SPENT), "divergence", ExitReason.DIVERGENCE),
+        (HealingError("x", ExitCode.BUDGET_SPENT), "nonfinite_loss", ExitReason.NAN),
+        (HealingError("x", ExitCode.BAD_DATA), "data_error", ExitReason.UNRECOVERABLE),
     ],
 )
 def test_why_a_run_ended(exc, last_cause, reason):
@@ -328,8 +328,8 @@ def test_why_a_run_ended(exc, last_cause, reason):
 
 def test_a_word_that_is_no_reason_is_worked_out(tmp_path):
     journal = Journal(tmp_path)
-    journal.recovery(diagnosis(Cause.NONFINITE_LOSS), [action_to_json(Refuse())])
-    halt = CannotHeal("x", ExitCode.BUDGET_SPENT)
+    journal.recovery(diagnosis(Cause.NONFINITE_LOSS), [action_to_json(Skip())])
+    halt = HealingError("x", ExitCode.BUDGET_SPENT)
     path = journal.postmortem(exit_reason="halt", exception=halt, last_step=1)
     assert strict(path.read_text())["exit_reason"] == "nan"
     path = journal.postmortem(exit_reason="sigterm", exception=halt, last_step=1)
@@ -347,7 +347,7 @@ def test_events_survive_kill_nine(tmp_path):
 
 
 def test_a_halt_tells_what_was_raised_first(tmp_path):
-    halt = CannotHeal("no smaller pieces", ExitCode.OUT_OF_MEMORY)
+    halt = HealingError("no smaller pieces", ExitCode.OUT_OF_MEMORY)
     halt.__cause__ = MemoryError("no room")
     page = strict(Journal(tmp_path).postmortem(exception=halt, last_step=1).read_text())
     assert (page["exception_type"], page["exception_message"]) == ("MemoryError", "no room")

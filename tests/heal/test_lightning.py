@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zclip
 from heal import HealingConfig
-from heal.actions import CannotHeal, Rollback
+from heal.actions import HealingError, Rollback
 from heal.guarded_step import GuardedStep, WatchedOptimizer
 from heal.integrations.lightning import SelfHealingLightningCallback
 from heal.integrations.lightning.steps import HealedSteps
@@ -295,10 +295,10 @@ def test_the_learning_rate_is_lowered_beside_the_schedule():
 def test_endless_trouble_halts_with_a_postmortem(tmp_path):
     faults = {n: nan_loss for n in range(20, 1000)}
     callback = healing(run_dir=tmp_path, max_recovery_attempts=2)
-    with pytest.raises(CannotHeal) as raised:
+    with pytest.raises(HealingError) as raised:
         fit(Module(faults=faults), callback, steps=200)
     with pytest.raises(SystemExit) as ended:  # as Python does with what nobody catches
-        sys.excepthook(CannotHeal, raised.value, None)
+        sys.excepthook(HealingError, raised.value, None)
     assert ended.value.code == raised.value.exit_code
     page = json.loads((tmp_path / "postmortem.json").read_text())
     assert page["exit_reason"] in ("nan", "unrecoverable")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from heal import HealingConfig
-from heal.actions import CannotHeal, ScaleLr
+from heal.actions import HealingError, ScaleLr
 from heal.causes import Cause, Severity
 from heal.diagnose import Diagnosis
 from heal.journal import Journal
@@ -115,7 +115,7 @@ def test_a_frozen_weight_that_became_nan_is_named_when_patience_ends():
             frozen.data[0, 0] = float("nan")
         return nn.functional.mse_loss(setup.model(batch[0]), batch[1])
 
-    with pytest.raises(CannotHeal, match=r"0\.weight"):
+    with pytest.raises(HealingError, match=r"0\.weight"):
         healer.run(train_step, setup.loader, 80, progress=False)
     assert healer.recoveries[-1]["failure"] == "weight_corruption"
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from heal import Healer, HealingConfig
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.causes import Cause
 from heal.exceptions import classify
 from heal.exit_codes import ExitCode
@@ -134,7 +134,7 @@ def test_after_a_rollback_the_call_and_the_batch_are_those_of_the_loop(caplog):
 def test_nan_data_is_called_nan_data_in_the_line_and_at_the_halt(caplog):
     model, optimizer, healer = build(nan_action="skip", max_consecutive=8)
     loader = DataLoader(tensors(bad=range(300, 640)), batch_size=10)
-    with pytest.raises(CannotHeal) as caught:
+    with pytest.raises(HealingError) as caught:
         train(model, optimizer, healer, loader)
     assert caught.value.exit_code == ExitCode.NONFINITE
     assert "the data: 80 of 80 numbers of batch[0] are NaN" in str(caught.value)
@@ -181,7 +181,7 @@ def test_nan_in_a_hidden_state_outside_the_model_gets_a_hint():
             healer.step(loss)
             optimizer.zero_grad()
 
-    with pytest.raises(CannotHeal, match="hidden state that is carried"):
+    with pytest.raises(HealingError, match="hidden state that is carried"):
         train_with_memory()
 
 

@@ -10,15 +10,15 @@ from heal.actions import (
     Halt,
     HoldLr,
     PerturbWeights,
-    Refuse,
     RelearnClip,
     Rollback,
     ScaleLr,
     ShrinkBatch,
+    Skip,
     SkipBatches,
     TightenClip,
 )
-from heal.causes import ABOUT, Cause, Family, Severity
+from heal.causes import Cause, Family, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
@@ -53,13 +53,13 @@ WARN = Severity.WARN
     ("diagnosis", "settings", "plan"),
     [
         # Skipped steps have changed nothing: no rollback, whatever the streak.
-        (sick(NAN, streak=1), {}, (Refuse(),)),
-        (sick(NAN, streak=5), {}, (Refuse(),)),
-        (sick(Cause.NONFINITE_LOSS, streak=5), {}, (Refuse(),)),
-        (sick(NAN, streak=99), {}, (Refuse(),)),
-        (sick(NAN, streak=1), {"nan_patience": 1}, (Refuse(),)),
-        (sick(NAN, streak=50), {"nan_action": "skip"}, (Refuse(),)),
-        (sick(NAN, streak=50), {"nan_action": "warn"}, (Refuse(),)),
+        (sick(NAN, streak=1), {}, (Skip(),)),
+        (sick(NAN, streak=5), {}, (Skip(),)),
+        (sick(Cause.NONFINITE_LOSS, streak=5), {}, (Skip(),)),
+        (sick(NAN, streak=99), {}, (Skip(),)),
+        (sick(NAN, streak=1), {"nan_patience": 1}, (Skip(),)),
+        (sick(NAN, streak=50), {"nan_action": "skip"}, (Skip(),)),
+        (sick(NAN, streak=50), {"nan_action": "warn"}, (Skip(),)),
         # NaN that was applied is damage at once, and so is what the experiment has proven.
         (
             sick(NAN, applied=True, severity=Severity.ERROR),
@@ -68,9 +68,9 @@ WARN = Severity.WARN
         ),
         (sick(NAN, streak=5, severity=Severity.ERROR), {}, (Rollback(80), SkipBatches(80, 91))),
         # A refused spike: patience, then the gentle rung.
-        (sick(Cause.GRADIENT_SPIKE, streak=3, severity=WARN), {}, (Refuse(),)),
+        (sick(Cause.GRADIENT_SPIKE, streak=3, severity=WARN), {}, (Skip(),)),
         (sick(Cause.GRADIENT_SPIKE, streak=20, severity=WARN), {}, (RelearnClip(), SCALE)),
-        (sick(Cause.GRADIENT_SPIKE, streak=5, severity=WARN), {"nan_action": "skip"}, (Refuse(),)),
+        (sick(Cause.GRADIENT_SPIKE, streak=5, severity=WARN), {"nan_action": "skip"}, (Skip(),)),
         # Ranks apart: all return to one step, and neither data nor schedule is to blame.
         (sick(Cause.DESYNC), {}, (Rollback(80), SkipBatches(80, 90))),
         # What is not proven is only written down.
@@ -214,7 +214,7 @@ def test_steps_under_way_when_the_clip_was_relearned_are_old_news():
     history = with_plan(spike)
     for step in (91, 92):
         refused = sick(Cause.GRADIENT_SPIKE, step=step, streak=20, severity=WARN)
-        assert decide(refused, history, CONFIG, SNAPSHOTS) == (Refuse(),)
+        assert decide(refused, history, CONFIG, SNAPSHOTS) == (Skip(),)
         assert decide(sick(Cause.LOSS_SPIKE, step=step), history, CONFIG, SNAPSHOTS) == ()
 
 
@@ -360,7 +360,7 @@ def test_deciding_changes_nothing():
     assert history.state() == before
 
 
-@pytest.mark.parametrize("cause", [c for c in Cause if ABOUT[c].family is Family.ALERT])
+@pytest.mark.parametrize("cause", [c for c in Cause if c.about.family is Family.ALERT])
 @pytest.mark.parametrize("severity", list(Severity))
 def test_alerts_never_act_however_grave(cause, severity):
     assert decide(sick(cause, severity=severity), History(), CONFIG, SNAPSHOTS) == ()

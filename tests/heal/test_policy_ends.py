@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heal.actions import Backoff, Halt, Rollback, SkipBatches, TightenClip, changes_training
-from heal.causes import ABOUT, Cause, Family, Severity
+from heal.causes import Cause, Family, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.history import History
@@ -48,7 +48,7 @@ def test_any_sequence_of_trouble_ends_within_the_budget(troubles, config):
             cause, {"applied": applied}, 0.9, "", severity, max(step - age, 0), step, streak
         )
         snapshots = [s for s in (0, 20, 40, 80) if s <= step]
-        incident = history.open_incident(ABOUT[cause].family)
+        incident = history.open_incident(cause.about.family)
         plan = decide(diagnosis, history, config, snapshots)
         if any(isinstance(action, Halt) for action in plan):
             *before, halt = plan  # a run that must end ends with the newest good state
@@ -56,7 +56,7 @@ def test_any_sequence_of_trouble_ends_within_the_budget(troubles, config):
             assert all(isinstance(action, Rollback) for action in before)
             assert len(before) <= 1
             return
-        family = ABOUT[cause].family
+        family = cause.about.family
         if incident is not None and family in (Family.NUMERIC, Family.MEMORY):
             assert not (plan and changes_training(plan)) or not incident.was_tried(plan)
         numeric += family is Family.NUMERIC and changes_training(plan)
@@ -98,8 +98,8 @@ def test_the_same_trouble_for_ever_ends(cause, config, streak):
             return
         history.note_plan(diagnosis, plan)
     assert history.total_attempts == 0
-    if ABOUT[cause].family is Family.WARNING:
+    if cause.about.family is Family.WARNING:
         (incident,) = history.incidents
         assert incident.count(TightenClip) == 1
         return
-    assert ABOUT[cause].family is Family.ALERT or cause is Cause.MEMORY_PRESSURE
+    assert cause.about.family is Family.ALERT or cause is Cause.MEMORY_PRESSURE

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from heal import Healer, HealingConfig
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.causes import Cause, Finding, Severity
 from heal.exit_codes import ExitCode
 from heal.verdict import Flag
@@ -222,7 +222,7 @@ def a_stop_that_one_rank_asks_for_stops_all_at_the_same_step():
     for wrap in ("ddp", "fsdp"):
         setup = Setup(wrap)
         setup.fault(1, 7, setup.ask_to_stop)
-        with pytest.raises(CannotHeal) as halted:
+        with pytest.raises(HealingError) as halted:
             setup.run()
         assert halted.value.exit_code == ExitCode.PREEMPTED
         setup.assert_alike()
@@ -358,7 +358,7 @@ def an_error_without_a_cure_on_one_rank_ends_all_at_the_same_step():
         raise AttributeError("no such thing")
 
     setup.fault(1, 6, bug)
-    with pytest.raises(CannotHeal, match="rank 1 raised AttributeError: no such thing") as halted:
+    with pytest.raises(HealingError, match="rank 1 raised AttributeError: no such thing") as halted:
         setup.run(20)
     assert halted.value.exit_code == ExitCode.UNRECOVERABLE
     setup.assert_alike()
@@ -423,7 +423,7 @@ def ranks_at_different_steps_return_to_the_same_and_halt_if_it_comes_again():
     assert setup.done[0][3] == ["Rollback", "SkipBatches"]
     if dist.get_rank() == 1:
         setup.faults[setup.healer.attempts + 1] = shift
-    with pytest.raises(CannotHeal) as halted:
+    with pytest.raises(HealingError) as halted:
         setup.run(60)
     assert halted.value.exit_code == ExitCode.DISTRIBUTED
 

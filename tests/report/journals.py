@@ -116,8 +116,8 @@ def sick_run(folder: Path, ranks: int = 1) -> Path:
         events = [
             started(rank),
             {**started(rank), "event": "goal", "steps": 100},
-            trouble("nonfinite_gradient", 20, act("Refuse"), rank=rank),
-            *(trouble("nonfinite_loss", s, act("Refuse"), rank=rank) for s in (55, 56)),
+            trouble("nonfinite_gradient", 20, act("Skip"), rank=rank),
+            *(trouble("nonfinite_loss", s, act("Skip"), rank=rank) for s in (55, 56)),
             trouble(
                 "nonfinite_loss",
                 57,

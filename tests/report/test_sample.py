@@ -60,7 +60,7 @@ def test_a_page_of_a_long_run_is_small_and_shows_the_one_spike(tmp_path):
     long_metrics(tmp_path / "metrics.jsonl", 60_000, spike=43_210)
     write(
         tmp_path / "events.jsonl",
-        [started(), *(trouble("nonfinite_loss", s, act("Refuse")) for s in range(0, 60_000, 10))],
+        [started(), *(trouble("nonfinite_loss", s, act("Skip")) for s in range(0, 60_000, 10))],
     )
     report = read_run(tmp_path)
     assert report.curves[0].count == 60_000

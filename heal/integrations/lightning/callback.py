@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.config import HealingConfig
 from heal.exit_codes import ExitCode
 from heal.healer import Healer
@@ -168,7 +168,7 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write the postmortem of a run that did not."""
         if type(exception).__name__ == "SIGTERMException":  # a SystemExit without a code
-            exception = CannotHeal("told to stop by SIGTERM", ExitCode.PREEMPTED)
+            exception = HealingError("told to stop by SIGTERM", ExitCode.PREEMPTED)
         self._finish(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

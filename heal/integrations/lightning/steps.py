@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.data.stream import own_copy
 from heal.healer import Healer
 from heal.integrations.patches import Patches
@@ -175,7 +175,7 @@ class HealedSteps:
     def _step(self, loss: Tensor | None) -> None:
         try:
             self._healer.step(loss)
-        except CannotHeal:
+        except HealingError:
             raise
         except Exception as error:
             if not self._heals_errors:

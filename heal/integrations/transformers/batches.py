@@ -12,7 +12,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.optim import Optimizer
 
-from heal.actions import CannotHeal, Plan, ScaleLr
+from heal.actions import HealingError, Plan, ScaleLr
 from heal.causes import Cause
 from heal.config import HealingConfig
 from heal.data.loader_pass import EpochStart, generator_states, set_generators
@@ -89,7 +89,7 @@ def inner_optimizer(trainer: Any) -> Optimizer:
 
 def is_preemption(error: BaseException | None) -> bool:
     """Tell whether a run was stopped from outside and would go on if started again."""
-    return isinstance(error, CannotHeal) and error.exit_code == int(ExitCode.PREEMPTED)
+    return isinstance(error, HealingError) and error.exit_code == int(ExitCode.PREEMPTED)
 
 
 class TrainerBatches:

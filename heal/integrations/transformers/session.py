@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.causes import Family
 from heal.checkpoint.files import put_aside
 from heal.config import HealingConfig
@@ -167,7 +167,7 @@ class Session:
         self._is_in_step = False
         self._has_hooks = False  # whether the trainer tells of the beginning of its steps
         self._retries = retries
-        self.stopped: CannotHeal | None = None
+        self.stopped: HealingError | None = None
         self._checkpoints = UndoneCheckpoints(trainer, self.healer.note)
         self._patches = patches
         accelerator = trainer.accelerator
@@ -219,7 +219,7 @@ class Session:
         """After the optimizer, the scheduler and the trainer's count have stepped.
 
         Raises:
-            CannotHeal: the run must stop; the postmortem is written.
+            HealingError: the run must stop; the postmortem is written.
         """
         if not self._is_in_step:
             return  # a trainer with a loop of its own: each step of its optimizer was heard alone
@@ -245,7 +245,7 @@ class Session:
                 healer.contained(
                     lambda: healer.after_step(guard.facts, self._posted, guard.has_loss)
                 )
-        except CannotHeal as halt:
+        except HealingError as halt:
             if not self._retries or control is None or not is_preemption(halt):
                 raise
             self._stop(halt, control)
@@ -385,7 +385,7 @@ class Session:
         self._hear(None)
         self._fresh_snapshot = None
 
-    def _stop(self, halt: CannotHeal, control: Any) -> None:
+    def _stop(self, halt: HealingError, control: Any) -> None:
         """Told to stop from outside: have the trainer save and return, then say so."""
         self.stopped = halt
         control.should_save = control.should_training_stop = True

@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 from transformers.trainer_utils import get_last_checkpoint
 
-from heal.actions import Backoff, Halt, Refuse, Rollback, ScaleLr, ShrinkBatch, SkipBatches
+from heal.actions import Backoff, Halt, Rollback, ScaleLr, ShrinkBatch, Skip, SkipBatches
 from heal.config import HealingConfig
 from heal.dry_run import DryRunReport
 from heal.healer import Healer, checked_config
@@ -310,7 +310,7 @@ class TrackedNumbers(TrainerCallback):
 
 
 COUNTED = {
-    "healing/refusals": Refuse,
+    "healing/refusals": Skip,
     "healing/rollbacks": Rollback,
     "healing/lr_cuts": ScaleLr,
     "healing/skips": SkipBatches,
@@ -549,7 +549,7 @@ class SelfHealingTrainer:
             healing.
 
         Raises:
-            CannotHeal: healing is at its end; its ``exit_code`` says why. The postmortem is
+            HealingError: healing is at its end; its ``exit_code`` says why. The postmortem is
                 written.
             RuntimeError: the trainer is training already.
             PermissionError: its ``output_dir`` cannot be written.

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from heal import Healer
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.causes import Cause
 from heal.exit_codes import ExitCode
 from tests.heal.runs import quick
@@ -190,7 +190,7 @@ def test_samples_are_named_without_a_copy_of_the_data(tmp_path):
 @pytest.mark.parametrize("dataset", [Stream, Map])
 def test_a_network_that_stays_away_ends_the_run_within_its_budget(dataset, tmp_path):
     loader = DataLoader(dataset(Failing(21, NETWORK, times=1000)), batch_size=4)
-    with pytest.raises(CannotHeal) as halted:
+    with pytest.raises(HealingError) as halted:
         train(loader, tmp_path)
     assert halted.value.exit_code == ExitCode.NETWORK
     assert len(events(tmp_path, "recovery")) < 20
@@ -224,7 +224,7 @@ def test_a_file_that_stays_unreadable_costs_its_batch_and_not_the_run(tmp_path):
 
 
 def test_a_disk_that_is_gone_ends_the_run_within_the_limits_of_bad_data(tmp_path):
-    with pytest.raises(CannotHeal) as halted:
+    with pytest.raises(HealingError) as halted:
         train(DataLoader(Files(range(8, 40)), batch_size=4), tmp_path)
     assert halted.value.exit_code == ExitCode.BAD_DATA
 
@@ -247,7 +247,7 @@ def test_what_a_dataset_raises_for_every_sample_ends_the_run(error, tmp_path):
         def __getitem__(self, i):
             raise error
 
-    with pytest.raises(CannotHeal) as halted:
+    with pytest.raises(HealingError) as halted:
         train(DataLoader(Always(None), batch_size=4), tmp_path)
     assert halted.value.exit_code == ExitCode.BAD_DATA
 
@@ -332,7 +332,7 @@ def test_a_loader_that_cannot_be_opened_is_waited_for(tmp_path):
 
 
 def test_a_loader_that_never_opens_ends_the_run_within_its_budget(tmp_path):
-    with pytest.raises(CannotHeal) as halted:
+    with pytest.raises(HealingError) as halted:
         train(Shards(NETWORK, times=1000), tmp_path, epochs=3)
     assert halted.value.exit_code == ExitCode.NETWORK
 

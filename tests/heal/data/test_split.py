@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.data.split import CannotSplit, num_samples, split
 from heal.exit_codes import ExitCode
 from tests.heal.runs import regression
@@ -238,6 +238,6 @@ def test_memory_that_runs_out_on_what_cannot_be_cut_ends_with_the_reason():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     healer = setup.healer()
-    with pytest.raises(CannotHeal, match="cannot be cut: a PackedSequence") as halted:
+    with pytest.raises(HealingError, match="cannot be cut: a PackedSequence") as halted:
         healer.run(train_step, [packed] * 4, 4, progress=False)
     assert halted.value.exit_code == ExitCode.OUT_OF_MEMORY

@@ -6,7 +6,7 @@ from itertools import chain, islice
 
 import pytest
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.causes import Cause, Finding, Severity
 from heal.lab.forecast import watch as watch_module
 from heal.testing import Chaos, Fault
@@ -182,7 +182,7 @@ def test_the_last_steps_of_a_run_are_in_the_journal_too(calm, tmp_path):
 
 
 def test_a_halt_is_in_the_journal_as_a_failure(calm, tmp_path):
-    with pytest.raises(CannotHeal):
+    with pytest.raises(HealingError):
         struck(tmp_path, ("corrupt_weight", 30), max_recovery_attempts=0, check_interval=5)
     assert [after for _, _, after in moves_in(tmp_path)] == ["failure"]
 
@@ -203,7 +203,7 @@ def test_a_rank_that_is_gone_is_a_failure(calm, tmp_path):
         cause=Cause.COLLECTIVE_ERROR, step=30, bad_step=30, severity=Severity.FATAL, evidence={}
     )
     healer.monitor.cluster.look = lambda step: [gone] if step == 30 else []
-    with pytest.raises(CannotHeal):
+    with pytest.raises(HealingError):
         healer.run(setup.train_step, setup.loader, 60, progress=False)
     assert moves_in(tmp_path) == [(30, "healthy", "failure")]
 

@@ -7,7 +7,7 @@ import torch
 from benchmarks import forecast_real
 from benchmarks.failures.families import FAMILIES, make
 from heal import Healer, HealingConfig
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 
 STEPS, ONSET = 600, 300
 
@@ -26,7 +26,7 @@ def warnings_of(family, seed, growth=0.0):
 
     try:
         healer.run(train_step, training.loader, STEPS, progress=False)
-    except CannotHeal:
+    except HealingError:
         assert growth  # a rate that never stops growing has no cure
     return [e["step"] for e in healer.recoveries if e["failure"] == "instability_ahead"]
 

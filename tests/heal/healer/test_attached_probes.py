@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from heal.actions import CannotHeal, Halt
+from heal.actions import Halt, HealingError
 from heal.causes import Cause, Severity
 from heal.journal import read_events
 from heal.lab.probes import (
@@ -153,7 +153,7 @@ def test_a_hook_may_make_something_of_an_alarm():
     healer = setup.healer()
     healer.add_probe("level", lambda: 1.0, every=4, alarm=lambda found: True)
     healer.on_instability(lambda diagnosis, plan: (Halt("the probe says so"),))
-    with pytest.raises(CannotHeal, match="the probe says so"):
+    with pytest.raises(HealingError, match="the probe says so"):
         healer.run(setup.train_step, setup.loader, 20, progress=False)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.data.split import split
 from heal.exit_codes import ExitCode
 from tests.heal.runs import regression
@@ -76,7 +76,7 @@ def test_the_loop_of_the_docstring_trains_where_memory_runs_out():
 def test_a_loop_that_never_cuts_halts_and_says_what_to_do():
     setup = regression()
     healer = setup.healer()
-    with pytest.raises(CannotHeal, match=r"iterate healer\.pieces") as caught:
+    with pytest.raises(HealingError, match=r"iterate healer\.pieces") as caught:
         loop_of_the_docstring(setup, healer, cuts=False)
     assert caught.value.exit_code == ExitCode.OUT_OF_MEMORY
     shrunk = [a for r in healer.recoveries for a in r["plan"] if a["action"] == "ShrinkBatch"]
@@ -124,7 +124,7 @@ def test_gradients_of_a_failed_attempt_are_gone():
 def test_memory_that_never_suffices_ends_within_the_budget(tmp_path):
     setup = regression()
     healer = setup.healer(run_dir=tmp_path)
-    with pytest.raises(CannotHeal) as halted:
+    with pytest.raises(HealingError) as halted:
         loop(setup, healer, {n: out_of_memory() for n in range(100)}, epochs=9)
     assert halted.value.exit_code == ExitCode.OUT_OF_MEMORY
     assert (tmp_path / "postmortem.json").exists()

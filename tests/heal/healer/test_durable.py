@@ -12,7 +12,7 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from heal.actions import CannotHeal, Rollback
+from heal.actions import HealingError, Rollback
 from heal.checkpoint import writer
 from heal.exit_codes import ExitCode
 from heal.training_state import StateMismatch
@@ -142,7 +142,7 @@ def test_a_run_that_is_told_to_stop_saves_its_last_step_and_goes_on_from_there(t
         if step == 20:
             healer.request_stop()
 
-    with pytest.raises(CannotHeal) as halt:
+    with pytest.raises(HealingError) as halt:
         healer.run(first.train_step, first.loader, STEPS, progress=False, on_step=stop)
     assert halt.value.exit_code == ExitCode.PREEMPTED
     again = regression(checkpoint_interval=0)
@@ -243,7 +243,7 @@ def test_damaged_checkpoints_are_passed_over_by_the_last_rung_too(tmp_path):
             with torch.no_grad():
                 next(setup.model.parameters()).view(-1)[0] = float("nan")
 
-    with pytest.raises(CannotHeal) as halt:
+    with pytest.raises(HealingError) as halt:
         healer.run(setup.train_step, setup.loader, 60, progress=False, on_step=damage)
     assert halt.value.exit_code == ExitCode.NO_SNAPSHOT
     assert any("step-000030 cannot be used" in note for note in healer.notes)

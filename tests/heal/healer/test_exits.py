@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from tests.heal.healer import endings
 
 ROOT = Path(__file__).parents[3]
 
-STOPPED = "heal.actions.CannotHeal"
+STOPPED = "heal.actions.HealingError"
 
 WANTED = {
     # case: exit status of the process, exit_reason, exit_code and exception_type of the postmortem
@@ -125,7 +125,7 @@ def test_a_loop_changes_nothing_of_the_process_and_with_only_until_it_ends():
 
 def test_a_halt_that_is_caught_takes_its_exception_hook_along(tmp_path):
     before = what_the_process_does()
-    with pytest.raises(CannotHeal) as caught:
+    with pytest.raises(HealingError) as caught:
         endings.halt_in_with(str(tmp_path))
     assert what_the_process_does() != before
     del caught
@@ -137,7 +137,7 @@ def test_a_halt_prints_its_traceback_once_and_calls_the_hook_that_was_there(ende
     folder, _ = ended
     plain = (folder / "halt_in_with.stderr").read_text()
     assert plain.count("Traceback (most recent call last)") == 1
-    assert "heal.actions.CannotHeal" in plain
+    assert "heal.actions.HealingError" in plain
     hooked = (folder / "halt_in_with_and_a_hook_of_ones_own.stderr").read_text()
     assert "own hook:" in hooked
     assert "a hook that fails" in hooked

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from heal.actions import CannotHeal, Rollback
+from heal.actions import HealingError, Rollback
 from heal.exit_codes import ExitCode
 from tests.heal.runs import regression
 
@@ -49,7 +49,7 @@ def test_half_a_step_is_taken_back(error):
 def test_steps_that_fail_again_and_again_end_the_run_at_the_limit_in_a_row():
     setup = broken(KeyError("exp_avg"), lambda call: call >= 30)
     healer = setup.healer()
-    with pytest.raises(CannotHeal) as halt:
+    with pytest.raises(HealingError) as halt:
         healer.run(setup.train_step, setup.loader, 200, progress=False)
     assert halt.value.exit_code == ExitCode.BAD_DATA
     assert len(healer.history) == setup.config.max_consecutive_data_errors + 1

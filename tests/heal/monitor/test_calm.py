@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from heal import HealingConfig
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.causes import Cause
 from heal.detect import Usual, Watch
 from heal.monitor import TOGETHER, Calm
@@ -203,7 +203,7 @@ def test_a_stop_that_is_requested_between_two_hearings_is_heard_in_time():
     model, _, healer = build()
     step_of(model, healer, 23)
     healer.request_stop()
-    with pytest.raises(CannotHeal):
+    with pytest.raises(HealingError):
         step_of(model, healer, LAG + 1)
 
 

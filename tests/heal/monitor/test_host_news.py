@@ -2,7 +2,7 @@
 
 import torch
 
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.exit_codes import ExitCode
 from heal.verdict import NO_FLAG
 from tests.heal.runs import regression
@@ -20,7 +20,7 @@ def train(setup, healer, epochs=4, after_step=lambda step: None):
                 setup.optimizer.zero_grad()
                 taken += 1
                 after_step(taken)
-    except CannotHeal as halt:
+    except HealingError as halt:
         return taken, halt.exit_code
     finally:
         healer.exits.dismiss()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from heal import training_state
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.testing import Fault
 from heal.training_state import RestoreFailed
 from tests.heal.runs import fingerprint, regression, strike
@@ -113,7 +113,7 @@ def test_a_halt_after_failed_rollbacks_leaves_no_mixed_state(monkeypatch):
         return True
 
     fail_after_half(monkeypatch, fails)
-    with pytest.raises(CannotHeal, match="the state is what it was before"):
+    with pytest.raises(HealingError, match="the state is what it was before"):
         strike(setup, [Fault("corrupt_weight", at=45)], 90)
     for before, now in zip(seen[0], fingerprint(setup)[:-2], strict=True):
         torch.testing.assert_close(now, before, rtol=0, atol=0, equal_nan=True)

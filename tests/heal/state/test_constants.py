@@ -6,7 +6,7 @@ from torch import nn
 
 from heal import Healer
 from heal import integrity as constants_module
-from heal.actions import CannotHeal, Rollback
+from heal.actions import HealingError, Rollback
 from heal.integrity import Constants
 from heal.testing import Chaos, Fault
 from heal.training_state import TrainingState
@@ -76,7 +76,7 @@ def test_a_frozen_weight_that_became_nan_does():
     healer = setup.healer()
     healer.run(setup.train_step, setup.loader, 15, progress=False)
     setup.model[5].bias.data *= float("nan")
-    with pytest.raises(CannotHeal, match=r"parameter 5.bias holds NaN or Inf, and no snapshot"):
+    with pytest.raises(HealingError, match=r"parameter 5.bias holds NaN or Inf, and no snapshot"):
         healer.training.restore(healer.snapshots()[0])
 
 

@@ -44,7 +44,7 @@ HALF_A_BACKWARD = """
 import sys, torch
 import torch.distributed as dist
 from heal import Healer
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 torch.set_num_threads(1)
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
@@ -59,7 +59,7 @@ model.module.weight.register_hook(fail)
 try:
     loader = [torch.randn(8, 4) for _ in range(20)]
     healer.run(lambda batch: model(batch).square().mean(), loader, 20, progress=False)
-except CannotHeal as halt:
+except HealingError as halt:
     print(halt)
     sys.stdout.flush()
     import os
@@ -87,7 +87,7 @@ def test_both_ranks_refuse_roll_back_and_stay_the_same(tmp_path):
     said = [process.communicate(timeout=120) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said[0][1] + said[1][1]
     assert said[0][0] == said[1][0]
-    assert "Refuse" in said[0][0]
+    assert "Skip" in said[0][0]
     assert "Rollback" in said[0][0]
     assert "nan" not in said[0][0].partition("[[")[2].partition("]]")[0]
 

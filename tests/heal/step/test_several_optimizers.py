@@ -8,7 +8,7 @@ from torch import nn
 
 import zclip
 from heal import Healer
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.causes import Cause
 from heal.exit_codes import ExitCode
 from tests.heal.runs import quick
@@ -72,11 +72,11 @@ def test_nan_under_any_optimizer_is_named_and_refused_by_all(layer, fused):
 
 def test_nan_under_the_second_optimizer_is_subject_to_nan_action_and_counted():
     pair = Pair(nan_action="raise")
-    with pytest.raises(CannotHeal) as halt:
+    with pytest.raises(HealingError) as halt:
         pair.run(disturb=spoil(pair.model["b"]))
     assert halt.value.exit_code == ExitCode.NONFINITE
     pair = Pair(max_consecutive=3)
-    with pytest.raises(CannotHeal, match="3 steps in a row") as halt:
+    with pytest.raises(HealingError, match="3 steps in a row") as halt:
         pair.run(disturb=spoil(pair.model["b"], range(BAD, BAD + 3)))
     assert halt.value.exit_code == ExitCode.NONFINITE
 

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from heal import SelfHealingCallback
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.exit_codes import ExitCode
 from tests.heal.trainers import failures, tiny
 from tests.heal.trainers.runs import (
@@ -32,7 +32,7 @@ def test_a_nan_loss_is_refused_and_costs_one_step(tmp_path):
     failures.nan_loss(trainer, at=4)
     healed = Healed(trainer)
     assert is_finite(trainer)
-    assert healed.told == [("nonfinite_loss", ["Refuse"])]
+    assert healed.told == [("nonfinite_loss", ["Skip"])]
     assert healed.output.metrics["healing/nan_count"] == 1
     assert healed.output.global_step == 10
 
@@ -173,7 +173,7 @@ def test_nan_that_never_ends_ends_the_run_with_sound_weights(tmp_path):
     trainer = tiny.plain(tmp_path, max_steps=60)
     failures.nan_loss(trainer, at=9, times=10**6)
     healed = Healed(trainer, nan_patience=1, max_consecutive=20)
-    assert isinstance(healed.error, CannotHeal)
+    assert isinstance(healed.error, HealingError)
     assert healed.error.exit_code == ExitCode.NONFINITE
     assert is_finite(trainer)
 

@@ -9,7 +9,7 @@ import torch
 from transformers import TrainerCallback
 
 from heal import HealingConfig
-from heal.actions import CannotHeal
+from heal.actions import HealingError
 from heal.exit_codes import ExitCode
 from heal.monitor import LogWatch
 from tests.heal.trainers import failures, tiny
@@ -144,11 +144,11 @@ def test_sigterm_saves_a_checkpoint_and_says_so(tmp_path):
     failures.Injection(trainer, harm)
     before = signal.getsignal(signal.SIGTERM)
     healed = Healed(trainer)
-    assert isinstance(healed.error, CannotHeal)
+    assert isinstance(healed.error, HealingError)
     assert healed.error.exit_code == ExitCode.PREEMPTED
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(SystemExit) as ended:  # as Python does with what nobody catches
-        sys.excepthook(CannotHeal, healed.error, None)
+        sys.excepthook(HealingError, healed.error, None)
     assert ended.value.code == ExitCode.PREEMPTED
     stopped_at = trainer.state.global_step
     assert 5 < stopped_at < 50

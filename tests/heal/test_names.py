@@ -1,0 +1,75 @@
+"""``heal`` exports what a loop, a hook, a detector and an action need; old names warn."""
+
+import subprocess
+import sys
+
+import pytest
+
+import heal
+from heal import actions
+from heal.report.words import action_words
+from tests.heal.runs import regression
+
+NEEDED_BY_A_HOOK = {
+    "Action",
+    "Cause",
+    "Detector",
+    "Diagnosis",
+    "Finding",
+    "Healer",
+    "HealingConfig",
+    "HealingError",
+    "Record",
+    "SelfHealingCallback",
+    "SelfHealingLightningCallback",
+    "SelfHealingTrainer",
+    "Severity",
+}
+
+
+def test_every_public_name_can_be_imported():
+    assert set(heal.__all__) >= NEEDED_BY_A_HOOK
+    assert set(heal.__all__) <= set(dir(heal))
+    for name in heal.__all__:
+        assert getattr(heal, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'Heeler'"):
+        _ = heal.Heeler
+
+
+def test_every_action_is_exported():
+    defined = {
+        name
+        for name, kind in vars(actions).items()
+        if isinstance(kind, type) and kind.__module__ == actions.__name__ and "apply" in vars(kind)
+    }
+    assert len(defined) > 15
+    assert defined <= set(heal.__all__)
+
+
+def test_import_heal_imports_no_torch():
+    source = "import heal, sys; dir(heal), heal.Skip(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize(("old", "new"), [("CannotHeal", "HealingError"), ("Refuse", "Skip")])
+def test_an_old_name_works_and_names_the_new_one(old, new):
+    with pytest.warns(DeprecationWarning, match=f"heal.actions.{old} is deprecated; use {new}"):
+        found = getattr(actions, old)
+    assert found is getattr(heal, new)
+
+
+def test_a_loop_of_version_01_catches_what_is_raised_today():
+    with pytest.warns(DeprecationWarning, match="HealingError"):
+        from heal.actions import CannotHeal
+    setup = regression()
+    healer = setup.healer()
+    healer.on_instability(lambda diagnosis, plan: (heal.Halt("enough", 99),))
+    setup.train_step = lambda batch: float("nan") * sum(p.sum() for p in setup.model.parameters())
+    with pytest.raises(CannotHeal) as caught:
+        healer.run(setup.train_step, setup.loader, 9, progress=False)
+    assert (type(caught.value), caught.value.exit_code) == (heal.HealingError, 99)
+
+
+def test_journals_of_version_01_are_read_as_those_of_today():
+    assert action_words({"action": "Refuse"}, None) == action_words({"action": "Skip"}, None)
