@@ -60,7 +60,7 @@ def _check(action: Any, name: str, kinds: Any, wanted: str, least: float, most: 
     value = plain(getattr(action, name))
     is_number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not least <= value <= most:
-        raise ValueError(f"{type(action).__name__}: {name} is {value!r}; wanted {wanted}")
+        raise ValueError(f"{type(action).__name__}: {name} is {value!r}; expected {wanted}")
 
 
 def _range(least: float, most: float) -> str:

@@ -51,7 +51,7 @@ def dry_run(
         ValueError: there is nothing to try.
     """
     if steps < 1 or accumulate < 1:
-        raise ValueError(f"steps is {steps}, accumulate is {accumulate}; wanted 1 or more of each")
+        raise ValueError(f"steps is {steps}, accumulate is {accumulate}; expected 1 or more of each")
     if hasattr(loader, "__next__"):
         problem = "the loader is an iterator: what a dry run draws from it would be missing later"
         return DryRunReport(problems=[problem])
@@ -128,9 +128,9 @@ def _attempt(
 
 def _problems_of(loss: Any) -> list[str]:
     if not isinstance(loss, Tensor):
-        return [f"train_step returned {type(loss).__name__}; wanted the loss, a tensor"]
+        return [f"train_step returned {type(loss).__name__}; expected the loss, a tensor"]
     if loss.numel() != 1:
-        return [f"train_step returned a tensor of shape {tuple(loss.shape)}; wanted one number"]
+        return [f"train_step returned a tensor of shape {tuple(loss.shape)}; expected one number"]
     if not loss.requires_grad:
         return ["the loss does not depend on any parameter that is trained"]
     return []

@@ -204,7 +204,7 @@ class HealingMemory:
         """
         version = state.get("version", 1)  # that of Lightning had none
         if version != VERSION:
-            raise ValueError(f"healing state is of version {version}; wanted {VERSION}")
+            raise ValueError(f"healing state is of version {version}; expected {VERSION}")
         before = copy.deepcopy(self.state_dict())
         try:
             self._load(state)

@@ -256,7 +256,7 @@ def judgeable(loss: Any, note: Callable[[str], None]) -> Tensor | None:
         number = number if number.dtype in JUDGED else number.float()
         return number.mean() if number.numel() > 1 else number
     what = str(number.dtype).removeprefix("torch.") if number.numel() else "empty"
-    note(f"the loss is {what}, which cannot be judged: it is not watched; wanted one real number")
+    note(f"the loss is {what}, which cannot be judged: it is not watched; expected one real number")
     return None
 
 
@@ -266,7 +266,7 @@ def _as_tensor(loss: Any) -> Tensor:
             return torch.as_tensor(make(loss))
         except (TypeError, ValueError, RuntimeError):
             continue
-    raise TypeError(f"loss is {type(loss).__name__}; wanted a tensor, a number or None")
+    raise TypeError(f"loss is {type(loss).__name__}; expected a tensor, a number or None")
 
 
 class LossWatch:
@@ -339,7 +339,7 @@ class ScaledGradients:
         stage = self._state_of(optimizer)["stage"]
         if stage is OptState.STEPPED:
             raise RuntimeError(
-                f"{type(optimizer.inner).__name__} was stepped by the GradScaler already; wanted "
+                f"{type(optimizer.inner).__name__} was stepped by the GradScaler already; expected "
                 "healer.step to do it, once"
             )
         if stage is OptState.UNSCALED:
@@ -414,7 +414,7 @@ class GuardedStep:
             if optimizer.needs_closure:
                 raise TypeError(
                     f"{type(optimizer.inner).__name__} calls a closure several times within one "
-                    "step, which cannot be refused or repeated as a whole; wanted another optimizer"
+                    "step, which cannot be refused or repeated as a whole; expected another optimizer"
                 )
         self.buffers = BufferCopies(torch.nn.Module()) if buffers is None else buffers
         self.scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None

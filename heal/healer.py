@@ -134,7 +134,7 @@ class Healer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(model, Module):
-            raise TypeError(f"model is {type(model).__name__}; wanted a torch Module")
+            raise TypeError(f"model is {type(model).__name__}; expected a torch Module")
         refuse_config_as_scheduler(scheduler)
         self.config = checked_config(config)
         optimizers = checked_optimizers(optimizer)
@@ -794,7 +794,7 @@ class Healer:
             return f"the loader has no batches; {done}"
         return (
             f"the loader gave {self.stream.ordinal} batches and then none; {done}. Iterables that "
-            "can be passed over once, such as generators, end a run with their first epoch: wanted "
+            "can be passed over once, such as generators, end a run with their first epoch: expected "
             "a loader that begins anew, or fewer steps"
         )
 
@@ -1071,7 +1071,7 @@ def checked_config(config: HealingConfig | Mapping[str, Any] | None) -> HealingC
         return config
     if isinstance(config, Mapping):
         return HealingConfig.from_dict(config)
-    raise TypeError(f"config is {type(config).__name__}; wanted a HealingConfig or a dict")
+    raise TypeError(f"config is {type(config).__name__}; expected a HealingConfig or a dict")
 
 
 def checked_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -1083,13 +1083,13 @@ def checked_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optim
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if not optimizers:
-        raise ValueError("optimizer is an empty list; wanted one optimizer or more")
+        raise ValueError("optimizer is an empty list; expected one optimizer or more")
     for i, one in enumerate(optimizers):
         if not isinstance(one, Optimizer):
-            raise TypeError(f"optimizer[{i}] is {type(one).__name__}; wanted a torch Optimizer")
+            raise TypeError(f"optimizer[{i}] is {type(one).__name__}; expected a torch Optimizer")
         if any(one is other for other in optimizers[:i]):
             raise ValueError(
-                f"optimizer[{i}], {type(one).__name__}, is given twice; wanted each one once"
+                f"optimizer[{i}], {type(one).__name__}, is given twice; expected each one once"
             )
     return optimizers
 
@@ -1102,6 +1102,6 @@ def refuse_config_as_scheduler(scheduler: Any) -> None:
     """
     if isinstance(scheduler, HealingConfig):
         raise TypeError(
-            "scheduler is a HealingConfig; wanted a scheduler or None there, and the settings as "
+            "scheduler is a HealingConfig; expected a scheduler or None there, and the settings as "
             "Healer(model, optimizer, config=...)"
         )

@@ -179,13 +179,13 @@ class Schedules:
         for i, scheduler in enumerate(self.own):
             if not hasattr(scheduler, "load_state_dict"):
                 raise TypeError(
-                    f"own_schedulers[{i}] is {type(scheduler).__name__}; wanted a scheduler with "
+                    f"own_schedulers[{i}] is {type(scheduler).__name__}; expected a scheduler with "
                     "state_dict and load_state_dict"
                 )
             if any(scheduler is other for other in self.given):
                 raise ValueError(
                     f"own_schedulers[{i}], {type(scheduler).__name__}, is given as scheduler too; "
-                    "wanted it in one place: scheduler is stepped by the healer, own ones by you"
+                    "expected it in one place: scheduler is stepped by the healer, own ones by you"
                 )
         self.stepped = [s for s in self.given if not isinstance(s, ReduceLROnPlateau)]
         self._waiting = [s for s in self.given if isinstance(s, ReduceLROnPlateau)]

@@ -329,7 +329,7 @@ class Recovery:
         if self._num_given_up > most:
             raise HealingError(
                 f"{diagnosis.cause.value} at step {diagnosis.step}: {self._num_given_up} batches "
-                f"in a row were given up, for the plans had no cure; wanted at most {most}",
+                f"in a row were given up, for the plans had no cure; expected at most {most}",
                 diagnosis.cause.about.exit_code,
             )
 
@@ -421,7 +421,7 @@ class Recovery:
         for action in answer:
             if isinstance(action, SkipBatches) and action.last_step > furthest:
                 raise ValueError(
-                    f"SkipBatches: last_step is {action.last_step}; wanted at most {MAX_AHEAD} "
+                    f"SkipBatches: last_step is {action.last_step}; expected at most {MAX_AHEAD} "
                     "steps ahead of the run"
                 )
 

@@ -222,7 +222,7 @@ def mutations() -> list[Mutation]:
     for file, before, after, check in BENT:
         text = (KERNELS / file).read_text()
         if text.count(before) != 1:
-            raise ValueError(f"{file} has {before!r} {text.count(before)} times; wanted once")
+            raise ValueError(f"{file} has {before!r} {text.count(before)} times; expected once")
         name = " ".join(f"{file}: {before} -> {after or 'nothing'}".split())
         found.append(Mutation(name, file, text.replace(before, after), check))
     return found

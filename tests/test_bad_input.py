@@ -158,7 +158,7 @@ def run_python(source, **environment):
     ("environment", "message"),
     [
         ({"ZCLIP_BACKEND": "cuda"}, "ZCLIP_BACKEND: expected one of auto, native, triton"),
-        ({"ZCLIP_CPU": "sse9"}, "ZCLIP_CPU is 'sse9'; wanted auto, avx2 or portable"),
+        ({"ZCLIP_CPU": "sse9"}, "ZCLIP_CPU is 'sse9'; expected auto, avx2 or portable"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(environment, message):

@@ -292,7 +292,7 @@ def test_agc_asks_for_one_device():
         params.append(nn.Parameter(torch.empty(3)))
         params[-1].grad = torch.empty(3)
         with pytest.raises(
-            ValueError, match="AGC got parameters on cuda:0, cpu; wanted one device"
+            ValueError, match="AGC got parameters on cuda:0, cpu; expected one device"
         ):
             zclip.AGC().step(params)
 
@@ -463,7 +463,7 @@ def test_spike_skip_watches_the_loss_too():
 BAD_SETTINGS = {
     "max_norm must be a number >= 0, got -1": lambda: zclip.GlobalNorm(-1),
     "beta must be between 0 and 1, got 1.5": lambda: zclip.AdaGC(beta=1.5),
-    "seed is 'last'; wanted one of min_clipped": lambda: zclip.AdaGC(seed="last"),
+    "seed is 'last'; expected one of min_clipped": lambda: zclip.AdaGC(seed="last"),
     "window must be a whole number >= 1, got 0": lambda: zclip.SpikeSkip(window=0),
     "min_count must be 0 to window=4": lambda: zclip.SpikeSkip(window=4, min_count=5),
     "percentile must be 0 to 100, got 101": lambda: zclip.AutoClip(percentile=101),

@@ -467,7 +467,7 @@ def test_what_cannot_ride_on_the_fused_step_is_refused():
     plain = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="needs an optimizer built with fused=True"):
         zclip.ClippedOptimizer(plain, zclip.ZClip(), apply="grad_scale")
-    with pytest.raises(ValueError, match="apply is 'later'; wanted one of inplace, grad_scale"):
+    with pytest.raises(ValueError, match="apply is 'later'; expected one of inplace, grad_scale"):
         zclip.ClippedOptimizer(fused, zclip.ZClip(), apply="later")
 
 
@@ -476,7 +476,7 @@ def test_wrap_takes_a_name_a_clipper_and_settings():
     optimizer = zclip.wrap(inner, "zclip", alpha=0.5, lag=3)
     assert (optimizer.clipper.alpha, optimizer.mailbox.lag) == (0.5, 3)
     assert isinstance(zclip.wrap(inner, zclip.AdaGC()).clipper, zclip.AdaGC)
-    with pytest.raises(ValueError, match="clipper is 'adam'; wanted one of zclip, adagc"):
+    with pytest.raises(ValueError, match="clipper is 'adam'; expected one of zclip, adagc"):
         zclip.wrap(inner, "adam")
     with pytest.raises(TypeError, match="alpha: set these on the clipper"):
         zclip.wrap(inner, zclip.ZClip(), alpha=0.5)

@@ -95,7 +95,7 @@ def _made(wanted: Any, settings: dict[str, Any]) -> Tracker:
     known = ", ".join(KNOWN)
     if isinstance(wanted, str):
         if wanted not in KNOWN:
-            raise ValueError(f"tracker {wanted!r} is not known; wanted one of {known}")
+            raise ValueError(f"tracker {wanted!r} is not known; expected one of {known}")
         if find_spec(wanted) is None:
             raise ImportError(
                 f"tracker {wanted!r} needs the package {wanted}, which is not installed: "
@@ -107,7 +107,7 @@ def _made(wanted: Any, settings: dict[str, Any]) -> Tracker:
     if missing or isinstance(wanted, type):
         lacks = f"lacks {', '.join(missing)}" if missing else "is a class, not an object of it"
         raise TypeError(
-            f"tracker {wanted!r} {lacks}; wanted an object with {', '.join(METHODS)}, or one of "
+            f"tracker {wanted!r} {lacks}; expected an object with {', '.join(METHODS)}, or one of "
             f"the names {known}"
         )
     tracker: Tracker = wanted

@@ -83,7 +83,7 @@ def parse_fault(word: str) -> Fault:
             return Fault(kind, rate=float(number))
     except ValueError as error:
         raise ValueError(f"{word!r}: {error}") from None
-    raise ValueError(f"{word!r} is no fault; wanted kind@attempt, kind@attemptxtimes or kind~rate")
+    raise ValueError(f"{word!r} is no fault; expected kind@attempt, kind@attemptxtimes or kind~rate")
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ class Drill:
             ValueError: there is no step to take.
         """
         if steps < 1:
-            raise ValueError(f"steps is {steps}; wanted 1 or more")
+            raise ValueError(f"steps is {steps}; expected 1 or more")
         began = time.monotonic()
         self._healer.watch_closely(steps)
 

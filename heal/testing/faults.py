@@ -85,17 +85,17 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"fault {self.kind!r} is unknown; wanted one of {', '.join(KINDS)}")
+            raise ValueError(f"fault {self.kind!r} is unknown; expected one of {', '.join(KINDS)}")
         if self.at is not None:
             check_count(self, "at")
         elif not isinstance(self.rate, (int, float)) or not 0 < self.rate <= 1:
             raise ValueError(
-                f"fault {self.kind}: rate is {self.rate!r}; wanted a step, or a rate above 0 and "
+                f"fault {self.kind}: rate is {self.rate!r}; expected a step, or a rate above 0 and "
                 "at most 1"
             )
         check_count(self, "times", least=1)
         if self.size is not None and not isinstance(self.size, (int, float)):
-            raise ValueError(f"fault {self.kind}: size is {self.size!r}; wanted a number or None")
+            raise ValueError(f"fault {self.kind}: size is {self.size!r}; expected a number or None")
         if self.rank is not None:
             check_count(self, "rank")
 

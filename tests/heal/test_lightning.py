@@ -463,7 +463,7 @@ def test_a_checkpoint_whose_healing_cannot_be_read_goes_on_and_says_so(tmp_path)
     again = healing()
     trainer = fit(Module(), again, steps=9, checkpoint=tmp_path / "run.ckpt")
     assert trainer.global_step == 9
-    assert "version 1; wanted 2" in again.healer.notes[0]
+    assert "version 1; expected 2" in again.healer.notes[0]
 
 
 def test_a_checkpoint_can_go_on_without_the_callback_and_the_reverse(tmp_path):
@@ -553,7 +553,7 @@ def test_what_cannot_be_healed_is_said_before_the_first_step(module, callbacks, 
 
 
 def test_an_unknown_tracker_is_refused_at_once():
-    with pytest.raises(ValueError, match="'trackioo' is not known; wanted one of trackio"):
+    with pytest.raises(ValueError, match="'trackioo' is not known; expected one of trackio"):
         SelfHealingLightningCallback(trackers="trackioo")
 
 

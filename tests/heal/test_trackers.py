@@ -206,7 +206,7 @@ def test_only_finite_numbers_are_logged_and_ours_have_a_prefix():
 def test_an_unknown_tracker_is_an_error_that_lists_the_known():
     with pytest.raises(ValueError, match=r"'wandbb'.*trackio, tensorboard, wandb, mlflow"):
         make_trackers("tensorboard,wandbb")
-    with pytest.raises(TypeError, match="lacks log, alert, close; wanted an object with start"):
+    with pytest.raises(TypeError, match="lacks log, alert, close; expected an object with start"):
         make_trackers([type("Half", (), {"start": print})()])
     with pytest.raises(TypeError, match="is a class"):
         make_trackers([Recorder])

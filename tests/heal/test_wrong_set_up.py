@@ -47,11 +47,11 @@ def parts_of_a_healer(**changes):
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"config": "heal.toml"}, TypeError, "config is str; wanted a HealingConfig or a dict"),
+        ({"config": "heal.toml"}, TypeError, "config is str; expected a HealingConfig or a dict"),
         ({"config": {"nan_patienc": 7}}, ValueError, "nan_patienc"),
         ({"scheduler": HealingConfig()}, TypeError, r"Healer\(model, optimizer, config=...\)"),
         ({"optimizer": []}, ValueError, "optimizer is an empty list"),
-        ({"optimizer": ["adam"]}, TypeError, r"optimizer\[0\] is str; wanted a torch Optimizer"),
+        ({"optimizer": ["adam"]}, TypeError, r"optimizer\[0\] is str; expected a torch Optimizer"),
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_named(changes, kind, message):

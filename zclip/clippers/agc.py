@@ -120,7 +120,7 @@ class AGC(Clipper):
         served = ops.serve(torch.ops.zclip.agc_.default, grads, *arguments, name=self._name)
         if served is None:
             devices = ", ".join(str(device) for device in ops.by_device(grads))
-            raise ValueError(f"AGC got parameters on {devices}; wanted one device per clipper")
+            raise ValueError(f"AGC got parameters on {devices}; expected one device per clipper")
         return ClipResult(*served[0])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Clipper(ABC):
     def __init__(self, *, per_group: bool = False, on_nonfinite: str = "skip") -> None:
         if on_nonfinite not in ON_NONFINITE:
             raise ValueError(
-                f"on_nonfinite is {on_nonfinite!r}; wanted one of {', '.join(ON_NONFINITE)}"
+                f"on_nonfinite is {on_nonfinite!r}; expected one of {', '.join(ON_NONFINITE)}"
             )
         self.per_group = per_group
         self.on_nonfinite = on_nonfinite

@@ -89,7 +89,7 @@ class Peers:
         if len(set(map(len, stages))) > 1:
             numbers = [len(sizes) for sizes in stages]
             raise ValueError(
-                f"the stages have {numbers} parameter groups; with per_group=True wanted as many "
+                f"the stages have {numbers} parameter groups; with per_group=True expected as many "
                 "on each, empty ones too: group i of all stages together has one statistic"
             )
         members: list[list[int]] = [[] for _ in found.sizes]

@@ -194,7 +194,7 @@ class ClipState:
         if given and not self._owner.per_group:
             raise ValueError(
                 f"param_groups[{given[0]}] has {key}, but this clipper treats all groups as one; "
-                "wanted per_group=True"
+                "expected per_group=True"
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -108,9 +108,9 @@ class ClippedOptimizer(OptimizerProxy):
         scaler: GradScaler | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer is {type(optimizer).__name__}; wanted a torch Optimizer")
+            raise TypeError(f"optimizer is {type(optimizer).__name__}; expected a torch Optimizer")
         if not isinstance(clipper, Clipper):
-            raise TypeError(f"clipper is {type(clipper).__name__}; wanted a zclip.Clipper")
+            raise TypeError(f"clipper is {type(clipper).__name__}; expected a zclip.Clipper")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
         if isinstance(optimizer, ClippedOptimizer):
@@ -405,7 +405,7 @@ class ClippedOptimizer(OptimizerProxy):
 
     def _check_apply(self) -> None:
         if self.apply not in APPLY:
-            raise ValueError(f"apply is {self.apply!r}; wanted one of {', '.join(APPLY)}")
+            raise ValueError(f"apply is {self.apply!r}; expected one of {', '.join(APPLY)}")
         if self.apply == "inplace":
             return
         if not self.guards_on_device:
@@ -416,7 +416,7 @@ class ClippedOptimizer(OptimizerProxy):
         if not self.clipper.is_global or self.clipper.per_group:
             raise ValueError(
                 "apply='grad_scale' has one factor for all gradients, but "
-                f"{type(self.clipper).__name__} has several; wanted apply='inplace'"
+                f"{type(self.clipper).__name__} has several; expected apply='inplace'"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -504,7 +504,7 @@ def wrap(
     }
     if isinstance(clipper, str):
         if clipper not in CLIPPERS:
-            raise ValueError(f"clipper is {clipper!r}; wanted one of {', '.join(CLIPPERS)}")
+            raise ValueError(f"clipper is {clipper!r}; expected one of {', '.join(CLIPPERS)}")
         clipper = CLIPPERS[clipper](**settings)
     elif settings:
         raise TypeError(f"{', '.join(settings)}: set these on the clipper that you made")

@@ -57,18 +57,18 @@ def check_start(config: HealingConfig, trainer: Any, module: Any) -> None:
     if config.data == "replay":
         raise ValueError(
             'data is "replay", which needs to rewind the loader, and that is Lightning\'s; '
-            'wanted data="skip", or Healer.run instead of the Trainer'
+            'expected data="skip", or Healer.run instead of the Trainer'
         )
     strategy = type(trainer.strategy).__name__
     if strategy in FOREIGN_STEPS:
         raise ValueError(
-            f"strategy is {strategy}, which keeps gradients to itself; wanted a single device, "
+            f"strategy is {strategy}, which keeps gradients to itself; expected a single device, "
             "DDPStrategy or ModelParallelStrategy (FSDP2)"
         )
     if len(trainer.optimizers) != 1:
         raise ValueError(
             f"{len(trainer.optimizers)} optimizers step by themselves in manual optimization, and "
-            "a rollback between them has no meaning; wanted one optimizer. To clip and refuse "
+            "a rollback between them has no meaning; expected one optimizer. To clip and refuse "
             "without rollback return zclip.wrap(optimizer) from configure_optimizers"
         )
     others = [type(c).__name__ for c in trainer.callbacks]
@@ -78,7 +78,7 @@ def check_start(config: HealingConfig, trainer: Any, module: Any) -> None:
             "zclip_enabled=False"
         )
     if others.count("SelfHealingLightningCallback") > 1:
-        raise ValueError("SelfHealingLightningCallback is there twice; wanted one")
+        raise ValueError("SelfHealingLightningCallback is there twice; expected one")
 
 
 class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type is left open

@@ -81,7 +81,7 @@ def inner_optimizer(trainer: Any) -> Optimizer:
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"the trainer's optimizer is {type(optimizer).__name__}; wanted a torch Optimizer, "
+            f"the trainer's optimizer is {type(optimizer).__name__}; expected a torch Optimizer, "
             "whose steps can be refused. DeepSpeed steps by itself and cannot be healed"
         )
     return optimizer

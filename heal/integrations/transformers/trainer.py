@@ -46,11 +46,11 @@ def checked_trainer(trainer: Any) -> Any:
         TypeError: it is a class, or lacks what healing needs.
     """
     if isinstance(trainer, type):
-        raise TypeError(f"trainer is the class {trainer.__name__}; wanted one that is built")
+        raise TypeError(f"trainer is the class {trainer.__name__}; expected one that is built")
     missing = [name for name in NEEDED if not hasattr(trainer, name)]
     if missing:
         raise TypeError(
-            f"trainer is {type(trainer).__name__}, which lacks {', '.join(missing)}; wanted a "
+            f"trainer is {type(trainer).__name__}, which lacks {', '.join(missing)}; expected a "
             "transformers.Trainer or a trainer of TRL"
         )
     if getattr(trainer, "is_deepspeed_enabled", False):
@@ -66,7 +66,7 @@ def checked_factor(factor: float | None) -> float | None:
     """
     if factor is not None and not 1.0 < factor <= LARGEST_LR_RAISE:
         raise ValueError(
-            f"plateau_lr_factor is {factor!r}; wanted more than 1 and at most {LARGEST_LR_RAISE}"
+            f"plateau_lr_factor is {factor!r}; expected more than 1 and at most {LARGEST_LR_RAISE}"
         )
     return factor
 
@@ -358,7 +358,7 @@ def dry_run(trainer: Any, num_steps: int) -> DryRunReport:
     keep are as before; the trainer's callbacks hear nothing, and no file is written.
     """
     if num_steps < 1:
-        raise ValueError(f"num_steps is {num_steps}; wanted at least 1")
+        raise ValueError(f"num_steps is {num_steps}; expected at least 1")
     before = _Before(trainer)
     tried = _Tried(trainer)
     began = time.perf_counter()

@@ -134,12 +134,12 @@ def from_json(content: Mapping[str, Any]) -> Model:
         ModelError: another format, an unknown feature, or shapes that do not fit each other.
     """
     if content.get("format") != FORMAT:
-        raise ModelError(f"model format is {content.get('format')!r}; wanted {FORMAT}")
+        raise ModelError(f"model format is {content.get('format')!r}; expected {FORMAT}")
     try:
         names = tuple(str(name) for name in content["names"])
         unknown = [name for name in names if name not in NAMES]
         if unknown:
-            raise ModelError(f"feature {unknown[0]!r} is unknown; wanted of {', '.join(NAMES)}")
+            raise ModelError(f"feature {unknown[0]!r} is unknown; expected of {', '.join(NAMES)}")
         layers = tuple(
             (tuple(_numbers(row) for row in layer["weights"]), _numbers(layer["biases"]))
             for layer in content["layers"]
@@ -178,7 +178,7 @@ def read(path: str | Path = SHIPPED) -> Model:
     except ValueError as error:
         raise ModelError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{path}: wanted a JSON object")
+        raise ModelError(f"{path}: expected a JSON object")
     return from_json(content)
 
 
@@ -192,19 +192,19 @@ def _check_shapes(layers: Sequence[Layer], features: int, means: int, scales: in
     width = features
     for depth, (weights, biases) in enumerate(layers):
         if len(biases) != len(weights) or any(len(row) != width for row in weights):
-            raise ModelError(f"layer {depth}: wanted rows of {width} weights and as many biases")
+            raise ModelError(f"layer {depth}: expected rows of {width} weights and as many biases")
         width = len(weights)
     if width != 1 or not layers or means != features or scales != features:
-        raise ModelError("wanted one mean and one scale per feature, and one number at the end")
+        raise ModelError("expected one mean and one scale per feature, and one number at the end")
 
 
 def _check_table(levels: Sequence[float], chances: Sequence[float]) -> None:
     rises = all(low < high for low, high in pairwise(levels))
     never_falls = all(low <= high for low, high in pairwise(chances))
     if not levels or len(levels) != len(chances) or not rises or not never_falls:
-        raise ModelError("calibration: wanted levels that rise, and a chance for each, never less")
+        raise ModelError("calibration: expected levels that rise, and a chance for each, never less")
     if not 0.0 <= chances[0] <= chances[-1] <= 1.0:
-        raise ModelError(f"calibration: chances {chances[0]:g} to {chances[-1]:g}; wanted 0 to 1")
+        raise ModelError(f"calibration: chances {chances[0]:g} to {chances[-1]:g}; expected 0 to 1")
 
 
 def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
@@ -241,13 +241,13 @@ def limit(highest: Sequence[float], share: float) -> float:
         ValueError: ``share`` is out of range, or there are too few runs to promise it.
     """
     if not 0.0 < share < 1.0:
-        raise ValueError(f"share is {share!r}; wanted a number between 0 and 1")
+        raise ValueError(f"share is {share!r}; expected a number between 0 and 1")
     rank = math.ceil((len(highest) + 1) * (1.0 - share))
     if rank > len(highest):
         fewest = math.ceil(1.0 / share) - 1
         raise ValueError(
             f"{len(highest)} healthy runs cannot promise a share of {share:g}; "
-            f"wanted at least {fewest}"
+            f"expected at least {fewest}"
         )
     return sorted(highest)[rank - 1]
 

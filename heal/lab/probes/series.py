@@ -160,7 +160,7 @@ class LyapunovMeter:
 
     def __init__(self, parameters: Iterable[Tensor], window: int = 30, seed: int = 0) -> None:
         if window < 2:
-            raise ValueError(f"window is {window}; wanted at least 2 steps")
+            raise ValueError(f"window is {window}; expected at least 2 steps")
         params = [p for p in parameters if p.requires_grad and p.numel()]
         if not params:
             raise ValueError("there are no trainable parameters to follow")
@@ -261,7 +261,7 @@ def noise_scale(
         parts = pieces_of(batch, pieces)
         count, samples = len(parts), num_samples(batch)
         if count < 2:
-            raise ValueError("one piece tells nothing of noise; wanted at least 2 samples")
+            raise ValueError("one piece tells nothing of noise; expected at least 2 samples")
         total: list[torch.Tensor] | None = None
         squares = 0.0
         for part in parts:

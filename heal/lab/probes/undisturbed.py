@@ -69,7 +69,7 @@ def pieces_of(batch: Any, count: int | None) -> list[Any]:
     """
     samples = num_samples(batch)
     if samples < 1:
-        raise ValueError("the batch is empty; wanted samples along the first axis of its tensors")
+        raise ValueError("the batch is empty; expected samples along the first axis of its tensors")
     count = samples if count is None else count
     if count < 1 or samples % count:
         raise ValueError(f"{samples} samples do not make {count} equal pieces")
@@ -83,5 +83,5 @@ def every(steps: int, probe: Callable[[], T]) -> Callable[[int], T | None]:
         ValueError: ``steps`` is below 1.
     """
     if steps < 1:
-        raise ValueError(f"steps is {steps}; wanted at least 1")
+        raise ValueError(f"steps is {steps}; expected at least 1")
     return lambda step: probe() if step % steps == 0 else None

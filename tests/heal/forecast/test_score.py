@@ -82,10 +82,10 @@ def spoiled(**changes):
     ("content", "told"),
     [
         ({}, "format is None"),
-        (spoiled(format=99), "format is 99; wanted 2"),
+        (spoiled(format=99), "format is 99; expected 2"),
         (spoiled(names=["charm"]), "feature 'charm' is unknown"),
         (spoiled(means=[0.0, 1.0]), "one mean and one scale per feature"),
-        (spoiled(layers=[{"weights": [[1.0, 2.0]], "biases": [0.0]}]), "layer 0: wanted rows of 1"),
+        (spoiled(layers=[{"weights": [[1.0, 2.0]], "biases": [0.0]}]), "layer 0: expected rows of 1"),
         (spoiled(layers=[{"weights": [[math.nan]], "biases": [0.0]}]), "a weight is NaN or Inf"),
         (spoiled(layers=7), "not a model of heal"),
         (
@@ -103,7 +103,7 @@ def spoiled(**changes):
         (spoiled(calibration={"levels": [], "chances": []}), "wanted levels that rise"),
         (
             spoiled(calibration={"levels": [0.0, 1.0], "chances": [0.0, 1.5]}),
-            "chances 0 to 1.5; wanted 0 to 1",
+            "chances 0 to 1.5; expected 0 to 1",
         ),
     ],
 )

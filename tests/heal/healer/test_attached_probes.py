@@ -162,7 +162,7 @@ def test_a_hook_may_make_something_of_an_alarm():
     [
         (lambda: 1 / 0, None, "ZeroDivisionError"),
         (lambda: 1.0, lambda found: found.nothing, "AttributeError"),
-        (lambda: "much", None, "look() returned str; wanted a number"),
+        (lambda: "much", None, "look() returned str; expected a number"),
     ],
     ids=["look", "alarm", "word"],
 )
@@ -249,9 +249,9 @@ def test_a_step_that_was_taken_back_is_not_looked_at():
 def test_names_and_intervals_are_checked():
     healer = regression().healer()
     healer.add_probe("a", lambda: 1.0, every=1)
-    with pytest.raises(ValueError, match="called 'a'; wanted a name that no other has"):
+    with pytest.raises(ValueError, match="called 'a'; expected a name that no other has"):
         healer.add_probe("a", lambda: 1.0, every=1)
     with pytest.raises(ValueError, match="called ''"):
         healer.add_probe("", lambda: 1.0, every=1)
-    with pytest.raises(ValueError, match="every is 0; wanted at least 1 step"):
+    with pytest.raises(ValueError, match="every is 0; expected at least 1 step"):
         healer.add_probe("b", lambda: 1.0, every=0)

@@ -10,7 +10,7 @@ from tests.heal.trainers.runs import Healed, assert_same, weights
 
 
 def test_a_class_instead_of_a_trainer():
-    with pytest.raises(TypeError, match="is the class Trainer; wanted one that is built"):
+    with pytest.raises(TypeError, match="is the class Trainer; expected one that is built"):
         SelfHealingTrainer(Trainer)
 
 
