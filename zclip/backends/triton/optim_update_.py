@@ -607,6 +607,7 @@ def optim_update_(
     own = [
         settings[g * NUM_OPTIM_SETTINGS : (g + 1) * NUM_OPTIM_SETTINGS] for g in range(len(sizes))
     ]
+    flags_of = list(map(int, settings[OPTIM_FLAGS::NUM_OPTIM_SETTINGS]))
     lists = Lists(params, grads, firsts, seconds, maxima, steps)
     rows = ledger.new_empty((len(params) if telemetry else 0, NUM_TELEMETRY), dtype=torch.float64)
     summary = ledger.new_empty(NUM_SUMMARY, dtype=torch.float32)
@@ -614,7 +615,7 @@ def optim_update_(
     blocked = blocked.to(torch.float32) if blocked.numel() else summary  # else never read
     with on_device(ledger.device):
         if params:
-            table = update_table_of(lists, algorithm, sizes, [int(s[OPTIM_FLAGS]) for s in own])
+            table = update_table_of(lists, algorithm, sizes, flags_of)
             sums = rows.new_empty((NUM_SUMS, max(1, table.num_chunks)))
             words = ledger.new_empty((NUM_WORDS, max(1, table.num_chunks)))
             given = _given(coefs, grad_scale, rates, sums)
