@@ -47,7 +47,9 @@ PER_STEP = {
 class Loop:
     """A hand-written loop over a few epochs, whose caller steps the scheduler."""
 
-    def __init__(self, make, bad=(), per_epoch=True, given="own", data="skip", tensor_lr=False):
+    def __init__(
+        self, make, bad=(), per_epoch=True, given="own", data="skip_data", tensor_lr=False
+    ):
         torch.manual_seed(0)
         self.model = nn.Linear(4, 1)
         lr = torch.tensor(1e-2) if tensor_lr else 1e-2
@@ -58,7 +60,7 @@ class Loop:
             quarantine_steps=4,
             lr_factor=FACTOR,
             lr_ramp_steps=RAMP,
-            data=data,
+            after_rollback=data,
         )
         given_as = {"own": "own_schedulers", "given": "scheduler"}.get(given)
         options = {given_as: self.scheduler} if given_as else {}
@@ -176,7 +178,7 @@ def test_with_replay_every_step_has_the_rate_that_it_had(name, per_epoch, given)
     if name == "plateau" and given == "not given":
         pytest.skip("it leaves no mark on the optimizer and is found too late to know its past")
     calm = undisturbed(name, per_epoch)
-    hurt = Loop(make, BAD, per_epoch=per_epoch, given=given, data="replay").train()
+    hurt = Loop(make, BAD, per_epoch=per_epoch, given=given, data="replay_data").train()
     assert len(hurt.rollbacks) == 1
     # Of the epoch that failed some batches are left out, so that the next begins some steps sooner.
     assert_same_at_every_step(hurt, calm, before=BAD.stop if per_epoch else TOTAL)
