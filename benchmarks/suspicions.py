@@ -24,6 +24,7 @@ from heal.detectors.pace import ThroughputCollapse
 from heal.detectors.preference import ChancePlateau, PreferenceInversion
 from heal.detectors.progress import NotLearning, OverfittingGap, Plateau
 from heal.detectors.rewards import KlBlowUp, RewardCollapse
+from heal.detectors.telemetry import ForeignWrites
 from tests.heal.detectors import streams
 
 SEEDS = 10
@@ -115,6 +116,13 @@ ROWS = [
         "a loss no lower than at the start, gradients of zero",
         f"{EXPERIMENT}, {ALERT}",
         by_loss,
+    ),
+    Row(
+        ForeignWrites,
+        "foreign_writes",
+        "weights or moments that the fused optimizer did not write",
+        EXPERIMENT,
+        by_norm,
     ),
     Row(Plateau, "plateau", "a loss that has stopped improving", ALERT, by_loss),
     Row(OverfittingGap, "overfitting_gap", "an evaluation far above training", ALERT, by_loss),

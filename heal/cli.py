@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def at_least_one(word: str) -> int:
     """Return the whole number that a word is, 1 or more; argparse names the argument."""
     if not word.strip().isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} given; wanted a whole number >= 1")
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {word!r}")
     return int(word)
 
 
@@ -87,8 +87,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the findings; return the exit code of the gravest."""
     found = check_all(arguments)
     if found is None:
-        wanted = "a folder of checkpoints, --config heal.toml or --cluster"
-        print(f"heal doctor: nothing to look at; give {wanted}", file=sys.stderr)
+        print(
+            "heal doctor: expected a folder of checkpoints, --config heal.toml or --cluster, got "
+            "none of them",
+            file=sys.stderr,
+        )
         return 2
     for finding in found:
         print(f"{SIGNS[finding.level]} {finding.what}")
@@ -185,7 +188,7 @@ def _build(target: str) -> "tuple[Healer, Any, Any]":
 
     module, colon, function = target.partition(":")
     if not colon:
-        raise ValueError(f"{target!r} names no function; wanted module:function")
+        raise ValueError(f"expected module:function, got {target!r}")
     sys.path.insert(0, "")
     build = getattr(import_module(module), function)
     try:
@@ -195,9 +198,8 @@ def _build(target: str) -> "tuple[Healer, Any, Any]":
         where = f"{place.filename}:{place.lineno}"
         raise ValueError(f"{target} raised {error!r} at {where}") from error
     if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], Healer):
-        wanted = "wanted (healer, train_step, loader)"
         kinds = [type(item).__name__ for item in made] if isinstance(made, tuple) else made
-        raise ValueError(f"{target} returned {kinds}; {wanted}")
+        raise ValueError(f"{target}: expected (healer, train_step, loader), got {kinds}")
     return made
 
 
@@ -271,6 +273,7 @@ REPORT_HELP = """Show what happened in a run: one HTML page that needs no networ
 
 heal report runs/7                      # writes runs/7/report.html
 heal report runs/7 --text
+heal report runs/7 --run 1              # the first of several runs in that folder
 heal report runs/7 --json | jq .summary.totals
 """
 
@@ -282,6 +285,9 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="the run_dir that was given to Healer")
     parser.add_argument(
         "--output", "-o", metavar="FILE", help=f"where to write; RUN_DIR/{PAGE} by default, - shows"
+    )
+    parser.add_argument(
+        "--run", type=at_least_one, metavar="N", help="which run of the folder; the last by default"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="print it for a terminal")
@@ -297,7 +303,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     from heal.report.text import make_text
 
     try:
-        report = read_run(arguments.run_dir)
+        report = read_run(arguments.run_dir, run=arguments.run)
     except (NotARun, OSError) as error:
         print(f"heal report: {error}", file=sys.stderr)
         return 2
@@ -348,12 +354,12 @@ def run_watch(arguments: argparse.Namespace) -> int:
 
     if not 0.05 <= arguments.interval <= 3600:
         print(
-            f"heal watch: --interval is {arguments.interval:g}; wanted 0.05 to 3600 seconds",
+            f"heal watch: --interval: expected 0.05 to 3600 seconds, got {arguments.interval:g}",
             file=sys.stderr,
         )
         return 2
     if arguments.run_dir.is_file():
-        print(f"heal watch: {arguments.run_dir} is a file; wanted a folder", file=sys.stderr)
+        print(f"heal watch: expected a folder, got the file {arguments.run_dir}", file=sys.stderr)
         return 2
     follow(arguments.run_dir, interval=arguments.interval, plain=arguments.plain)
     return 0

@@ -63,7 +63,7 @@ class HealingConfig:
     """How patient to be, and how hard to push back.
 
     Every value is checked: a wrong one raises :class:`ConfigError`, which names the setting, the
-    value and what was wanted. All counts are of optimizer steps, whatever the accumulation.
+    value and what was expected. All counts are of optimizer steps, whatever the accumulation.
     """
 
     # Budget: when healing gives up.
@@ -422,7 +422,7 @@ class HealingConfig:
         changes: dict[str, Any] = {}
         for word in [assignments] if isinstance(assignments, str) else assignments:
             if not isinstance(word, str) or "=" not in word:
-                raise ConfigError(f"{shown(word)} is no assignment; wanted a str, key=value")
+                raise ConfigError(f"expected key=value, a str, got {shown(word)}")
             name, _, text = (part.strip() for part in word.partition("="))
             check_names(type(self), {name: text}, OLD)
             for present, value in translated({name: text}, OLD).items():

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heal.buffers import Key
+from heal.buffers import Key, local_part
 from heal.causes import Cause, Finding, Severity
 from heal.ranks import Ranks
 from heal.run import TorchRun
@@ -35,8 +35,11 @@ from heal.verdict import Record
 CLEAR_NOISE, CLEAR_RATIO = 1.0, 1.5
 """Today's weights lose a batch clearly if their loss is higher by this much noise and factor."""
 
-SLIGHT_NOISE, SLIGHT_RATIO = 0.5, 1.1
-"""They lose slightly: enough only if they lose every batch, and none is hard for both."""
+STEADY_RATIO = 1.1
+"""The factor that is enough if they lose every batch, and none of them is hard for both."""
+
+LEARNED_NOISE = 0.5
+"""They have learned something if their loss is lower than that of the first weights by this."""
 
 GREAT_NOISE, GREAT_RATIO = 10.0, 3.0
 """They lose it by so much that one batch is enough."""
@@ -50,8 +53,11 @@ BATCHES = 3
 BUDGET, BUDGET_STEPS = 20, 1000
 """Forward passes that experiments may cost within so many steps."""
 
-LONGEST_WAIT = 50
-"""Steps for which a loss that comes down by itself is given time."""
+LONGEST_WAIT, SHORTEST_WAIT = 50, 4
+"""Steps for which a loss that comes down by itself is given time; a quarter of a run between."""
+
+LATEST = 5
+"""Losses whose median says whether the loss comes down."""
 
 UNANSWERED_STEPS = 3
 """Steps after which a question that nobody could run a forward pass for is given up."""
@@ -81,7 +87,7 @@ def judge(pairs: Sequence[Pair], noise: float, usual: float = math.nan) -> Answe
     are judged by differences beside the noise alone.
 
     Pairs share their batch and their random numbers, so that their differences vary far less than
-    losses do: today's weights that lose every batch are worse though it be by less than the noise.
+    losses do: today's weights that lose every batch are worse, though it be by a tenth.
 
     Args:
         pairs: at least one.
@@ -99,9 +105,8 @@ def judge(pairs: Sequence[Pair], noise: float, usual: float = math.nan) -> Answe
     if len(pairs) < BATCHES:
         return None
     mean = _mean(pairs)
-    is_lost = _loses(mean, CLEAR_NOISE * noise, CLEAR_RATIO)
-    if mean.old > 0.0 and all(pair.now > pair.old for pair in pairs):
-        is_lost = _loses(mean, SLIGHT_NOISE * noise, SLIGHT_RATIO)
+    ratio = STEADY_RATIO if all(pair.now > pair.old for pair in pairs) else CLEAR_RATIO
+    is_lost = _loses(mean, CLEAR_NOISE * noise, ratio)
     return Answer.DAMAGED if is_lost else Answer.OTHER_DATA
 
 
@@ -214,7 +219,7 @@ class Experiment:
         self._note = note
         self._question: _Question | None = None
         self._spent: deque[int] = deque()
-        self._recent: deque[float] = deque(maxlen=5)
+        self._recent: deque[float] = deque(maxlen=LATEST)
         self.forwards = 0
         self.settled = 0
 
@@ -243,7 +248,7 @@ class Experiment:
         usual = _number(finding.evidence.get("usual_loss"), level)
         noise = _number(finding.evidence.get("noise"), spread)
         noise = 0.0 if math.isnan(noise) else noise
-        wait = min(LONGEST_WAIT, max(4, step // 4))
+        wait = min(LONGEST_WAIT, max(SHORTEST_WAIT, step // 4))
         self._question = _Question(finding, noise, usual, step, step + wait, arms)
         self._run.ring.pin({step for step, _ in arms})
         return True
@@ -326,7 +331,7 @@ class Experiment:
         """Go on to the next batch, the next arm or the answer."""
         if question.finding.cause is Cause.NOT_LEARNING:
             pair = question.pairs[-1]
-            if pair.now < pair.old - 0.5 * question.noise:
+            if pair.now < pair.old - LEARNED_NOISE * question.noise:
                 return self._settle(Answer.OTHER_DATA, "today's weights do better than the first")
             return self._settle(Answer.UNDECIDED, NOT_LEARNING)
         answer = judge(question.pairs, question.noise, question.usual)
@@ -401,10 +406,11 @@ class Experiment:
             "loss_now": pair.now,
             "loss_with_old_weights": pair.old,
             "snapshot": snapshot_step,
+            **self._changed_most(snapshot_step),
         }
         cause = finding.cause
         held, lr = self._held_lr(), self._run.learning_rate()
-        if held > 0.0 and not 0.0 < lr < 1.5 * held:
+        if held > 0.0 and not 0.0 < lr < CLEAR_RATIO * held:
             cause = Cause.LR_SPIKE
             evidence |= {"lr": lr, "usual_lr": held}
         if math.isinf(pair.now):
@@ -417,6 +423,41 @@ class Experiment:
             evidence=evidence,
             wants_proof=False,
         )
+
+    @torch.no_grad()
+    def _changed_most(self, snapshot_step: int) -> dict[str, object]:
+        """Return which weights have changed by more than their norm since a snapshot, as evidence.
+
+        Returns:
+            The ``tensor`` that changed most, by what multiple of its norm, and how many ``tensors``
+            have; empty if none has. Of sharded weights the local part is measured.
+        """
+        snapshot = self._run.ring.of_step(snapshot_step)
+        if snapshot is None:
+            return {}
+        rows, keys = [], []
+        for key, tensor in self._state.tensors().items():
+            if key[0] == "parameter" and key in snapshot.tensors and tensor.is_floating_point():
+                old = local_part(snapshot.tensors[key]).to(tensor.device, torch.float64)
+                moved = local_part(tensor).double() - old
+                rows.append(torch.stack([moved.norm(), old.norm()]).cpu())
+                keys.append(key)
+        ratios = {
+            key: float(torch.nan_to_num(moved / norm, nan=math.inf))
+            for key, (moved, norm) in zip(keys, rows, strict=True)
+            if norm > 0.0
+        }
+        changed = [key for key, ratio in ratios.items() if ratio > 1.0]
+        if not changed:
+            return {}
+        most = max(changed, key=lambda key: ratios[key])
+        name = self._state.name_of(most).removeprefix("parameter ")
+        how = f"{name}, which changed by {ratios[most]:.3g} times its norm since step"
+        return {
+            "tensor": name,
+            "tensors": len(changed),
+            "blames": f"{how} {snapshot_step}",
+        }
 
     def _arms(self, finding: Finding) -> list[tuple[int, int | None]]:
         """Return which snapshots to compare with, and which optimizer's parameters to swap."""
@@ -545,12 +586,20 @@ class Trial:
             self.rng.put_back()
 
     def judged(self, loss: float) -> float:
-        """Return the loss of a body that has backpropagated; infinite if its gradients matter."""
+        """Return the loss of a body that has backpropagated; infinite if its step would be skipped.
+
+        So it is where gradients are in question and they, or the statistics that forward wrote,
+        are not finite: weights that overflow a variance leave loss and gradients finite.
+        """
         if not self.wants_gradients:
             return loss
-        grads = [getattr(p.grad, "_local_tensor", p.grad) for p, _ in self._grads]
-        is_bad = any(g is not None and not bool(g.isfinite().all()) for g in grads)
-        return math.inf if is_bad else loss
+        grads = [p.grad for p, _ in self._grads if p.grad is not None]
+        buffers = [
+            self._live[key]
+            for key, before in self._saved.items()
+            if key[0] == "buffer" and _is_finite(before)
+        ]
+        return loss if all(map(_is_finite, [*grads, *buffers])) else math.inf
 
     def put_back(self) -> None:
         """Put today's weights back, and go on in the trial, to compute with them."""
@@ -566,6 +615,10 @@ class Trial:
             module.training = mode
         self._state.restore_settings(self._values)
         self.rng.put_back()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(getattr(tensor, "_local_tensor", tensor).isfinite().all())
 
 
 def _number(value: object, otherwise: float) -> float:

@@ -285,8 +285,6 @@ class Healer:
         """Return what the host knows of the step that is about to be taken."""
         facts = HostFacts()
         try:
-            if not self.exits.is_watching:
-                self.exits.watch()
             self.schedules.before_step(self.training.step)
             self.before_step()
             facts = self.monitor.facts()
@@ -814,7 +812,12 @@ class Healer:
     # From the first step to the last record.
 
     def close(self, error: BaseException | None = None) -> None:
-        """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you."""
+        """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you.
+
+        A loop that nobody closes is closed when Python exits. In ``with healer:`` SIGTERM and
+        SIGUSR1 also stop the loop after a step, which saves a checkpoint first, and a HealingError
+        that nobody catches ends the process with its own exit code.
+        """
         self.monitor.cluster.stop()
         self.trials.close()
         self.exits.close(error)
@@ -826,17 +829,17 @@ class Healer:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         halt = self.exits.late_stop() if error is None else None
-        if halt is None:
-            self.close(error)
-            return
-        self.exits.draft(halt)
-        if self.durable is not None:
-            # Other ranks are past saving: what this one saved last has to do.
-            halt = self.durable.saved_before(
-                halt, self.training.step, self.memory.values, may_save=not self.has_others
-            )
-        self.close(halt)
-        raise halt
+        if halt is not None:
+            self.exits.draft(halt)
+            if self.durable is not None:
+                # Other ranks are past saving: what this one saved last has to do.
+                halt = self.durable.saved_before(
+                    halt, self.training.step, self.memory.values, may_save=not self.has_others
+                )
+        self.close(error if halt is None else halt)
+        self.exits.leave()
+        if halt is not None:
+            raise halt
 
     def __del__(self) -> None:
         exits = vars(self).get("exits")  # none where the arguments were refused

@@ -7,6 +7,7 @@ and says so once.
 import errno
 import logging
 import os
+import secrets
 import stat
 import sys
 import time
@@ -84,7 +85,7 @@ def _detail(failure: str, evidence: Mapping[str, Any]) -> str:
         shown = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."
         return f"{evidence['type']}: {shown}" if shown else str(evidence["type"])
     tensor = str(evidence.get("tensor", ""))
-    # A NaN loss has NaN gradients all over; the first tensor is not to blame for it.
+    # NaN spreads to the gradients of all layers below: the first tensor may not be its origin.
     return f"first in the gradient of {tensor}" if tensor and "nonfinite" in failure else tensor
 
 
@@ -152,6 +153,8 @@ class Journal:
         warn: told once what cannot be written; standard error by default.
 
     Attributes:
+        run_id: written into every line as ``run``; tells this run from others in the same folder.
+            Each rank has its own.
         recoveries: every recovery so far, as the postmortem will tell it.
         failed_writes: how often something could not be written.
     """
@@ -166,6 +169,7 @@ class Journal:
     ) -> None:
         self.run_dir = None if run_dir is None else Path(run_dir)
         self.rank = _environment_rank() if rank is None else rank
+        self.run_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         self.recoveries: list[dict[str, Any]] = []
         self.max_bytes = max_bytes
         self.failed_writes = 0
@@ -289,7 +293,7 @@ class Journal:
         if path is None:
             return
         try:
-            data = (dumps(line) + "\n").encode()
+            data = (dumps({**line, "run": self.run_id}) + "\n").encode()
             descriptor = self._open(name, path, len(data))
             if name in self._torn:
                 data = b"\n" + data  # do not join on to it

@@ -4,7 +4,6 @@ After a rollback the first kind returns with the step count. The second goes wit
 the healer cannot turn back.
 """
 
-import gc
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -110,20 +109,9 @@ def _ratio(now: Any, before: Any) -> float:
 # Which scheduler drives which optimizer.
 
 
-def schedulers_of(optimizer: Optimizer) -> list[Any]:
-    """Return the torch schedulers that drive an optimizer, without those inside of others.
-
-    An optimizer does not know them: whoever refers to it is asked, which takes some 50 ms.
-    """
-    found = []
-    for holder in gc.get_referrers(optimizer):
-        if isinstance(holder, LRScheduler):
-            found.append(holder)
-        elif type(holder) is dict and holder.get("optimizer") is optimizer:
-            owners = gc.get_referrers(holder)
-            found += [o for o in owners if isinstance(o, LRScheduler) and vars(o) is holder]
-    inside = {id(part) for s in found for part in getattr(s, "_schedulers", ())}
-    return [s for s in found if id(s) not in inside and s.optimizer is optimizer]
+def has_schedule_mark(optimizer: Optimizer) -> bool:
+    """Return whether a torch scheduler was made for it; a ReduceLROnPlateau leaves no mark."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
 def inner_of(scheduler: Any) -> Any:
@@ -205,7 +193,6 @@ class Schedules:
         self._replays = replays
         self._optimizers = optimizers
         self._note = note
-        self._found: list[Any] = []
         self._turns: deque[Turn] = deque(maxlen=MAX_TURNS)
         self._ahead: deque[Turn] = deque()
         self._counts = [getattr(s, "last_epoch", None) for s in self.stepped]
@@ -256,11 +243,11 @@ class Schedules:
         """Note where own schedules are; turn them as they were turned before a rollback."""
         if not self._has_begun:
             self._has_begun = True
-            self._find()
             self._look_who_drives()  # anew, for a resume may have changed the rates
+            self._note_unknown()
         for joint in self._joint.values():
             joint.before_step()
-        if not (self._waiting or self.own or self._found):
+        if not (self._waiting or self.own):
             return
         while self._ahead and self._ahead[0].step <= step:
             turn = self._ahead.popleft()
@@ -271,21 +258,13 @@ class Schedules:
             states = [(s, copied(state_of(s))) for s in self._drivers()]
             self._turns.append(Turn(step, mark, states, self._rates(), self._shares()))
 
-    def hold(self) -> Callable[[], None]:
-        """Return what puts schedules back that nobody gave us, however often they are stepped."""
-        self._find()
-        states = [(s, copied(state_of(s))) for s in self._found]
-
-        def put_back() -> None:
-            for scheduler, state in states:
-                scheduler.load_state_dict(copied(state))
-
-        return put_back
+    @property
+    def are_known(self) -> bool:
+        """Whether no optimizer has a torch scheduler that was not given."""
+        return not any(self._has_unknown(optimizer) for optimizer in self._optimizers)
 
     def before_return(self) -> Callable[[int], None]:
         """Call this before state is returned to, and what it returns afterwards, with the step."""
-        if self._has_begun:
-            self._find()
         for joint in self._joint.values():
             joint.before_step()
         states = [(s, copied(state_of(s))) for s in self._drivers()]
@@ -300,8 +279,8 @@ class Schedules:
             else:
                 self._turns = deque((t for t in self._turns if t.step < step), maxlen=MAX_TURNS)
                 self._install(present)
-            self._adopt_late(before)
-            self._tell_of_strangers(before)
+            self._leave_unknown(before)
+            self._note_raised(before)
             for joint in self._joint.values():
                 joint.adopt()
 
@@ -341,17 +320,20 @@ class Schedules:
             joint.shares = list(earlier[-1].get(o, ())) if earlier else [1.0] * len(joint.shares)
 
     def _drivers(self) -> list[Any]:
-        return [*self._waiting, *self.own, *self._found]
+        return [*self._waiting, *self.own]
 
     def _look_who_drives(self) -> None:
         """Tell optimizers with one schedule from those with several.
 
-        A schedule that does not say what it drives may drive any of them.
+        A schedule that does not say what it drives may drive any of them. Where one was not given
+        nobody knows what rate is wanted.
         """
         self._alone: dict[int, Any] = {}
         self._joint: dict[int, JointRates] = {}
         for optimizer in self._optimizers:
             inner = optimizer.inner
+            if self._has_unknown(optimizer):
+                continue
             stepped = [s for s in self.stepped if inner_of(s) in (inner, None)]
             own = [s for s in self._drivers() if inner_of(s) in (inner, None)]
             if len(stepped) + len(own) > 1:
@@ -375,7 +357,7 @@ class Schedules:
             is_mixed = joint is not None and joint.is_mixed
             groups = optimizer.param_groups if drivers and not is_mixed else []
             rates = _driven(groups)
-            if len(drivers) == 1 and drivers[0] not in self._found:
+            if len(drivers) == 1 and not self._has_unknown(optimizer):
                 for rate, lr in zip(rates, getattr(drivers[0], "_last_lr", ()), strict=False):
                     rate["lr"] = copied(lr)
             found.append(rates)
@@ -392,45 +374,36 @@ class Schedules:
         )
         return (*counts, *rates)
 
-    def _find(self) -> None:
-        """Adopt torch schedulers that drive an optimizer and that nobody told us of.
+    def _has_unknown(self, optimizer: ClippedOptimizer) -> bool:
+        """Whether a torch scheduler drives an optimizer, and none was given that may be it."""
+        if not has_schedule_mark(optimizer.inner):
+            return False
+        known = [s for s in self.all if inner_of(s) in (optimizer.inner, None)]
+        return all(isinstance(s, ReduceLROnPlateau) for s in known)
 
-        They leave a mark on its ``step``, all but a ReduceLROnPlateau.
-        """
+    def _note_unknown(self) -> None:
         for optimizer in self._optimizers:
-            known = self._driving(optimizer, [*self.all, *self._found])
-            if not hasattr(optimizer.inner.step, "_wrapped_by_lr_sched"):
-                continue
-            if all(isinstance(s, ReduceLROnPlateau) for s in known):  # then it is another's mark
-                found = schedulers_of(optimizer.inner)
-                self._found += [s for s in found if all(s is not k for k in known)]
+            if self._has_unknown(optimizer):
+                self._note(
+                    f"a scheduler of {type(optimizer.inner).__name__} was not given to the healer: "
+                    "give it as own_schedulers if you step it, or as scheduler if the healer is "
+                    "to. Until then rollbacks leave it and the learning rate as they are, "
+                    "checkpoints do not hold it, and no body of your loop is repeated for an "
+                    "experiment, because that could step it twice"
+                )
 
-    def _adopt_late(self, before: Rates) -> None:
-        """Look for those without a mark where a rollback changed a rate, and only there.
-
-        To look takes longer than all the rest of a rollback.
-        """
+    def _leave_unknown(self, before: Rates) -> None:
+        """Put back the rates that a schedule set which was not given, and so goes on."""
         for optimizer, groups in zip(self._optimizers, before, strict=True):
-            known = self._driving(optimizer, [*self.all, *self._found])
-            if known or _driven(optimizer.param_groups) == groups:
-                continue
-            late = schedulers_of(optimizer.inner)
-            self._found += late
-            if late and not (self._replays or self._caller_repeats):
+            if self._has_unknown(optimizer):
                 for group, rates in zip(optimizer.param_groups, groups, strict=False):
                     _write(group, rates)
 
-    def _tell_of_strangers(self, before: Rates) -> None:
+    def _note_raised(self, before: Rates) -> None:
         for optimizer, groups in zip(self._optimizers, before, strict=True):
-            rates = [rate.get("lr") for rate in groups]
-            for scheduler in self._driving(optimizer, self._found):
-                self._note(
-                    f"{type(scheduler).__name__} was not given to the healer: a rollback leaves it "
-                    "and its learning rate as they are, and checkpoints do not hold it; give it as "
-                    "own_schedulers"
-                )
-            if self._driving(optimizer, [*self.all, *self._found]):
+            if self._driving(optimizer, self.all):
                 continue
+            rates = [rate.get("lr") for rate in groups]
             now = [group.get("lr") for group in optimizer.param_groups]
             # Down is a cure, of a rate that a fault had raised; up is a decay that is undone.
             raised = [
@@ -442,7 +415,7 @@ class Schedules:
                 self._note(
                     f"the rollback returned the learning rate from {raised[0][0]!r} to "
                     f"{raised[0][1]!r}, and no scheduler is known; if your code sets it, set it "
-                    "again, or give a scheduler"
+                    "again; if a ReduceLROnPlateau does, give it as own_schedulers"
                 )
 
 

@@ -325,58 +325,44 @@ def checkpoint_activations(model: Module) -> bool:
         return False
     blocks = [b for b in max(stacks, key=len) if _can_recompute(b)]
     for block in blocks:
-        block.__class__ = _recomputing(type(block))
+        _Recomputed(block).install()
     return bool(blocks)
 
 
 def _can_recompute(block: Module) -> bool:
-    """Not if it does already, nor if somebody has put another forward before that of its class."""
-    if isinstance(block, (_Recomputed, torch.jit.ScriptModule)):
-        return False
-    return "forward" not in vars(block)
+    """Not if a forward stands before that of its class, ours or the user's, nor if scripted."""
+    return "forward" not in vars(block) and not isinstance(block, torch.jit.ScriptModule)
 
 
 class _Recomputed:
-    """Comes before the class of a block.
+    """The forward of one block, which stands before that of its class.
 
-    A forward that is set on the instance would be copied with it and still compute with the
-    weights of the block that it was made for.
+    Copies of a block, pickled or deep, have a copy of this one that holds the copy. Replicas of
+    ``torch.nn.DataParallel`` share what stands in the block's ``__dict__``, and get their own.
     """
 
-    _block_kind: type  # under a name that no block has
+    def __init__(self, block: Module) -> None:
+        self._block = block
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        once: Callable[..., Any] = super().forward  # type: ignore[misc]
-        if not self.training:  # type: ignore[attr-defined]
+    def install(self) -> None:
+        """Have the block compute by this forward."""
+        vars(self._block)["forward"] = self
+        vars(self._block)["_replicate_for_data_parallel"] = self.replicate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._block
+        once = type(block).forward.__get__(block)
+        if not block.training:
             return once(*args, **kwargs)
-        if _written_by(self):
-            kwargs["context_fn"] = lambda: (nullcontext(), _unwritten(self))
+        if _written_by(block):
+            kwargs["context_fn"] = lambda: (nullcontext(), _unwritten(block))
         return checkpoint(once, *args, use_reentrant=False, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A class that is made while the run goes on is found by nobody: name that of the block."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        function, args, *rest = reduced
-        ours, theirs = type(self), type(self)._block_kind
-        named = [theirs if value is ours else value for value in (function, *args)]
-        return _made_again, tuple(named), *rest
-
-
-_made: dict[type, Any] = {}
-"""For each kind of block the one that recomputes, so that blocks of a kind stay of one kind."""
-
-
-def _recomputing(kind: type) -> Any:
-    if kind not in _made:
-        named = {"__module__": kind.__module__, "_block_kind": kind}
-        _made[kind] = type(kind.__name__, (_Recomputed, kind), named)
-    return _made[kind]
-
-
-def _made_again(function: Callable[..., Any], *args: Any) -> Any:
-    block = function(*args)
-    block.__class__ = _recomputing(type(block))
-    return block
+    def replicate(self) -> Module:
+        """Return a replica of the block that computes with its own weights."""
+        replica: Module = type(self._block)._replicate_for_data_parallel(self._block)
+        _Recomputed(replica).install()
+        return replica
 
 
 @contextmanager

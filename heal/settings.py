@@ -95,12 +95,14 @@ def check_names(kind: type, values: Mapping[str, Any], old: Old = MappingProxyTy
     for name, value in values.items():
         if not isinstance(name, str):
             raise ConfigError(
-                f"{shown(name)} = {shown(value)}: wanted the name of a setting, a str"
+                f"{shown(name)} = {shown(value)}: expected the name of a setting, a str"
             )
         if name not in known and name not in old:
             near = difflib.get_close_matches(name, known, n=1)
             wanted = near[0] if near else f"one of {', '.join(known)}"
-            raise ConfigError(f"{name} = {shown(value)}: there is no such setting; wanted {wanted}")
+            raise ConfigError(
+                f"{name} = {shown(value)}: expected {wanted}, got no setting of that name"
+            )
 
 
 def translated(values: Mapping[str, Any], old: Old, stacklevel: int = 3) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def checked(name: str, value: Any, kind: type, about: Setting) -> Any:
     Raises:
         ConfigError: it is of another type, out of range or not finite.
     """
-    wrong = ConfigError(f"{name} is {shown(value)}; wanted {about.wanted(kind)}")
+    wrong = ConfigError(f"{name}: expected {about.wanted(kind)}, got {shown(value)}")
     if kind in (bool, str):
         if not isinstance(value, kind):
             raise wrong
@@ -170,11 +172,11 @@ def checked(name: str, value: Any, kind: type, about: Setting) -> Any:
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise wrong
         if kind is int and int(cast(int, value)).bit_length() > MOST_BITS:
-            raise ConfigError(f"{wrong}, of at most {MOST_BITS} bits")
+            raise ConfigError(f"{wrong}, which has more than {MOST_BITS} bits")
         try:
             value = kind(value)
         except OverflowError:
-            raise ConfigError(f"{wrong} that a float can hold") from None
+            raise ConfigError(f"{wrong}, which no float can hold") from None
         if not math.isfinite(value):
             raise wrong
         if about.least is not None and value < about.least:
@@ -201,7 +203,7 @@ def parsed(name: str, text: str, kind: type, about: Setting) -> Any:
         elif kind is not str:
             value = kind(text)
     except (KeyError, ValueError):
-        raise ConfigError(f"{name} is {shown(text)}; wanted {about.wanted(kind)}") from None
+        raise ConfigError(f"{name}: expected {about.wanted(kind)}, got {shown(text)}") from None
     return checked(name, value, kind, about)
 
 
@@ -229,7 +231,7 @@ def text_of(path_or_text: str | os.PathLike[str]) -> tuple[str, str]:
     """
     if not isinstance(path_or_text, (str, os.PathLike)):
         kind = type(path_or_text).__name__
-        raise TypeError(f"path_or_text is {kind}; wanted a path, or TOML as a str")
+        raise TypeError(f"path_or_text: expected a path, or TOML as a str, got {kind}")
     if isinstance(path_or_text, str) and _is_text(path_or_text):
         return path_or_text, "the text"
     try:
@@ -237,8 +239,8 @@ def text_of(path_or_text: str | os.PathLike[str]) -> tuple[str, str]:
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ConfigError(
-            f"{path_or_text} is not UTF-8: byte 0x{byte:02x} at position {error.start}; wanted a "
-            "text file with TOML"
+            f"{path_or_text}: expected a text file with TOML, got byte 0x{byte:02x} at position "
+            f"{error.start}, which is not UTF-8"
         ) from None
 
 
@@ -255,11 +257,11 @@ def read_settings(text: str, table: str, where: str, kind: type) -> dict[str, An
         raise ConfigError(f"{where} is not TOML: {error}") from error
     except RecursionError:
         raise ConfigError(
-            f"{where} is nested too deeply; expected one table [{table}] with plain values"
+            f"{where}: expected one table [{table}] with plain values, got tables nested too deeply"
         ) from None
     ours: Any = tables.get(table, tables)
     if not isinstance(ours, dict):
-        raise ConfigError(f"{table} is {ours!r}; wanted a table")
+        raise ConfigError(f"{table}: expected a table, got {ours!r}")
     if ours is not tables:
         _refuse_outside(tables, table, where, kind)
     return dict(ours)
@@ -272,8 +274,8 @@ def _refuse_outside(tables: dict[str, Any], table: str, where: str, kind: type) 
         is_ours = isinstance(value, (int, float) if wanted is float else wanted)
         if is_ours and (not about.choices or value in about.choices):
             raise ConfigError(
-                f"{name} = {shown(value)} stands before [{table}] in {where}, where it has no "
-                f"effect; wanted it in the table [{table}]"
+                f"{name} = {shown(value)}: expected it in the table [{table}], got it before "
+                f"[{table}] in {where}, where it has no effect"
             )
 
 

@@ -22,13 +22,14 @@ Forward = Callable[[Any], Tensor | float]
 class BodyTrials:
     """Gives batches out, and once more where an experiment is due.
 
-    A body that steps other optimizers than the healer's would step them in a trial as well; there
-    no trial is run, unless ``forward`` says how to compute a loss without the body.
+    A body that steps other optimizers than the healer's, or a scheduler that was not given, would
+    step them in a trial as well; there no trial is run, unless ``forward`` says how to compute a
+    loss without the body.
 
     Args:
         experiment: says when a trial is due, and takes its loss.
         guarded: whose optimizers are the healer's own.
-        schedules: those that the body steps although nobody gave them are put back too.
+        schedules: say whether there is one that was not given.
         forward: computes the loss of a batch; None if only the body can.
         note: told of a body that cannot be run twice.
 
@@ -97,7 +98,7 @@ class BodyTrials:
     def _can_repeat(self) -> bool:
         if self._repeats and self._others.have_stepped and not self._guarded.ranks.has_others:
             self._repeats = False
-        return self._repeats and not self._guarded.has_stages
+        return self._repeats and self._schedules.are_known and not self._guarded.has_stages
 
     def _run_forward(self, forward: Forward, batch: Any) -> None:
         with self._experiment.trial() as trial:
@@ -108,7 +109,6 @@ class BodyTrials:
 
     def _twice(self, batch: Any, source: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of one step for the trial, then again for real."""
-        put_back = self._schedules.hold()
         trial = self._trial = self._experiment.begin_trial()
         self.is_open = True
         drawn: list[tuple[Any, RngState]] = [(batch, RngState.now())]
@@ -125,7 +125,6 @@ class BodyTrials:
         finally:  # also if the loop was left, by a break or by an exception
             if self._trial is trial:
                 self.abandon()
-            put_back()
             trial.end()  # once more: the body may have gone on after its step
         for again, rng in drawn:
             rng.put_back()

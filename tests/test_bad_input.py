@@ -1,4 +1,4 @@
-"""Errors name the place, what came and what was wanted, and nothing is modified before they do."""
+"""Errors name the place, what was expected and what came, and nothing is modified before."""
 
 import math
 import os
@@ -25,11 +25,27 @@ def holding(grad):
 
 
 BAD_GRADS = {
-    "sparse": (torch.eye(3).to_sparse(), TypeError, "sparse_coo; wanted a dense tensor"),
-    "csr": (torch.eye(3).to_sparse_csr(), TypeError, "sparse_csr; wanted a dense tensor"),
-    "integer": (torch.ones(3, dtype=torch.int64), TypeError, "torch.int64; wanted float32"),
-    "bool": (torch.ones(3, dtype=torch.bool), TypeError, "torch.bool; wanted float32"),
-    "complex": (torch.ones(3, dtype=torch.complex64), TypeError, "torch.complex64; wanted"),
+    "sparse": (
+        torch.eye(3).to_sparse(),
+        TypeError,
+        "expected a dense tensor, got torch.sparse_coo",
+    ),
+    "csr": (
+        torch.eye(3).to_sparse_csr(),
+        TypeError,
+        "expected a dense tensor, got torch.sparse_csr",
+    ),
+    "integer": (
+        torch.ones(3, dtype=torch.int64),
+        TypeError,
+        "expected float32, .*, got torch.int64",
+    ),
+    "bool": (torch.ones(3, dtype=torch.bool), TypeError, "expected float32, .*, got torch.bool"),
+    "complex": (
+        torch.ones(3, dtype=torch.complex64),
+        TypeError,
+        "expected float32, .*, got torch.complex64",
+    ),
     "meta": (torch.ones(3, device="meta"), ValueError, "on the meta device"),
     "expanded": (torch.ones(1).expand(3), ValueError, "share memory"),
 }
@@ -63,12 +79,12 @@ def test_measuring_a_bad_tensor_names_it(kind):
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("junk", ["weight", 3.0, None, ["nested"], (1, torch.ones(2))], ids=repr)
 def test_what_is_not_a_tensor_is_named(function, junk):
-    with pytest.raises(TypeError, match=r"parameters\[1\] is .*; wanted a Tensor"):
+    with pytest.raises(TypeError, match=r"parameters\[1\]: expected a Tensor, got "):
         FUNCTIONS[function]([holding(torch.ones(2)), junk])
 
 
 def test_a_non_tensor_among_measured_tensors_is_named():
-    with pytest.raises(TypeError, match=r"grads\[1\] is str 'x'; wanted a Tensor"):
+    with pytest.raises(TypeError, match=r"grads\[1\]: expected a Tensor, got str 'x'"):
         zclip.grad_stats([torch.ones(2), "x"])
 
 
@@ -89,12 +105,16 @@ def test_a_norm_type_must_be_positive(norm_type):
 
 
 def test_an_unknown_mode_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'ignore'; wanted one of propagate, skip, zero, error"):
+    with pytest.raises(
+        ValueError, match="expected one of propagate, skip, zero, error, got 'ignore'"
+    ):
         zclip.clip_grad_norm_(holding(torch.ones(3)), 1.0, nonfinite="ignore")
 
 
 def test_coefficients_must_match_the_tensors():
-    with pytest.raises(ValueError, match=r"coefs has shape \(3,\); wanted one per tensor: \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"coefs: expected one per tensor: \(2,\), got shape \(3,\)"
+    ):
         ops.scale_([torch.ones(2)] * 2, torch.ones(3, dtype=torch.float64))
 
 
@@ -137,7 +157,7 @@ def run_python(source, **environment):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"ZCLIP_BACKEND": "cuda"}, "ZCLIP_BACKEND is 'cuda'; wanted one of auto, native, triton"),
+        ({"ZCLIP_BACKEND": "cuda"}, "ZCLIP_BACKEND: expected one of auto, native, triton"),
         ({"ZCLIP_CPU": "sse9"}, "ZCLIP_CPU is 'sse9'; wanted auto, avx2 or portable"),
     ],
 )

@@ -75,6 +75,23 @@ def test_the_prose_of_the_readme_has_no_speed_figure_of_its_own():
     assert re.findall(r"\d[\d.]*(?:x\b| times\b| ?%| ms\b| GB/s)", typed) == []
 
 
+def test_clipping_during_backward_is_compared_and_written_down(tmp_path):
+    words = ["--quick", "--rounds", "1", "--save", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/bench_during_backward.py", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    page = (tmp_path / "during_backward.md").read_text()
+    assert page.count("torch clips") == 2
+    assert page.count("during backward |") == 4
+    assert "| AdamW in backward |" in page
+
+
 def test_the_table_of_the_readme_has_the_rows_it_should():
     noisy = result(case=update_readme.ROWS[1], noise="load 9 on 2 cores")
     made = document(result(case=update_readme.ROWS[0]), noisy, result(case="another"))

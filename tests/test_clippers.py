@@ -263,9 +263,9 @@ def test_after_warm_up_zclip_may_resume_with_another_warm_up():
 def test_a_gradient_that_cannot_be_measured_is_named(make):
     embedding = nn.Embedding(4, 3, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(TypeError, match=r"the gradient of weight is torch\.sparse_coo"):
+    with pytest.raises(TypeError, match=r"the gradient of weight: .*, got torch\.sparse_coo"):
         make().step(embedding)
-    with pytest.raises(TypeError, match=r"parameters\[1\] is int"):
+    with pytest.raises(TypeError, match=r"parameters\[1\]: .*, got int"):
         make().step([embedding.weight, 3])
 
 

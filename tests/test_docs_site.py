@@ -187,3 +187,18 @@ def test_images_are_small_and_shown(image):
     assert image.stat().st_size < 200_000
     texts = [path.read_text() for path in (ROOT / "README.md", *DOCS.rglob("*.md"))]
     assert any(f"images/{image.name}" in text for text in texts)
+
+
+def test_every_event_of_the_journal_is_on_the_page_of_the_journal():
+    sources = "\n".join(path.read_text() for path in (ROOT / "heal").rglob("*.py"))
+    kinds = set(re.findall(r'\.event\(\s*"(\w+)"', sources))
+    assert {"started", "recovery", "experiment"} <= kinds
+    page = (DOCS / "journal.md").read_text()
+    assert sorted(kind for kind in kinds if f"`{kind}`" not in page) == []
+
+
+def test_every_reason_to_exit_is_on_the_page_of_the_journal():
+    from heal.journal import ExitReason
+
+    page = (DOCS / "journal.md").read_text()
+    assert [reason.value for reason in ExitReason if f"`{reason.value}`" not in page] == []

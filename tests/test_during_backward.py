@@ -468,6 +468,17 @@ def test_wrap_attaches():
     assert optimizer.attachment.early == 2
 
 
+def test_a_model_with_small_gradients_only_is_clipped_as_ever():
+    model, clipper = Net(16), zclip.GlobalNorm(1.0)
+    with clipper.attach(model) as handle:
+        assert not handle.is_watching
+        assert all(p._post_accumulate_grad_hooks is None for p in model.parameters())
+        backward(model, 0)
+        clipper.step(model)
+        with pytest.raises(ValueError, match="attached already"):
+            clipper.attach(model)
+
+
 def test_a_clipper_is_attached_once():
     clipper = zclip.ZClip()
     first = clipper.attach(Net())

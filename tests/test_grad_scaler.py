@@ -1,6 +1,8 @@
 """Under a GradScaler: gradients arrive scaled, and flags and scales arrive as attributes."""
 
+import copy
 import math
+import pickle
 import warnings
 
 import pytest
@@ -37,7 +39,11 @@ def train(make, scaler, apply="inplace", unscale=False, batches=range(6)):
     clipper = zclip.ZClip(warmup_steps=2, max_grad_norm=0.1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is not fused")
-        optimizer = zclip.ClippedOptimizer(make(list(model.parameters())), clipper, apply=apply)
+        # Only who unscales the optimizer inside has to name the scaler.
+        known = {"scaler": scaler} if unscale == "inside" else {}
+        optimizer = zclip.ClippedOptimizer(
+            make(list(model.parameters())), clipper, apply=apply, **known
+        )
         for batch in batches:
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(99 if batch == "bad" else batch)
@@ -90,6 +96,25 @@ def test_an_overflow_that_was_found_inside_is_refused_and_backs_the_scale_off(ma
     assert scaler.get_scale() == 2.0**8
     for one, two in zip(calm, shaken, strict=True):
         assert torch.equal(one, two)
+
+
+def test_a_scaler_that_is_none_is_named():
+    with pytest.raises(TypeError, match=r"expected a torch\.amp\.GradScaler, got float"):
+        zclip.wrap(torch.optim.AdamW(make_model().parameters()), scaler=2.0**16)
+
+
+def test_a_copy_does_not_take_the_scaler_along():
+    """The copy would be stepped by another one, or by none."""
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    model = make_model()
+    optimizer = zclip.wrap(torch.optim.AdamW(model.parameters(), fused=True), scaler=scaler)
+    scaler.scale(model(torch.ones(1, 5)).sum()).backward()
+    scaler.unscale_(optimizer.inner)  # a scaler in this stage cannot be copied
+    other = copy.deepcopy(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    other.step()
+    assert pickle.loads(pickle.dumps(optimizer)).guards_on_device
 
 
 def test_flags_from_several_devices_still_make_exactly_one():

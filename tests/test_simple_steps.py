@@ -158,7 +158,7 @@ def test_a_model_takes_the_short_cut_too(shortcuts):
         give_gradients(model.parameters(), step)
         clipper.step(model)
     assert shortcuts == [True, True]
-    with pytest.raises(TypeError, match=r"models\[1\] is int 7; wanted a Module"):
+    with pytest.raises(TypeError, match=r"models\[1\]: expected a Module, got int 7"):
         clipper.step(model, 7)
 
 

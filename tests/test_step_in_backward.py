@@ -194,6 +194,21 @@ def test_a_parameter_that_gets_its_first_gradient_late():
     assert all(map(torch.equal, plain.parameters(), model.parameters()))
 
 
+def test_a_group_may_join():
+    plain, model = make_model(), make_model()
+    usual = AdamW(plain[:4].named_parameters(), lr=1e-2, clipper=zclip.AdaGC(warmup_steps=1))
+    ours = step_in_backward(
+        model[:4].named_parameters(), AdamW, zclip.AdaGC(warmup_steps=1), lr=1e-2
+    )
+    for candidate, optimizer in ((plain, usual), (model, ours)):
+        train(candidate, optimizer, range(3))
+        late = [(f"late.{name}", param) for name, param in candidate[4].named_parameters()]
+        candidate.zero_grad()
+        optimizer.add_param_group({"params": late, "lr": 1e-3})
+        train(candidate, optimizer, range(3, STEPS))
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
 def test_what_cannot_work_says_so():
     model = make_model()
     with pytest.raises(TypeError, match=r"expected AdamW, Adam, SGD or Lion of zclip\.optim"):
@@ -239,5 +254,9 @@ def test_a_wrapper_reports_what_backward_has_done():
     train(model, optimizer)
     assert all(map(torch.equal, plain.parameters(), model.parameters()))
     assert torch.equal(optimizer.result.stats, inner.result.clip.stats)
+    gammas = [o.state_dict()["zclip"]["groups"][0]["gamma"] for o in (optimizer, inner)]
+    assert torch.equal(*gammas)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(inner.state_dict()["zclip"]["groups"][0]["gamma"], gammas[0])
     with pytest.raises(ValueError, match="warmup_steps=0"):
         zclip.wrap(step_in_backward(make_model(), AdamW, zclip.AdaGC()), "zclip")

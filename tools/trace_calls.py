@@ -160,12 +160,46 @@ def report() -> Trace:
         return traced(lambda: main(["report", folder, "-o", str(Path(folder) / "page.html")]))
 
 
+class Scored(nn.Module):
+    """A model as a trainer of Transformers wants it: fields in, a loss out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the loss of a batch."""
+        return {"loss": self.linear(x).square().mean()}
+
+
+def trainer_steps() -> Trace:
+    """Return what twelve steps of a healed ``transformers.Trainer`` visit."""
+    from transformers import Trainer, TrainingArguments
+
+    from heal import SelfHealingTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            max_steps=12,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_steps=100,
+        )
+        data = [{"x": torch.ones(8)} for _ in range(96)]
+        healed = SelfHealingTrainer(Trainer(Scored(), arguments, train_dataset=data))
+        return traced(healed.train)
+
+
 ROWS = {
     "clip_grad_norm_": clip,
     "wrapped step": wrapped_step,
     "Healer()": construction,
     "healthy step": healthy_step,
     "rollback": rollback,
+    "12 trainer steps": trainer_steps,
     "heal report": report,
 }
 

@@ -1,7 +1,7 @@
 """Says precisely what is wrong with a list of tensors. Not on the step path.
 
 Compiled backends check as they read, in nanoseconds; only when one of them refuses is the list
-walked here, in Python, to raise the error that names the index, what came and what was wanted.
+walked here, in Python, to raise the error that names the index, what was expected and what it got.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_WANTED = "float32, bfloat16, float16 or float64"
+_EXPECTED = "float32, bfloat16, float16 or float64"
 
 
 Name = Callable[[int], str]
@@ -29,20 +29,18 @@ def check_tensors(tensors: Sequence[object], name: Name = PLACE) -> None:
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             what = f"{type(tensor).__name__} {tensor!r:.60}"
-            raise TypeError(f"{name(i)} is {what}; wanted a Tensor")
+            raise TypeError(f"{name(i)}: expected a Tensor, got {what}")
         if type(tensor).__name__ == "DTensor":
-            raise TypeError(f"{name(i)} is a DTensor; wanted a plain Tensor: pass .to_local()")
+            raise TypeError(f"{name(i)}: expected a plain Tensor, got a DTensor; pass .to_local()")
         if tensor.layout != torch.strided:
             raise TypeError(
-                f"{name(i)} is {tensor.layout}; wanted a dense tensor: use .to_dense(), or build "
-                "the embedding with sparse=False"
+                f"{name(i)}: expected a dense tensor, got {tensor.layout}; use .to_dense(), or "
+                "build the embedding with sparse=False"
             )
         if tensor.dtype not in DTYPES:
-            raise TypeError(f"{name(i)} is {tensor.dtype}; wanted {_WANTED}")
+            raise TypeError(f"{name(i)}: expected {_EXPECTED}, got {tensor.dtype}")
         if tensor.device.type == "meta":
-            raise ValueError(
-                f"{name(i)} is on the meta device and has no values; wanted real memory"
-            )
+            raise ValueError(f"{name(i)}: expected values, got a tensor on the meta device")
 
 
 def check_one_device(tensors: Sequence[Tensor], name: Name = PLACE) -> None:
@@ -50,8 +48,8 @@ def check_one_device(tensors: Sequence[Tensor], name: Name = PLACE) -> None:
     for i, tensor in enumerate(tensors):
         if tensor.device != tensors[0].device:
             raise ValueError(
-                f"{name(i)} is on {tensor.device} but {name(0)} is on {tensors[0].device}; "
-                "wanted one device per call"
+                f"{name(i)}: expected {tensors[0].device}, the device of {name(0)}, got "
+                f"{tensor.device}; call once for each device"
             )
 
 
@@ -60,8 +58,8 @@ def check_writable(tensors: Sequence[Tensor], name: Name = PLACE) -> None:
     for i, tensor in enumerate(tensors):
         if torch._debug_has_internal_overlap(tensor) == 1:
             raise ValueError(
-                f"{name(i)} of shape {tuple(tensor.shape)} has elements that share memory "
-                "(expand()?) and cannot be written in place; wanted a clone()"
+                f"{name(i)} of shape {tuple(tensor.shape)}: expected memory of its own, got "
+                "elements that share memory (expand()?); pass a clone()"
             )
 
 

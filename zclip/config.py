@@ -13,5 +13,5 @@ def wanted_backend() -> str:
     """
     wanted = os.environ.get("ZCLIP_BACKEND", "auto") or "auto"
     if wanted not in BACKENDS:
-        raise ValueError(f"ZCLIP_BACKEND is {wanted!r}; wanted one of {', '.join(BACKENDS)}")
+        raise ValueError(f"ZCLIP_BACKEND: expected one of {', '.join(BACKENDS)}, got {wanted!r}")
     return wanted

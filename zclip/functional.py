@@ -250,5 +250,5 @@ def _check_norm_type(norm_type: float) -> float:
 
 def _check_mode(nonfinite: str, error_if_nonfinite: bool) -> int:
     if nonfinite not in NONFINITE:
-        raise ValueError(f"nonfinite is {nonfinite!r}; wanted one of {', '.join(NONFINITE)}")
+        raise ValueError(f"nonfinite: expected one of {', '.join(NONFINITE)}, got {nonfinite!r}")
     return ERROR if error_if_nonfinite else NONFINITE[nonfinite]

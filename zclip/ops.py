@@ -62,7 +62,7 @@ def scale_(tensors: Sequence[Tensor], coefs: Tensor) -> None:
     tensors = list(tensors)
     if coefs.shape != (len(tensors),):
         raise ValueError(
-            f"coefs has shape {tuple(coefs.shape)}; wanted one per tensor: ({len(tensors)},)"
+            f"coefs: expected one per tensor: ({len(tensors)},), got shape {tuple(coefs.shape)}"
         )
     _write_by_row(torch.ops.zclip.scale_.default, tensors, coefs)
 

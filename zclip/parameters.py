@@ -81,5 +81,7 @@ def tensor_at(i: int, entry: object) -> Tensor:
     if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
         entry = entry[1]
     if not isinstance(entry, Tensor):
-        raise TypeError(f"parameters[{i}] is {type(entry).__name__} {entry!r:.60}; wanted a Tensor")
+        raise TypeError(
+            f"parameters[{i}]: expected a Tensor, got {type(entry).__name__} {entry!r:.60}"
+        )
     return entry

@@ -157,7 +157,8 @@ class TargetCache:
             for i, module in enumerate(modules):
                 if not isinstance(module, Module):
                     raise TypeError(
-                        f"models[{i}] is {type(module).__name__} {module!r:.60}; wanted a Module"
+                        f"models[{i}]: expected a Module, got {type(module).__name__} "
+                        f"{module!r:.60}"
                     )
             prefixes = [f"models[{i}]." for i in range(len(modules))] if modules[1:] else [""]
             pairs = [

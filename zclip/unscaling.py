@@ -4,10 +4,9 @@ Without that, gradients that were unscaled for the optimizer inside are divided 
 wrapper is stepped, and nobody notices but the model.
 """
 
-import sys
 from typing import Any
 
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 
@@ -18,13 +17,3 @@ def adopt_unscaling(scaler: Any, wrapper: Optimizer, inner: Optimizer) -> None:
     if known is not None and known["stage"] is not OptState.READY:
         # Into the dictionary that is there: the scaler may hold it already.
         states[id(wrapper)].update(known)
-
-
-def asking_scaler() -> GradScaler | None:
-    """Return the GradScaler whose method asked for the attribute that calls this, if one did.
-
-    ``GradScaler.step`` hands itself to nobody, and asks the optimizer for an attribute before it
-    unscales. Its frame is the only place where it can be found.
-    """
-    asking = sys._getframe(2).f_locals.get("self")
-    return asking if isinstance(asking, GradScaler) else None

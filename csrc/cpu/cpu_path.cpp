@@ -32,7 +32,8 @@ bool use_avx2() {
 
 bool use_avx512() {
 #if ZCLIP_HAS_AVX512
-  static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
+  static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
   const char* wanted = std::getenv("ZCLIP_CPU");
   return has && use_avx2() && (wanted == nullptr || std::strcmp(wanted, "auto") == 0);
 #else

@@ -15,7 +15,8 @@
 
 #if ZCLIP_HAS_AVX2 && defined(__x86_64__) && !defined(__clang__)
 #define ZCLIP_HAS_AVX512 1
-#define ZCLIP_AVX512 __attribute__((target("avx512f,avx512dq,prefer-vector-width=512")))
+#define ZCLIP_AVX512 \
+  __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512")))
 #else
 #define ZCLIP_HAS_AVX512 0
 #endif
@@ -29,7 +30,7 @@ constexpr int64_t kPrefetchBytes = 2048;
 // paths give the same bits; the portable one serves every other machine.
 bool use_avx2();
 
-// Likewise for 64-bit multiplications of AVX-512; ZCLIP_CPU=avx2 forbids them.
+// Likewise for AVX-512 with its F, DQ, BW and VL parts; ZCLIP_CPU=avx2 forbids them.
 bool use_avx512();
 
 }  // namespace zclip::cpu

@@ -1,6 +1,6 @@
-// One update over a block of elements that are in the first-level cache, eight at a time, in the
-// vectors of the compiler: the same text serves every instruction set, and gives the same bits on
-// each, because the build forbids contraction and every sum has a fixed order.
+// One update over a block of elements, in the vectors of the compiler: the same text serves every
+// instruction set, and gives the same bits on each, because the build forbids contraction and every
+// sum has a fixed order.
 //
 // Everything is in one loop: square root and division keep one unit busy for ten cycles per vector,
 // in which the others do the telemetry for nothing.
@@ -14,39 +14,32 @@
 
 #include "../math/grad_stats.h"
 #include "../math/optim.h"
+#include "stored_number.h"
 #include "vectors.h"
 
 namespace zclip::cpu {
 
-constexpr int64_t kUpdateBlock = kBlock;
-static_assert(kVector == kWide && kUpdateBlock % (kVector * kVector) == 0, "whole groups");
+// So many updates wait in the first-level cache until the sum of their squares is known to be good.
+constexpr int64_t kUpdateBlock = 1024;
 
+// Squares are added in so many sums, whatever the width of the vectors, and after eight terms each
+// folded to kWide, which go on in float64: within (1 + 8 + 1) * 2^-24 for any data.
 template <typename value_t>
-using Word = std::conditional_t<sizeof(value_t) == 8, uint64_t, uint32_t>;
-
+constexpr int kSums = sizeof(value_t) == 8 ? 8 : 16;
 template <typename value_t>
-using Vec = std::conditional_t<sizeof(value_t) == 8, Doubles, Floats>;
-template <typename value_t>
-using VecWords = std::conditional_t<sizeof(value_t) == 8, LongWords, Words>;
-
-template <typename vector_t, typename value_t>
-ZCLIP_ALWAYS_INLINE vector_t load_vec(const value_t* from) {
-  vector_t loaded;
-  std::memcpy(&loaded, from, sizeof loaded);
-  return loaded;
-}
-
-template <typename vector_t, typename value_t>
-ZCLIP_ALWAYS_INLINE void store_vec(value_t* to, const vector_t& vector) {
-  std::memcpy(to, &vector, sizeof vector);
-}
+constexpr int64_t kGroup = 8 * kSums<value_t>;
+static_assert(kWide == 8 && kUpdateBlock % kGroup<float> == 0, "whole groups");
 
 // What an update of a tensor found in a run of its elements.
-template <typename value_t>
-struct Seen {
-  Word<value_t> loaded[3] = {};
-  Word<value_t> stored[3] = {};
-  Word<value_t> alarm = 0;  // its highest bit: the watched moment may hold NaN or Inf
+template <typename value_t, int kWidth>
+struct Found {
+  using words = Pack<Word<value_t>, kWidth>;
+  words loaded[3] = {};
+  words stored[3] = {};
+  words alarm = {};  // highest bits: the watched moment may hold NaN or Inf
+  // The elements that fill no vector.
+  Word<value_t> rest_loaded[3] = {};
+  Word<value_t> rest_stored[3] = {};
   // Sums of squares of weights and of updates.
   double weights[kWide] = {};
   double updates[kWide] = {};
@@ -54,9 +47,10 @@ struct Seen {
   bool suspects_updates = false;
 };
 
-template <typename value_t>
+// number_t is the format of the parameter, value_t that of its state and of the arithmetic.
+template <typename number_t, typename value_t>
 struct Block {
-  value_t* p;
+  number_t* p;
   const value_t* g;
   value_t* m;
   value_t* v;
@@ -64,7 +58,7 @@ struct Block {
   value_t* update;  // what was subtracted
   value_t coef;     // of the gradient
   int64_t len;
-  bool is_narrow;  // p will be rounded: its squares are taken afterwards
+  RandomBits random;  // for rounding
 };
 
 // Which moment is watched for NaN and Inf: where the updates would not tell.
@@ -79,18 +73,62 @@ ZCLIP_ALWAYS_INLINE bits_t alarm_of(const bits_t& bits, value_t) {
   return bits + kLastOfExponent;
 }
 
+// Adds kWide floats, or doubles, to kWide sums.
+template <typename pack_t>
+ZCLIP_ALWAYS_INLINE void add_wide(const pack_t& x, Pack<double, kWide / 2> (&sums)[2]) {
+  using value_t = std::remove_reference_t<decltype(x[0])>;
+  Pack<std::remove_const_t<value_t>, kWide / 2> halves[2];
+  static_assert(sizeof halves == sizeof x, "kWide numbers");
+  std::memcpy(halves, &x, sizeof x);
+  for (int h = 0; h < 2; ++h)
+    sums[h] += __builtin_convertvector(halves[h], Pack<double, kWide / 2>);
+}
+
+// Folds the sums of one group by halves, down to kWide.
+template <typename value_t, int kWidth>
+ZCLIP_ALWAYS_INLINE void add_group(const Pack<value_t, kWidth> (&squares)[kSums<value_t> / kWidth],
+                                   Pack<double, kWide / 2> (&sums)[2]) {
+  if constexpr (kSums<value_t> == kWide) {
+    add_wide(squares[0], sums);
+  } else {
+    Pack<value_t, kWide> halves[2];
+    std::memcpy(halves, squares, sizeof halves);
+    add_wide<Pack<value_t, kWide>>(halves[0] + halves[1], sums);
+  }
+}
+
 // The squares of a block whose quick sum cannot be believed, without those of NaN and Inf.
-template <typename value_t>
-ZCLIP_ALWAYS_INLINE void add_exactly(const value_t* data, int64_t len, double* wide) {
-  for (int64_t i = 0; i < len; ++i) {
-    const double finite = is_finite(data[i]) ? static_cast<double>(data[i]) : 0.0;
+template <typename value_t, typename number_t>
+ZCLIP_ALWAYS_INLINE void add_exactly(const number_t* data, int64_t len, double* wide) {
+  using words = Pack<Word<value_t>, kWide>;
+  constexpr auto kExponent =
+      static_cast<Word<value_t>>(sizeof(value_t) == 8 ? 0x7ff0000000000000ull : 0x7f800000ull);
+  const int64_t whole = len - len % kWide;
+  Pack<double, kWide / 2> sums[2];
+  std::memcpy(sums, wide, sizeof sums);
+  for (int64_t i = 0; i < whole; i += kWide) {
+    words bits;
+    const auto x = load_number<Pack<value_t, kWide>>(data + i, &bits);
+    const words loaded = bits_as<words>(x), zero = {};
+    const words finite = (loaded & kExponent) == kExponent ? zero : loaded;
+    Pack<value_t, kWide / 2> halves[2];
+    std::memcpy(halves, &finite, sizeof halves);
+    for (int h = 0; h < 2; ++h) {
+      const auto doubled = __builtin_convertvector(halves[h], Pack<double, kWide / 2>);
+      sums[h] += doubled * doubled;
+    }
+  }
+  std::memcpy(wide, sums, sizeof sums);
+  for (int64_t i = whole; i < len; ++i) {
+    const auto x = widen_flat(data[i]);
+    const double finite = is_finite(x) ? static_cast<double>(x) : 0.0;
     wide[i % kWide] += finite * finite;
   }
 }
 
 // Adds the quick sums of a block, or does it again; returns whether one may be NaN or Inf.
-template <typename value_t>
-ZCLIP_ALWAYS_INLINE bool add_block(const double* quick, const value_t* data, int64_t len,
+template <typename value_t, typename number_t>
+ZCLIP_ALWAYS_INLINE bool add_block(const double* quick, const number_t* data, int64_t len,
                                    double* wide) {
   double total = 0.0;
   for (int k = 0; k < kWide; ++k) total += quick[k];
@@ -98,164 +136,155 @@ ZCLIP_ALWAYS_INLINE bool add_block(const double* quick, const value_t* data, int
     for (int k = 0; k < kWide; ++k) wide[k] += quick[k];
     return false;
   }
-  add_exactly(data, len, wide);
+  add_exactly<value_t>(data, len, wide);
   return !is_finite(total);
 }
 
-template <bool kFirst, bool kSecond, bool kMax, Watched kWatched, bool kTelemetry, typename value_t,
-          typename Update>
-ZCLIP_ALWAYS_INLINE void update_elements(const Block<value_t>& block, Seen<value_t>& seen,
-                                         Update&& update) {
-  using vec = Vec<value_t>;
-  using words = VecWords<value_t>;
-  words loaded[3] = {}, stored[3] = {}, top = {};
-  WideSums weight_sums, update_sums;
-  const int64_t whole = block.len - block.len % kVector;
-  for (int64_t group = 0; group < whole; group += kVector * kVector) {
-    // Eight squares to a float32 sum, then float64: within 9 * 2^-24 for any data.
-    vec weight_squares = {}, update_squares = {};
-    const int64_t end = std::min(group + kVector * kVector, whole);
-    for (int64_t i = group; i < end; i += kVector) {
-      vec first = {}, second = {}, maximum = {};
-      const vec weight = load_vec<vec>(block.p + i);
-      if (kFirst) first = load_vec<vec>(block.m + i);
-      if (kSecond) second = load_vec<vec>(block.v + i);
-      if (kMax) maximum = load_vec<vec>(block.largest + i);
-      if (kTelemetry) {
-        loaded[0] += (words)weight;
-        if (kFirst) loaded[1] += (words)first;
-        if (kSecond) loaded[2] += (words)second;
-      }
-      const vec gradient = load_vec<vec>(block.g + i) * block.coef;
-      const vec change = update(gradient, weight, first, second, maximum);
-      const vec result = weight - change;
-      store_vec(block.p + i, result);
-      if (kFirst) store_vec(block.m + i, first);
-      if (kSecond) store_vec(block.v + i, second);
-      if (kMax) store_vec(block.largest + i, maximum);
-      if (kTelemetry) {
-        store_vec(block.update + i, change);
-        update_squares += change * change;
-        weight_squares += result * result;
-        stored[0] += (words)result;
-        if (kFirst) stored[1] += (words)first;
-        if (kSecond) stored[2] += (words)second;
-        if (kWatched != Watched::kNone) {
-          const words bits = kWatched == Watched::kFirst ? (words)first << 1 >> 1 : (words)second;
-          top |= alarm_of(bits, value_t{});
+// Asks for what a row of elements will want some time later.
+template <bool kFirst, bool kSecond, typename number_t, typename value_t>
+ZCLIP_ALWAYS_INLINE void prefetch_row(const Block<number_t, value_t>& block, int64_t i) {
+  __builtin_prefetch(reinterpret_cast<const char*>(block.g + i) + kPrefetchBytes);
+  __builtin_prefetch(reinterpret_cast<char*>(block.p + i) + kPrefetchBytes, 1);
+  if (kFirst) __builtin_prefetch(reinterpret_cast<char*>(block.m + i) + kPrefetchBytes, 1);
+  if (kSecond) __builtin_prefetch(reinterpret_cast<char*>(block.v + i) + kPrefetchBytes, 1);
+}
+
+template <bool kFirst, bool kSecond, bool kMax, Watched kWatched, bool kTelemetry, int kWidth,
+          typename number_t, typename value_t, typename Update>
+ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, value_t>& given,
+                                         const UpdateScalars<value_t>& scalars,
+                                         Found<value_t, kWidth>& found, Update&& update) {
+  using vec = Pack<value_t, kWidth>;
+  using words = Pack<Word<value_t>, kWidth>;
+  constexpr int kParts = kSums<value_t> / kWidth;
+  // Copies, which no store can change: the compiler keeps them in registers.
+  const Block<number_t, value_t> block = given;
+  const UpdateScalars<value_t> s = scalars;
+  const UpdateScalars<vec> in_lanes = spread<vec>(s);
+  words loaded[3], stored[3], alarm = found.alarm;
+  for (int k = 0; k < 3; ++k) {
+    loaded[k] = found.loaded[k];
+    stored[k] = found.stored[k];
+  }
+  Pack<double, kWide / 2> weight_sums[2] = {}, update_sums[2] = {};
+  const int64_t whole = block.len - block.len % kSums<value_t>;
+  for (int64_t group = 0; group < whole; group += kGroup<value_t>) {
+    vec weight_squares[kParts] = {}, update_squares[kParts] = {};
+    const int64_t end = std::min(group + kGroup<value_t>, whole);
+    for (int64_t row = group; row < end; row += kSums<value_t>) {
+      prefetch_row<kFirst, kSecond>(block, row);
+#pragma GCC unroll 2
+      for (int part = 0; part < kParts; ++part) {
+        const int64_t i = row + part * kWidth;
+        vec first = {}, second = {}, maximum = {};
+        words bits;
+        const vec weight = load_number<vec>(block.p + i, &bits);
+        if (kFirst) first = load_pack<vec>(block.m + i);
+        if (kSecond) second = load_pack<vec>(block.v + i);
+        if (kMax) maximum = load_pack<vec>(block.largest + i);
+        if (kTelemetry) {
+          loaded[0] += bits;
+          if (kFirst) loaded[1] += (words)first;
+          if (kSecond) loaded[2] += (words)second;
+        }
+        const vec gradient = load_pack<vec>(block.g + i) * block.coef;
+        const vec change = update(gradient, weight, first, second, maximum, in_lanes);
+        const vec result = store_number(weight - change, block.random + i, block.p + i, &bits);
+        if (kFirst) store_pack(block.m + i, first);
+        if (kSecond) store_pack(block.v + i, second);
+        if (kMax) store_pack(block.largest + i, maximum);
+        if (kTelemetry) {
+          store_pack(block.update + i, change);
+          update_squares[part] += change * change;
+          weight_squares[part] += result * result;
+          stored[0] += bits;
+          if (kFirst) stored[1] += (words)first;
+          if (kSecond) stored[2] += (words)second;
+          if (kWatched == Watched::kFirst) alarm |= alarm_of((words)first << 1 >> 1, value_t{});
+          if (kWatched == Watched::kSecond) alarm |= alarm_of((words)second, value_t{});
         }
       }
     }
     if (kTelemetry) {
-      weight_sums.add(weight_squares);
-      update_sums.add(update_squares);
+      add_group<value_t, kWidth>(weight_squares, weight_sums);
+      add_group<value_t, kWidth>(update_squares, update_sums);
     }
   }
+  for (int k = 0; k < 3; ++k) {
+    found.loaded[k] = loaded[k];
+    found.stored[k] = stored[k];
+  }
+  found.alarm = alarm;
   double weights[kWide], updates[kWide];
-  weight_sums.store(weights);
-  update_sums.store(updates);
+  std::memcpy(weights, weight_sums, sizeof weights);
+  std::memcpy(updates, update_sums, sizeof updates);
   for (int64_t i = whole; i < block.len; ++i) {
     value_t first = kFirst ? block.m[i] : value_t{}, second = kSecond ? block.v[i] : value_t{};
     value_t maximum = kMax ? block.largest[i] : value_t{};
-    const value_t weight = block.p[i];
-    const int k = static_cast<int>(i % kVector);
-    loaded[0][k] += bits_of(weight);
-    loaded[1][k] += bits_of(first);
-    loaded[2][k] += bits_of(second);
-    const value_t change = update(block.g[i] * block.coef, weight, first, second, maximum);
-    const value_t result = weight - change;
-    block.p[i] = result;
+    Word<value_t> bits;
+    const auto weight = load_number<value_t>(block.p + i, &bits);
+    found.rest_loaded[0] += bits;
+    found.rest_loaded[1] += bits_of(first);
+    found.rest_loaded[2] += bits_of(second);
+    const value_t change = update(block.g[i] * block.coef, weight, first, second, maximum, s);
+    const value_t result = store_number(weight - change, block.random + i, block.p + i, &bits);
     if (kFirst) block.m[i] = first;
     if (kSecond) block.v[i] = second;
     if (kMax) block.largest[i] = maximum;
     block.update[i] = change;
+    const int k = static_cast<int>(i % kWide);
     weights[k] += static_cast<double>(result * result);
     updates[k] += static_cast<double>(change * change);
-    stored[0][k] += bits_of(result);
-    stored[1][k] += bits_of(first);
-    stored[2][k] += bits_of(second);
-    const auto bits = kWatched == Watched::kFirst ? bits_of(first) << 1 >> 1 : bits_of(second);
-    top[k] |= alarm_of(bits, value_t{});
+    found.rest_stored[0] += bits;
+    found.rest_stored[1] += bits_of(first);
+    found.rest_stored[2] += bits_of(second);
+    const auto watched = kWatched == Watched::kFirst ? bits_of(first) << 1 >> 1 : bits_of(second);
+    found.alarm[0] |= alarm_of(watched, value_t{});
   }
   if (!kTelemetry) return;
-  for (int k = 0; k < kVector; ++k) {
-    for (int t = 0; t < 3; ++t) {
-      seen.loaded[t] += loaded[t][k];
-      seen.stored[t] += stored[t][k];
-    }
-    if (kWatched != Watched::kNone) seen.alarm |= top[k];
-  }
-  if (!block.is_narrow) {
-    seen.suspects_weights |= add_block(weights, block.p, block.len, seen.weights);
-  }
-  seen.suspects_updates |= add_block(updates, block.update, block.len, seen.updates);
-}
-
-// The sum of squares of parameters that have been rounded to 16 bits; as in the loop above.
-ZCLIP_ALWAYS_INLINE void add_rounded(const float* data, int64_t len, Seen<float>& seen) {
-  WideSums sums;
-  const int64_t whole = len - len % kVector;
-  for (int64_t group = 0; group < whole; group += kVector * kVector) {
-    Floats squares = {};
-    const int64_t end = std::min(group + kVector * kVector, whole);
-    for (int64_t i = group; i < end; i += kVector) {
-      const Floats x = load_vec<Floats>(data + i);
-      squares += x * x;
-    }
-    sums.add(squares);
-  }
-  double quick[kWide];
-  sums.store(quick);
-  for (int64_t i = whole; i < len; ++i) {
-    quick[i % kVector] += static_cast<double>(data[i] * data[i]);
-  }
-  seen.suspects_weights |= add_block(quick, data, len, seen.weights);
+  found.suspects_weights |= add_block<value_t>(weights, block.p, block.len, found.weights);
+  found.suspects_updates |= add_block<value_t>(updates, block.update, block.len, found.updates);
 }
 
 // Which loop a tensor needs.
 enum class Loop { kAdam, kAmsgrad, kSgd, kMomentum, kNesterov, kLion };
 
-template <bool kTelemetry, typename value_t>
-ZCLIP_ALWAYS_INLINE void update_block(Loop loop, const Block<value_t>& block,
-                                      const UpdateScalars<value_t>& s, Seen<value_t>& seen) {
+template <bool kTelemetry, int kWidth, typename number_t, typename value_t>
+ZCLIP_ALWAYS_INLINE void update_block(Loop loop, const Block<number_t, value_t>& block,
+                                      const UpdateScalars<value_t>& s,
+                                      Found<value_t, kWidth>& found) {
   switch (loop) {
     case Loop::kAdam:
       return update_elements<true, true, false, Watched::kSecond, kTelemetry>(
-          block, seen, [&](auto g, auto p, auto& m, auto& v, auto& x) {
-            return adam_update<false>(g, p, m, v, x, s);
+          block, s, found, [](auto g, auto p, auto& m, auto& v, auto& x, const auto& scalars) {
+            return adam_update<false>(g, p, m, v, x, scalars);
           });
     case Loop::kAmsgrad:
       return update_elements<true, true, true, Watched::kSecond, kTelemetry>(
-          block, seen, [&](auto g, auto p, auto& m, auto& v, auto& x) {
-            return adam_update<true>(g, p, m, v, x, s);
+          block, s, found, [](auto g, auto p, auto& m, auto& v, auto& x, const auto& scalars) {
+            return adam_update<true>(g, p, m, v, x, scalars);
           });
     case Loop::kSgd:
       return update_elements<false, false, false, Watched::kNone, kTelemetry>(
-          block, seen, [&](auto g, auto p, auto& m, auto&, auto&) {
-            return sgd_update<Momentum::kNone>(g, p, m, s);
+          block, s, found, [](auto g, auto p, auto& m, auto&, auto&, const auto& scalars) {
+            return sgd_update<Momentum::kNone>(g, p, m, scalars);
           });
     case Loop::kMomentum:
       return update_elements<true, false, false, Watched::kNone, kTelemetry>(
-          block, seen, [&](auto g, auto p, auto& m, auto&, auto&) {
-            return sgd_update<Momentum::kPlain>(g, p, m, s);
+          block, s, found, [](auto g, auto p, auto& m, auto&, auto&, const auto& scalars) {
+            return sgd_update<Momentum::kPlain>(g, p, m, scalars);
           });
     case Loop::kNesterov:
       return update_elements<true, false, false, Watched::kNone, kTelemetry>(
-          block, seen, [&](auto g, auto p, auto& m, auto&, auto&) {
-            return sgd_update<Momentum::kNesterov>(g, p, m, s);
+          block, s, found, [](auto g, auto p, auto& m, auto&, auto&, const auto& scalars) {
+            return sgd_update<Momentum::kNesterov>(g, p, m, scalars);
           });
     default:
       return update_elements<true, false, false, Watched::kFirst, kTelemetry>(
-          block, seen,
-          [&](auto g, auto p, auto& m, auto&, auto&) { return lion_update(g, p, m, s); });
+          block, s, found, [](auto g, auto p, auto& m, auto&, auto&, const auto& scalars) {
+            return lion_update(g, p, m, scalars);
+          });
   }
-}
-
-// Adds the wide sums by halves.
-inline double fold(const double* wide) {
-  const double a = wide[0] + wide[4], b = wide[1] + wide[5];
-  const double c = wide[2] + wide[6], d = wide[3] + wide[7];
-  return (a + c) + (b + d);
 }
 
 }  // namespace zclip::cpu

@@ -29,7 +29,7 @@ namespace {
 bool has(const std::vector<Tensor>& list, size_t i) { return !list.empty() && list[i].numel() > 0; }
 
 // The address of an entry of the state, or null if there is none. Raises if it does not fit.
-void* state_address(const std::vector<Tensor>& list, size_t i, const Span& param,
+char* state_address(const std::vector<Tensor>& list, size_t i, const Span& param,
                     const Tensor& tensor, const char* op, const char* argument) {
   if (!has(list, i)) return nullptr;
   const Tensor& entry = list[i];
@@ -49,7 +49,7 @@ void* state_address(const std::vector<Tensor>& list, size_t i, const Span& param
   STD_TORCH_CHECK(fits, "zclip::", op, ": ", argument, "[", i, "] has ", entry.numel(),
                   " elements or other strides; expected the shape and strides of params[", i,
                   "], which has ", param.numel, " elements");
-  return entry.mutable_data_ptr();
+  return static_cast<char*>(entry.mutable_data_ptr());
 }
 
 Loop loop_of(Algorithm algorithm, int flags, bool has_first) {
@@ -63,42 +63,48 @@ Loop loop_of(Algorithm algorithm, int flags, bool has_first) {
   }
 }
 
-double number_in(const Tensor& tensor) {
-  return tensor.scalar_type() == ScalarType::Double
-             ? *static_cast<const double*>(tensor.const_data_ptr())
-             : static_cast<double>(*static_cast<const float*>(tensor.const_data_ptr()));
-}
+// The instructions to use, and how many float32 numbers a vector of theirs holds.
+enum class Isa { kPortable, kAvx2, kAvx512 };
 
-void add_one(const Tensor& tensor) {
-  if (tensor.scalar_type() == ScalarType::Double) {
-    *static_cast<double*>(tensor.mutable_data_ptr()) += 1.0;
-  } else {
-    *static_cast<float*>(tensor.mutable_data_ptr()) += 1.0f;
-  }
-}
+Isa best_isa() { return use_avx512() ? Isa::kAvx512 : use_avx2() ? Isa::kAvx2 : Isa::kPortable; }
 
 template <bool kTelemetry, typename value_t>
 UpdateSlot update_portable(const ChunkUpdate& chunk, const UpdateScalars<value_t>& scalars) {
-  return update_chunk<kTelemetry>(chunk, scalars);
+  return update_chunk<kTelemetry, 8>(chunk, scalars);
 }
 
 #if ZCLIP_HAS_AVX2
 template <bool kTelemetry, typename value_t>
 ZCLIP_AVX2 UpdateSlot update_avx2(const ChunkUpdate& chunk, const UpdateScalars<value_t>& scalars) {
-  return update_chunk<kTelemetry>(chunk, scalars);
+  return update_chunk<kTelemetry, 8>(chunk, scalars);
 }
 #endif
 
+#if ZCLIP_HAS_AVX512
+template <bool kTelemetry, typename value_t>
+ZCLIP_AVX512 UpdateSlot update_avx512(const ChunkUpdate& chunk,
+                                      const UpdateScalars<value_t>& scalars) {
+  return update_chunk<kTelemetry, 16>(chunk, scalars);
+}
+#endif
+
+template <bool kTelemetry, typename value_t>
+UpdateSlot update_with(Isa isa, const ChunkUpdate& chunk, const UpdateScalars<value_t>& scalars) {
+#if ZCLIP_HAS_AVX512
+  if (isa == Isa::kAvx512) return update_avx512<kTelemetry>(chunk, scalars);
+#endif
+#if ZCLIP_HAS_AVX2
+  if (isa == Isa::kAvx2) return update_avx2<kTelemetry>(chunk, scalars);
+#endif
+  (void)isa;
+  return update_portable<kTelemetry>(chunk, scalars);
+}
+
 template <typename value_t>
 UpdateSlot update_on(const ChunkUpdate& chunk, const UpdateScalars<value_t>& scalars,
-                     bool telemetry, bool avx2) {
-#if ZCLIP_HAS_AVX2
-  if (avx2) {
-    return telemetry ? update_avx2<true>(chunk, scalars) : update_avx2<false>(chunk, scalars);
-  }
-#endif
-  (void)avx2;
-  return telemetry ? update_portable<true>(chunk, scalars) : update_portable<false>(chunk, scalars);
+                     bool telemetry, Isa isa) {
+  return telemetry ? update_with<true>(isa, chunk, scalars)
+                   : update_with<false>(isa, chunk, scalars);
 }
 
 }  // namespace
@@ -139,6 +145,7 @@ UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimSta
   STD_TORCH_CHECK(algorithm != Algorithm::kLion || count == 0 || !state_.firsts.empty(),
                   "zclip::", op, ": Lion needs firsts, got an empty list");
   strides_.resize(count);
+  entries_.resize(count);
   const auto watch = [&](const Tensor& tensor) {
     watched_.push_back(&tensor);
     addresses_.push_back(tensor.const_data_ptr());
@@ -150,15 +157,18 @@ UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimSta
     if (!params_[i].is_contiguous()) {
       strides_[i].assign(span.strides, span.strides + span.dim);
     }
-    state_address(state_.firsts, i, span, params_[i], op, "firsts");
-    state_address(state_.seconds, i, span, params_[i], op, "seconds");
-    state_address(state_.maxima, i, span, params_[i], op, "maxima");
+    Entry& entry = entries_[i];
+    entry.first = state_address(state_.firsts, i, span, params_[i], op, "firsts");
+    entry.second = state_address(state_.seconds, i, span, params_[i], op, "seconds");
+    entry.maximum = state_address(state_.maxima, i, span, params_[i], op, "maxima");
     if (has(state_.steps, i)) {
       const ScalarType type = state_.steps[i].scalar_type();
       STD_TORCH_CHECK(state_.steps[i].is_cpu() && state_.steps[i].numel() == 1 &&
                           (type == ScalarType::Float || type == ScalarType::Double),
                       "zclip::", op, ": steps[", i,
                       "] must be one float32 or float64 number on the CPU");
+      entry.step = state_.steps[i].mutable_data_ptr();
+      entry.step_is_double = type == ScalarType::Double;
     }
     watch(params_[i]);
     for (const auto& [list, name] : lists) {
@@ -215,9 +225,11 @@ std::vector<UpdatePlan::Row> UpdatePlan::rows_of(const StepNumbers& numbers) con
     double last = -1.0;
     size_t last_row = 0;
     for (int64_t k = 0; k < sizes_[group]; ++k, ++i) {
-      const double updates = has(state_.steps, i)
-                                 ? number_in(state_.steps[i])
-                                 : static_cast<double>(ledger[i * kNumLedger + kUpdates]);
+      const Entry& entry = entries_[i];
+      const double updates =
+          entry.step == nullptr  ? static_cast<double>(ledger[i * kNumLedger + kUpdates])
+          : entry.step_is_double ? *static_cast<const double*>(entry.step)
+                                 : static_cast<double>(*static_cast<const float*>(entry.step));
       Row& row = rows[i];
       if (k > 0 && updates == last) {  // powers are slow, and most tensors are as old as the others
         row.narrow = rows[last_row].narrow;
@@ -229,7 +241,7 @@ std::vector<UpdatePlan::Row> UpdatePlan::rows_of(const StepNumbers& numbers) con
         last_row = i;
       }
       row.flags = flags;
-      row.loop = loop_of(algorithm_, flags, has(state_.firsts, i));
+      row.loop = loop_of(algorithm_, flags, entry.first != nullptr);
       const double coef = numbers.coefs == nullptr ? kKeep : numbers.coefs[i];
       const double sign = (flags & kMaximize) ? -1.0 : 1.0;
       row.coef = coef == kRefuse ? 0.0 : sign * coef / numbers.grad_scale;
@@ -243,7 +255,7 @@ std::vector<UpdatePlan::Row> UpdatePlan::rows_of(const StepNumbers& numbers) con
 
 void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, double* telemetry,
                         float* summary) {
-  const bool avx2 = use_avx2();
+  const Isa isa = best_isa();
   std::vector<Row> rows;
   {
     const FloatMode mode;
@@ -255,10 +267,10 @@ void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, dou
     const Span &param = list_.spans()[t], &grad = grads.spans()[t];
     if (grad.numel == 0) return;
     const Row& row = rows[t];
+    const Entry& entry = entries_[t];
     const int64_t size = param.format == Format::kFloat64 ? 8 : 4;
-    const auto at = [&](const std::vector<Tensor>& list) -> void* {
-      if (!has(list, t)) return nullptr;
-      return static_cast<char*>(list[t].mutable_data_ptr()) + chunk.begin * size;
+    const auto at = [&](char* state) -> void* {
+      return state == nullptr ? nullptr : state + chunk.begin * size;
     };
     const ChunkUpdate work = {row.loop,
                               chunk.len,
@@ -266,16 +278,16 @@ void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, dou
                               param.format,
                               grad.data + chunk.begin * bytes_per_element(grad.format),
                               grad.format,
-                              at(state_.firsts),
-                              at(state_.seconds),
-                              at(state_.maxima),
+                              at(entry.first),
+                              at(entry.second),
+                              at(entry.maximum),
                               row.coef,
                               (row.flags & kDropNonFinite) != 0,
                               (row.flags & kStochastic) != 0,
                               row.key,
                               chunk.begin};
-    slots[c] = param.format == Format::kFloat64 ? update_on(work, row.wide, telemetry_, avx2)
-                                                : update_on(work, row.narrow, telemetry_, avx2);
+    slots[c] = param.format == Format::kFloat64 ? update_on(work, row.wide, telemetry_, isa)
+                                                : update_on(work, row.narrow, telemetry_, isa);
   });
   const FloatMode mode;
   close(grads, slots, telemetry, summary);
@@ -300,11 +312,16 @@ void UpdatePlan::close(const TensorList& grads, const std::vector<UpdateSlot>& s
         sum.stored[k] += slot.stored[k];
       }
     }
-    if (grads.spans()[i].numel == 0 && params_[i].numel() > 0) {
+    if (grads.spans()[i].numel == 0 && list_.spans()[i].numel > 0) {
       if (telemetry_) std::fill_n(telemetry + i * kNumTelemetry, int64_t{kNumTelemetry}, 0.0);
       continue;
     }
-    if (has(state_.steps, i)) add_one(state_.steps[i]);
+    const Entry& state = entries_[i];
+    if (state.step != nullptr && state.step_is_double) {
+      *static_cast<double*>(state.step) += 1.0;
+    } else if (state.step != nullptr) {
+      *static_cast<float*>(state.step) += 1.0f;
+    }
     int64_t* entry = ledger + i * kNumLedger;
     entry[kUpdates] += 1;
     const bool is_wide = list_.spans()[i].format == Format::kFloat64;

@@ -56,6 +56,16 @@ class UpdatePlan {
  private:
   struct Row;  // of one tensor
 
+  // Where the state of one parameter lies; null for what it does not have. Looked up once: asking
+  // a tensor for its address costs more than updating a small one.
+  struct Entry {
+    char* first;
+    char* second;
+    char* maximum;
+    void* step;
+    bool step_is_double;
+  };
+
   std::vector<Row> rows_of(const StepNumbers& numbers) const;
   void close(const TensorList& grads, const std::vector<UpdateSlot>& slots, double* telemetry,
              float* summary);
@@ -67,6 +77,7 @@ class UpdatePlan {
   std::vector<int64_t> sizes_;
   bool telemetry_;
   TensorList list_;
+  std::vector<Entry> entries_;
   std::vector<std::vector<int64_t>> strides_;  // of parameters that are not contiguous
   std::vector<const Tensor*> watched_;         // all tensors with memory, and where it was
   std::vector<const void*> addresses_;

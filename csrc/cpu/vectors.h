@@ -1,66 +1,72 @@
-// Eight numbers at a time, as the compiler's own vectors, which have all operators but one.
+// Several numbers at a time, as the compiler's own vectors, which have all operators but one.
 
 #pragma once
 
 #include <math.h>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "../math/optim.h"
 #include "cpu_path.h"
 
 namespace zclip {
 
-constexpr int kVector = 8;
-typedef float Floats __attribute__((vector_size(kVector * sizeof(float))));
-typedef double Doubles __attribute__((vector_size(kVector * sizeof(double))));
-typedef uint32_t Words __attribute__((vector_size(kVector * sizeof(uint32_t))));
-typedef uint64_t LongWords __attribute__((vector_size(kVector * sizeof(uint64_t))));
-
-// Eight sums in float64, in halves that fit a register of AVX2.
-struct WideSums {
-  typedef float HalfFloats __attribute__((vector_size(kVector / 2 * sizeof(float))));
-  typedef double Half __attribute__((vector_size(kVector / 2 * sizeof(double))));
-  Half low = {}, high = {};
-
-  ZCLIP_ALWAYS_INLINE void add(const Floats& x) {
-    HalfFloats halves[2];
-    std::memcpy(halves, &x, sizeof x);
-    low += __builtin_convertvector(halves[0], Half);
-    high += __builtin_convertvector(halves[1], Half);
-  }
-
-  ZCLIP_ALWAYS_INLINE void add(const Doubles& x) {
-    Half halves[2];
-    std::memcpy(halves, &x, sizeof x);
-    low += halves[0];
-    high += halves[1];
-  }
-
-  ZCLIP_ALWAYS_INLINE void store(double* to) const {
-    std::memcpy(to, &low, sizeof low);
-    std::memcpy(to + kVector / 2, &high, sizeof high);
-  }
+template <typename number_t, int kWidth>
+struct PackOf {
+  typedef number_t type __attribute__((vector_size(kWidth * sizeof(number_t))));
 };
+template <typename number_t, int kWidth>
+using Pack = typename PackOf<number_t, kWidth>::type;
+
+template <typename value_t>
+using Word = std::conditional_t<sizeof(value_t) == 8, uint64_t, uint32_t>;
+
+template <typename pack_t, typename number_t>
+ZCLIP_ALWAYS_INLINE pack_t load_pack(const number_t* from) {
+  pack_t loaded;
+  std::memcpy(&loaded, from, sizeof loaded);
+  return loaded;
+}
+
+template <typename pack_t, typename number_t>
+ZCLIP_ALWAYS_INLINE void store_pack(number_t* to, const pack_t& pack) {
+  std::memcpy(to, &pack, sizeof pack);
+}
+
+template <typename pack_t, typename value_t>
+ZCLIP_ALWAYS_INLINE void take_roots(pack_t* x) {
+  constexpr int kWidth = sizeof(pack_t) / sizeof(value_t);
+  value_t lanes[kWidth];
+  std::memcpy(lanes, x, sizeof lanes);
+  for (value_t& lane : lanes) SquareRoot<value_t>::take(&lane);
+  std::memcpy(x, lanes, sizeof lanes);
+}
 
 template <>
-struct SquareRoot<Floats> {
-  static ZCLIP_ALWAYS_INLINE void take(Floats* x) {
-    float lanes[kVector];
-    std::memcpy(lanes, x, sizeof lanes);
-    for (float& lane : lanes) lane = sqrtf(lane);
-    std::memcpy(x, lanes, sizeof lanes);
+struct SquareRoot<Pack<float, 8>> {
+  static ZCLIP_ALWAYS_INLINE void take(Pack<float, 8>* x) { take_roots<Pack<float, 8>, float>(x); }
+};
+template <>
+struct SquareRoot<Pack<float, 16>> {
+  static ZCLIP_ALWAYS_INLINE void take(Pack<float, 16>* x) {
+    take_roots<Pack<float, 16>, float>(x);
+  }
+};
+template <>
+struct SquareRoot<Pack<double, 8>> {
+  static ZCLIP_ALWAYS_INLINE void take(Pack<double, 8>* x) {
+    take_roots<Pack<double, 8>, double>(x);
   }
 };
 
-template <>
-struct SquareRoot<Doubles> {
-  static ZCLIP_ALWAYS_INLINE void take(Doubles* x) {
-    double lanes[kVector];
-    std::memcpy(lanes, x, sizeof lanes);
-    for (double& lane : lanes) lane = sqrt(lane);
-    std::memcpy(x, lanes, sizeof lanes);
-  }
-};
+// As UpdateScalars of numbers, each of them in all lanes.
+template <typename pack_t, typename value_t>
+ZCLIP_ALWAYS_INLINE UpdateScalars<pack_t> spread(const UpdateScalars<value_t>& s) {
+  const pack_t zero = {};
+  return {s.rate - zero,    s.decay - zero, s.l2 - zero,   s.weight1 - zero,
+          s.weight2 - zero, s.eps - zero,   s.root - zero, s.momentum - zero,
+          s.keep - zero,    s.give - zero,  s.one - zero,  s.least - zero};
+}
 
 }  // namespace zclip

@@ -95,18 +95,32 @@ __device__ __forceinline__ Four<number_t> load_four(const number_t* from) {
   return four;
 }
 
+// One store of 16 bytes: out of an assignment nvcc makes two of 8. Nothing in a launch reads what
+// it stored.
+__device__ __forceinline__ void store_words(void* to, uint32_t a, uint32_t b, uint32_t c,
+                                            uint32_t d) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+               "r"(a), "r"(b), "r"(c), "r"(d));
+#else
+  *static_cast<uint4*>(to) = {a, b, c, d};
+#endif
+}
+
 template <typename number_t>
 __device__ __forceinline__ void store_four(number_t* to, const Four<number_t>& four) {
-  if constexpr (sizeof(four) == sizeof(uint2)) {
-    uint2 bits;
-    memcpy(&bits, &four, sizeof bits);
-    *reinterpret_cast<uint2*>(to) = bits;
+  const number_t(&x)[kUpdateWidth] = four.numbers;
+  if constexpr (sizeof(number_t) == 2) {
+    *reinterpret_cast<uint2*>(to) = {x[0].bits | static_cast<uint32_t>(x[1].bits) << 16,
+                                     x[2].bits | static_cast<uint32_t>(x[3].bits) << 16};
+  } else if constexpr (sizeof(number_t) == 4) {
+    store_words(to, bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3]));
   } else {
 #pragma unroll
-    for (size_t v = 0; v < sizeof(four) / sizeof(uint4); ++v) {
-      uint4 bits;
-      memcpy(&bits, reinterpret_cast<const char*>(&four) + v * sizeof bits, sizeof bits);
-      reinterpret_cast<uint4*>(to)[v] = bits;
+    for (int v = 0; v < 2; ++v) {
+      const uint64_t low = bits_of(x[2 * v]), high = bits_of(x[2 * v + 1]);
+      store_words(to + 2 * v, static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32),
+                  static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32));
     }
   }
 }

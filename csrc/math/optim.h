@@ -188,9 +188,11 @@ ZCLIP_HD value_t lion_update(value_t g, value_t p, value_t& m, const UpdateScala
 }
 
 // 32 random bits that depend on nothing but the seed, the update, the tensor and the element, so
-// that no order of work changes them. The mixer is that of lowbias32.
-ZCLIP_HD uint32_t random_bits(uint32_t key, uint32_t element) {
-  uint32_t x = element ^ key;
+// that no order of work changes them. The mixer is that of lowbias32. word_t is uint32_t, or a
+// vector of them.
+template <typename word_t>
+ZCLIP_HD word_t random_bits(uint32_t key, word_t element) {
+  word_t x = element ^ key;
   x ^= x >> 16;
   x *= 0x7feb352du;
   x ^= x >> 15;

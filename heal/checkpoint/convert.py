@@ -147,7 +147,7 @@ def _take_over(
     scheduler: Any,
 ) -> Path:
     if not isinstance(tree, Mapping):
-        raise CheckpointError(f"{source} holds a {type(tree).__name__}; wanted state dicts")
+        raise CheckpointError(f"{source}: expected state dicts, got a {type(tree).__name__}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     schedulers = [] if scheduler is None else scheduler
     schedulers = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]

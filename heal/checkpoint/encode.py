@@ -103,9 +103,9 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor], depth: int) -> A
     if numpy is not None:
         return numpy
     raise CannotEncode(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which has no safe form on disk; "
-        "wanted numbers, texts, tensors and plain containers of these. Leave it out of the "
-        "state_dict, or give what makes it again"
+        f"{where}: expected numbers, texts, tensors and plain containers of these, got a "
+        f"{kind.__module__}.{kind.__qualname__}, which has no safe form on disk; leave it out "
+        "of the state_dict, or save what makes it again"
     )
 
 
@@ -130,7 +130,7 @@ _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "Size"}
 
 def _tensor(value: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if value.layout is not torch.strided or value.is_quantized:
-        raise CannotEncode(f"{where} is a {value.layout} tensor; wanted a dense one")
+        raise CannotEncode(f"{where}: expected a dense tensor, got a {value.layout} one")
     name = f"value/{len(tensors)}"
     tensors[name] = getattr(value, "_local_tensor", value).detach()
     return {TAG: "tensor", "name": name}

@@ -142,13 +142,15 @@ def open_file(path: Path) -> int:
     try:
         found = os.lstat(path)
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointRefused(f"{path} is {_kind(found.st_mode)}; wanted a plain file")
+            raise CheckpointRefused(f"{path}: expected a plain file, got {_kind(found.st_mode)}")
         descriptor = os.open(path, os.O_RDONLY | NO_FOLLOW | NO_WAIT)
     except OSError as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror or error}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointRefused(f"{path} was exchanged while it was opened; wanted a plain file")
+        raise CheckpointRefused(
+            f"{path}: expected a plain file, got one exchanged while it was opened"
+        )
     return descriptor
 
 
@@ -163,7 +165,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
     try:
         size = os.fstat(descriptor).st_size
         if size > most_bytes:
-            raise CheckpointRefused(f"{path} has {size} bytes; wanted at most {most_bytes}")
+            raise CheckpointRefused(f"{path}: expected at most {most_bytes} bytes, got {size}")
         buffer = bytearray(size)
         read_into(descriptor, memoryview(buffer), 0, path)
         return bytes(buffer)

@@ -176,7 +176,7 @@ def read_commit(folder: Path) -> Commit:
     names = [manifest_name(rank) for rank in range(world_size)]
     if list(listed) != names:
         strange = next((n for n in listed if n not in names), f"not all of {world_size}")
-        page.refuse(f"lists manifest {strange[:100]!r}")
+        page.refuse(f"manifests: expected one of each of {world_size} ranks, got {strange[:100]!r}")
     checksums = tuple(page.text(f"checksum of {n}", v, r"[0-9a-f]{64}") for n, v in listed.items())
     save_id = page.text("save_id", page["save_id"], r"[0-9a-f]{32}")
     return Commit(save_id, page.whole("step", 0, MAX_STEP), world_size, checksums)
@@ -212,7 +212,7 @@ def parse_manifest(data: bytes, path: Path, commit: Commit, rank: int) -> Manife
         ("file", shard_name(rank)),
     ):
         if page[name] != wanted or type(page[name]) is not type(wanted):
-            page.refuse(f"{name} is {str(page[name])[:100]!r}; wanted {wanted!r}")
+            page.refuse(f"{name}: expected {wanted!r}, got {str(page[name])[:100]!r}")
     entries = {
         name: _entry(page, name, listed, commit.world_size)
         for name, listed in page.mapping("tensors").items()
@@ -224,28 +224,28 @@ def parse_manifest(data: bytes, path: Path, commit: Commit, rank: int) -> Manife
 def _entry(page: Page, name: str, listed: Any, world_size: int) -> Entry:
     where = f"tensor {name[:100]!r}"
     if "\0" in name or not re.match(r"[a-z]+/", name):
-        page.refuse(f"{where} is no name of ours")
+        page.refuse(f"{where}: expected a name such as param/0, got this one")
     if not isinstance(listed, list) or len(listed) != 7:
-        page.refuse(f"{where} is no list of seven fields")
+        page.refuse(f"{where}: expected a list of seven fields, got {str(listed)[:100]}")
     held_by, dtype, shape, whole, start, checksum, offset = listed
     if type(held_by) is not int or not 0 <= held_by < world_size:
-        page.refuse(f"{where} is held by rank {str(held_by)[:40]} of {world_size}")
+        page.refuse(f"{where}: expected a rank under {world_size}, got {str(held_by)[:40]}")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        page.refuse(f"{where} has dtype {str(dtype)[:40]!r}")
+        page.refuse(f"{where}: expected a dtype, got {str(dtype)[:40]!r}")
     sizes = page.sizes(where, shape)
     if (whole is None) != (start is None):
-        page.refuse(f"{where} is a part of nothing")
+        page.refuse(f"{where}: expected both the whole and the start of a part, got one of them")
     part: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
     if whole is not None:
         bounds, begins = page.sizes(where, whole), page.sizes(where, start)
         if len({len(sizes), len(bounds), len(begins)}) != 1 or any(
             b + n > w for b, n, w in zip(begins, sizes, bounds, strict=True)
         ):
-            page.refuse(f"{where}: part {shape} at {start} is not within {whole}")
+            page.refuse(f"{where}: expected a part within {whole}, got {shape} at {start}")
         part = (bounds, begins)
     page.text(f"checksum of {where}", checksum, r"[0-9a-f]{16}")
     if type(offset) is not int or offset < 0:
-        page.refuse(f"{where} is at byte {str(offset)[:40]}")
+        page.refuse(f"{where}: expected an offset in bytes, got {str(offset)[:40]}")
     return Entry(held_by, dtype, sizes, *part, checksum, offset)
 
 

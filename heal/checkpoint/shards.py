@@ -33,7 +33,8 @@ def dtype_name(tensor: Tensor, name: str) -> str:
     found = str(tensor.dtype).removeprefix("torch.")
     if found not in ITEM_BYTES or tensor.layout is not torch.strided:
         raise CannotEncode(
-            f"{name} is a {tensor.layout} tensor of {tensor.dtype}; wanted a dense one of numbers"
+            f"{name}: expected a dense tensor of numbers, got a {tensor.layout} one of "
+            f"{tensor.dtype}"
         )
     return found
 
@@ -184,13 +185,13 @@ class ShardReader:
         for name, entry in self._entries.items():
             if entry.offset != offset:
                 raise CheckpointCorrupt(
-                    f"{self._path}: tensor {name!r} is at byte {entry.offset}; wanted {offset}"
+                    f"{self._path}: tensor {name!r}: expected byte {offset}, got {entry.offset}"
                 )
             offset += entry.num_bytes
         wanted = len(self._header) + offset
         size = os.fstat(self._file).st_size
         if size != wanted:
-            raise CheckpointCorrupt(f"{self._path} has {size} bytes; wanted {wanted}")
+            raise CheckpointCorrupt(f"{self._path}: expected {wanted} bytes, got {size}")
         there = bytearray(len(self._header))
         read_into(self._file, memoryview(there), 0, self._path)
         if there != self._header:

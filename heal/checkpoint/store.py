@@ -258,7 +258,7 @@ class CheckpointStore:
         wait_seconds: float = 600.0,
     ) -> None:
         if keep < 1:
-            raise ValueError(f"keep is {keep}; wanted at least 1")
+            raise ValueError(f"keep: expected at least 1, got {keep}")
         self.directory = Path(directory)
         self.keep = keep
         self.ranks = Ranks() if ranks is None else ranks

@@ -81,7 +81,7 @@ class Page:
     def __init__(self, page: Any, path: Path) -> None:
         self._path = path
         if not isinstance(page, dict):
-            self.refuse(f"is a {type(page).__name__}; wanted an object")
+            self.refuse(f"expected an object, got a {type(page).__name__}")
         self._page: Mapping[str, Any] = page
 
     def refuse(self, why: str) -> NoReturn:
@@ -96,35 +96,37 @@ class Page:
     def check_format(self) -> None:
         """Refuse what is of another kind or from the future."""
         if self["format"] != FORMAT:
-            self.refuse(f"format is {str(self['format'])[:100]!r}; wanted {FORMAT!r}")
+            self.refuse(f"format: expected {FORMAT!r}, got {str(self['format'])[:100]!r}")
         if type(self["version"]) is not int or self["version"] != VERSION:
-            self.refuse(f"version is {str(self['version'])[:40]}; this release reads {VERSION}")
+            self.refuse(f"version: expected {VERSION}, got {str(self['version'])[:40]}")
 
     def whole(self, name: str, least: int, most: int) -> int:
         """Return a whole number within bounds."""
         value = self[name]
         if type(value) is not int or not least <= value <= most:
-            self.refuse(f"{name} is {str(value)[:40]}; wanted a whole number {least} to {most}")
+            self.refuse(f"{name}: expected a whole number {least} to {most}, got {str(value)[:40]}")
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Return an object."""
         value = self[name]
         if not isinstance(value, dict):
-            self.refuse(f"{name} is a {type(value).__name__}; wanted an object")
+            self.refuse(f"{name}: expected an object, got a {type(value).__name__}")
         return value
 
     def text(self, what: str, value: Any, pattern: str) -> str:
         """Return a text that matches a pattern as a whole."""
         if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            self.refuse(f"{what} is {str(value)[:100]!r}")
+            self.refuse(f"{what}: expected text of the form {pattern}, got {str(value)[:100]!r}")
         return value
 
     def sizes(self, where: str, value: Any) -> tuple[int, ...]:
         """Return sizes of dimensions whose product is no absurd number of elements."""
         good = isinstance(value, list) and len(value) <= MAX_DIMS
         if not good or any(type(n) is not int or not 0 <= n < MAX_SIZE for n in value):
-            self.refuse(f"{where} has shape {str(value)[:100]}")
+            self.refuse(f"{where}: expected a shape, got {str(value)[:100]}")
         if prod(max(n, 1) for n in value) >= MAX_ELEMENTS:
-            self.refuse(f"{where} has shape {str(value)[:100]}, an absurd number of elements")
+            self.refuse(
+                f"{where}: expected under {MAX_ELEMENTS} elements, got shape {str(value)[:100]}"
+            )
         return tuple(value)

@@ -127,7 +127,7 @@ class Job:
         commit = Commit(plan.save_id, plan.step, plan.world_size, tuple(checksums))
         data = commit.to_bytes()
         if len(data) > MAX_COMMIT:
-            raise SaveFailed(f"{COMMIT} has {len(data)} bytes; wanted at most {MAX_COMMIT}")
+            raise SaveFailed(f"{COMMIT}: expected at most {MAX_COMMIT} bytes, got {len(data)}")
         write_file(folder / COMMIT, [data])
 
     def _give_up(self, folder: Path, error: BaseException) -> None:

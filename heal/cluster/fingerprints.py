@@ -100,7 +100,7 @@ class ReplicaCheck:
         lag: int = 2,
     ) -> None:
         if lag < 0:
-            raise ValueError(f"lag is {lag}; wanted 0 or more")
+            raise ValueError(f"lag: expected 0 or more, got {lag}")
         self.agreed_at: int | None = None
         self._named = list(named_tensors)
         self._group = group

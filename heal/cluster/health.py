@@ -218,7 +218,7 @@ class GroupPing:
         self, group: "ProcessGroup | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> None:
         if not timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds is {timeout_seconds!r}; wanted more than 0")
+            raise ValueError(f"timeout_seconds: expected more than 0, got {timeout_seconds!r}")
         self._group = group
         self._timeout = timeout_seconds
         self._count = 0

@@ -100,8 +100,8 @@ class _Lobby:
     def _pause(self, seconds: float, why: str) -> float:
         if time.monotonic() > self._until:
             raise NobodyCame(
-                f"{why} within {self._seconds:g} s, of {self._size} ranks wanted; see the logs of "
-                "the others, and whether MASTER_ADDR and MASTER_PORT are the same everywhere"
+                f"{why} within {self._seconds:g} s, expected {self._size} ranks; check the logs of "
+                "the others, and that MASTER_ADDR and MASTER_PORT are the same everywhere"
             )
         time.sleep(seconds)
         return min(seconds * 1.5, LONGEST_PAUSE)
@@ -244,8 +244,8 @@ def find_place(environment: Mapping[str, str]) -> Place:
     missing = [name for name, value in told.items() if not value]
     if missing:
         raise RuntimeError(
-            f"{', '.join(missing)} not in the environment; wanted a start by torchrun or by srun, "
-            "or the variables set by hand"
+            f"expected {', '.join(missing)} in the environment, got none; start with torchrun or "
+            "srun, or set the variables by hand"
         )
     restart = environment.get("TORCHELASTIC_RESTART_COUNT") or (
         str(slurm.restart_count) if slurm is not None else "0"
@@ -263,7 +263,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
 
 def _number(name: str, text: str) -> int:
     if not text.isdecimal():
-        raise RuntimeError(f"{name} is {text!r} in the environment; wanted a whole number")
+        raise RuntimeError(f"{name} in the environment: expected a whole number, got {text!r}")
     return int(text)
 
 

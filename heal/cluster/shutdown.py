@@ -59,7 +59,7 @@ class Deadline:
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         if not 0 <= seconds < float("inf"):
-            raise ValueError(f"shutdown_timeout_sec is {seconds!r}; wanted 0 (never) or more")
+            raise ValueError(f"shutdown_timeout_sec: expected 0 (never) or more, got {seconds!r}")
         self._seconds = seconds
         self._run_dir = run_dir
         self._before_exit = before_exit
@@ -254,17 +254,6 @@ class ShutdownHandler:
         self._is_released = True
 
     @property
-    def is_handled_by_others(self) -> bool:
-        """Whether somebody had a handler for that signal before us, which is called as well.
-
-        One that serves another healer, as ours does this one, is nobody else's: past these.
-        """
-        previous = self._before(self._asked)
-        while (ours := _handler_of(previous)) and type(ours._healer) is type(self._healer):
-            previous = ours._before(self._asked)
-        return _answers(previous)
-
-    @property
     def signal(self) -> int:
         """The first signal that this rank was sent, 0 if none; other ranks may know more."""
         return self._asked
@@ -323,10 +312,6 @@ class ShutdownHandler:
         self._agreement.close()
         _INSTALLED.discard(self)
 
-    def stand_back(self) -> None:
-        """Leave the stop, and its deadline, to another handler that was asked for it as well."""
-        self._deadline.disarm()
-
     def leave_to_parent(self) -> None:
         """In a child that was forked: signals are its own affair, and our pipe is its parent's."""
         self._give_back()
@@ -334,8 +319,9 @@ class ShutdownHandler:
 
     def _give_back(self) -> None:
         self._is_released = True
-        for number, previous in list(self._previous.items()):
+        for number in list(self._previous):
             if signal.getsignal(number) == self._on_signal:
+                previous = self._before(number)
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
                 del self._previous[number]
             # Else somebody came after us, who may call us or put us back: see _on_signal.
@@ -419,5 +405,5 @@ def _numbers(names: Iterable[str]) -> list[int]:
         if isinstance(number, signal.Signals):
             known.append(int(number))
         elif name not in SIGNALS:  # Windows lacks some of ours; any other name is a slip
-            raise ValueError(f"signals has {name!r}; wanted names such as {', '.join(SIGNALS)}")
+            raise ValueError(f"signals: expected names such as {', '.join(SIGNALS)}, got {name!r}")
     return known

@@ -30,9 +30,7 @@ def expand_hostlist(text: str) -> tuple[str, ...]:
         match = _PART.match(rest)
         part = match.group() if match else ""
         if not part or (len(part) < len(rest) and rest[len(part)] != ","):
-            raise ValueError(
-                f"{text!r} is not a list of hosts; wanted one like gpu[01-03,07],login"
-            )
+            raise ValueError(f"expected a list of hosts such as gpu[01-03,07],login, got {text!r}")
         for host in _expand(part, text):
             hosts.append(host)
             if len(hosts) > MOST_HOSTS:
@@ -50,7 +48,7 @@ def _expand(part: str, text: str) -> Iterator[str]:
     for piece in inside.split(","):
         match = _RANGE.fullmatch(piece.strip())
         if match is None:
-            raise ValueError(f"{text!r} has the range {piece!r}; wanted one like 01-03")
+            raise ValueError(f"{text!r}: expected a range such as 01-03, got {piece!r}")
         first, last = match.group(1), match.group(2) or match.group(1)
         for number in range(int(first), int(last) + 1):
             for end in _expand(tail, text):
@@ -174,7 +172,8 @@ def resolve_resume_path(
         if not (path / COMMIT).is_file():
             state = "has no COMMIT: its save was cut short" if path.is_dir() else "is not there"
             raise FileNotFoundError(
-                f"{path} {state}; wanted a complete checkpoint, or resume='auto' for the newest"
+                f"expected a complete checkpoint, got {path}, which {state}; resume='auto' takes "
+                "the newest"
             )
         return path
     return (resolver or newest_committed)(Path(checkpoint_dir))

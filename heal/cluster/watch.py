@@ -281,9 +281,9 @@ class StragglerWatch:
     ) -> None:
         for name, value, least in (("every", every, 1), ("patience", patience, 1)):
             if value < least:
-                raise ValueError(f"{name} is {value}; wanted {least} or more")
+                raise ValueError(f"{name}: expected {least} or more, got {value}")
         if not factor > 1:
-            raise ValueError(f"factor is {factor}; wanted more than 1")
+            raise ValueError(f"factor: expected more than 1, got {factor}")
         self._every = every
         self._factor = factor
         self._patience = patience

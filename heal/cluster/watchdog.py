@@ -4,10 +4,11 @@ import faulthandler
 import json
 import os
 import queue
+import re
 import sys
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,7 +78,7 @@ class _Failed:
 
 
 CALL = "call"
-LOOKS_AT_STACK = 3  # a thread that runs may change its frames under our eyes, once in a long while
+
 STORE_SECONDS = 3.0  # a store that takes longer to answer is taken for dead
 WAITING = (
     "torch/distributed/",
@@ -235,22 +236,38 @@ def blame(
 
 def where_is(thread: int) -> tuple[str, bool]:
     """Return the innermost line of a thread that is not torch's, and whether it waits."""
-    stack: traceback.StackSummary | None = None
-    for _ in range(LOOKS_AT_STACK):
-        frame = sys._current_frames().get(thread)
-        if frame is None:
-            return "the end of the thread", False
-        try:
-            stack = traceback.extract_stack(frame)
-            break
-        except Exception:  # the thread runs on, and its frames may be others by the time
-            continue
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            dump = file.read().decode("ascii", "replace")
+    except OSError:
+        return UNREADABLE, False
+    stack = _stack_of(thread, dump)
+    if stack is None:
+        return UNREADABLE if dump.endswith(MORE_THREADS) else "the end of the thread", False
     if not stack:
-        return "a place that cannot be read", False
-    files = [entry.filename.replace("\\", "/") for entry in stack]
-    waits = any(place in files[-1] for place in WAITING)
-    ours = [e for e, f in zip(stack, files, strict=True) if "/torch/" not in f] or list(stack)
-    return f"{ours[-1].filename}:{ours[-1].lineno} in {ours[-1].name}", waits
+        return UNREADABLE, False
+    files = [line["file"].replace("\\", "/") for line in stack]
+    waits = any(place in files[0] for place in WAITING)
+    ours = [line for line, file in zip(stack, files, strict=True) if "/torch/" not in file] or stack
+    return f"{ours[0]['file']}:{ours[0]['line']} in {ours[0]['name']}", waits
+
+
+def _stack_of(thread: int, dump: str) -> list[re.Match[str]] | None:
+    """Return the lines of a thread in what faulthandler wrote, innermost first; None if none."""
+    for block in dump.split("\n\n"):
+        head, *lines = block.strip().splitlines() or [""]
+        known = _THREAD.search(head)
+        if known is not None and int(known["ident"], 16) == thread:
+            return [found for found in map(_LINE.match, lines) if found is not None]
+    return None
+
+
+UNREADABLE = "a place that cannot be read"
+MORE_THREADS = "\n...\n"  # faulthandler stops at a hundred threads
+_THREAD = re.compile(r"hread (?P<ident>0x[0-9a-f]+)")  # also "Current thread"
+_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\S+) in (?P<name>.*)')
 
 
 # Writes down where every thread of this process is.
@@ -357,7 +374,7 @@ class HangWatchdog:
         on_hang: Callable[[HangReport], object] | None = None,
     ) -> None:
         if not timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds is {timeout_seconds!r}; wanted more than 0")
+            raise ValueError(f"timeout_seconds: expected more than 0, got {timeout_seconds!r}")
         self.report: HangReport | None = None
         self._timeout = timeout_seconds
         self._look = min(max(timeout_seconds / LOOKS_PER_TIMEOUT, SHORTEST_LOOK), LONGEST_LOOK)

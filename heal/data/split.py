@@ -91,7 +91,7 @@ def _refuse_packed(names: Iterable[Any]) -> None:
         if isinstance(name, str) and PACKED_NAMES.search(name):
             raise CannotSplit(
                 f"samples packed one behind the other cannot be cut: {name!r} tells where they "
-                "begin; wanted samples along the first axis of every tensor"
+                "begin; expected samples along the first axis of every tensor"
             )
 
 
@@ -129,9 +129,9 @@ def agreed_length(fields: Sequence[Any]) -> int | None:
     if len(agreed) == 1:
         return agreed[0]
     raise CannotSplit(
-        f"tensors are of the lengths {', '.join(map(str, sorted(set().union(*said))))} and it is "
-        "not clear which is the number of samples; wanted samples along the first axis of most "
-        "tensors, as collating with batch_first makes it"
+        "expected samples along the first axis of most tensors, got tensors of the lengths "
+        f"{', '.join(map(str, sorted(set().union(*said))))}, any of which may be the number of "
+        "samples; collate with batch_first"
     )
 
 
@@ -240,8 +240,8 @@ def _refuse_unclear(entries: Sequence[Any], answer: Guess) -> None:
     if answer is Guess.UNCLEAR:
         raise CannotSplit(
             f"a {type(entries).__name__} of {len(entries)} entries of the type "
-            f"{type(entries[0]).__name__} may be samples or fields; wanted a tensor beside it that "
-            "tells the number of samples, or one tensor for all samples"
+            f"{type(entries[0]).__name__} may be samples or fields; expected a tensor beside "
+            "it that tells the number of samples, or one tensor for all samples"
         )
 
 
@@ -312,7 +312,7 @@ def _cut_outermost(batch: Any, total: int, part: slice) -> Any:
 def _cut(value: Any, total: int, part: slice) -> Any:
     if isinstance(value, Tensor):
         if value.is_nested or value.layout is not torch.strided:
-            raise CannotSplit(f"a {value.layout} tensor cannot be cut; wanted a dense one")
+            raise CannotSplit(f"expected a dense tensor to cut, got a {value.layout} one")
         return value[part] if value.dim() > 0 and len(value) == total else value
     if isinstance(value, Mapping):
         return _cut_mapping(value, total, part)
@@ -329,8 +329,8 @@ def _cut(value: Any, total: int, part: slice) -> Any:
     if isinstance(value, (str, bytes)) or not _may_hold_samples(value):
         return value
     raise CannotSplit(
-        f"a {_name(value)} cannot be cut into samples; wanted tensors, arrays, texts and numbers "
-        "in lists, tuples, dicts and dataclasses"
+        f"a {_name(value)} cannot be cut into samples; expected tensors, arrays, texts and "
+        "numbers in lists, tuples, dicts and dataclasses"
     )
 
 
@@ -358,8 +358,9 @@ def _cut_sequence(value: list[Any] | tuple[Any, ...], total: int, part: slice) -
         return _cut_fields(value, total, part)
     if kinds == {float} and total <= MOST_CHANNELS:
         raise CannotSplit(
-            f"{value} may be a number for each of {total} samples, or a size that all have; wanted "
-            "a tensor in the first case, and the size outside of the batch in the second"
+            f"{value} may be a number for each of {total} samples, or a size that all have; "
+            "expected a tensor in the first case, and the size outside of the batch in the "
+            "second"
         )
     if has_tensors(value) and all(rows(v) == {total} for v in value if v is not None):
         raise CannotSplit(

@@ -33,9 +33,9 @@ LOG_LENGTH = 10_000  # batches whose step is remembered, to find those that did 
 NUM_PLACES = 256  # batches whose place is remembered, to name the samples of one that fails
 
 TWO_AT_ONCE = (
-    "a loop over batches() was asked for more after another batches() had begun; wanted one at a "
-    "time, for a run has one position in its data. Iterate the loader of an evaluation itself, "
-    "without batches(); to train on two loaders, use one batches(zip(first, second))"
+    "expected one loop over batches() at a time, because a run has one position in its data, got "
+    "two. Iterate the loader of an evaluation itself, without batches(); to train on two loaders, "
+    "use one batches(zip(first, second))"
 )
 
 

@@ -137,7 +137,8 @@ def _blame(record: Record) -> dict[str, object]:
     if record.flags & Flag.STATISTICS_BAD:
         blames = "NaN or Inf that the batch left in running statistics, which were put back"
         evidence["blames"] = blames
-    if record.worst >= 0:
+    # A NaN loss makes every gradient NaN: the first one says nothing about where it came from.
+    if record.worst >= 0 and not record.has(Flag.LOSS_NAN):
         evidence["tensor"] = record.worst_name or f"tensor {record.worst}"
         evidence["tensor_index"] = record.worst
     return evidence

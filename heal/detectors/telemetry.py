@@ -4,6 +4,7 @@ from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
+from heal.detectors.robust import RECENT
 from heal.verdict import Flag, Record
 
 
@@ -12,14 +13,12 @@ class ForeignWrites:
 
     A flipped bit, wrong code and a meant change (weights clamped after every step, a moving average
     swapped in) look alike, so that the experiment decides. Where such writes are a habit they say
-    nothing: one is a suspicion only if none came for ``RARE`` steps. NaN and Inf in weights or
+    nothing: one is a suspicion only if none came for ``RECENT`` steps. NaN and Inf in weights or
     moments are not judged here: the flag has the monitor check them at once.
     """
 
-    RARE = 100  # steps without a foreign write, after which one is worth an experiment
-
     def __init__(self, config: HealingConfig) -> None:
-        self.last = -self.RARE
+        self.last = -RECENT
         self.expected = -1
 
     def observe(self, record: Record) -> Finding | None:
@@ -27,7 +26,7 @@ class ForeignWrites:
         if not record.has(Flag.FOREIGN_WRITE):
             return None
         since, self.last = record.step - self.last, record.step
-        if record.step <= self.expected or since < self.RARE:
+        if record.step <= self.expected or since < RECENT:
             return None
         return Finding(
             cause=Cause.WEIGHT_DRIFT,

@@ -15,14 +15,17 @@ from heal.report.read import (
     Damage,
     NotARun,
     RunFiles,
+    Start,
     find_files,
+    find_runs,
     read_events,
     read_lines,
     read_postmortem,
+    run_id,
     seconds_of,
     whole,
 )
-from heal.report.story import Story, tell_incident
+from heal.report.story import Story, describe
 
 # Thins out curves without losing a spike: of every stretch the extremes are kept.
 #
@@ -43,10 +46,10 @@ COLUMNS = (
     "mean",
     "std",
 )
-"""The columns of a row. A value is None where nobody told, NaN where NaN was measured."""
+"""The columns of a row. A value is None where it is not known, NaN where NaN was measured."""
 
 Row = tuple[float | None, ...]
-STEP = COLUMNS.index("step")
+STEP, LOSS = COLUMNS.index("step"), COLUMNS.index("loss")
 EXTREMES = tuple(COLUMNS.index(name) for name in ("loss", "norm", "lr", "lr_scale", "seconds"))
 MICRO_BATCHES = COLUMNS.index("micro_batches")
 MAX_TURNS = 4  # rollbacks kept in one stretch
@@ -142,20 +145,19 @@ class RankCurves:
         count: records in all, also those that were thinned out.
         losses: first, last, least and largest finite loss; None before the first.
         first_time: seconds since 1970 of the first line.
+        newest: the last row.
     """
 
     def __init__(self, max_rows: int) -> None:
         self._sampler = Sampler(max_rows)
         self.first_time: float | None = None
         self.last_time: float | None = None
-        self.first_step: int | None = None
         self.last_step = -1
+        self.newest: Row = (None,) * len(COLUMNS)
         self.nonfinite = 0
         self.losses: list[float] | None = None
-        self.newest: Mapping[str, Any] = {}
         self._durations: list[float] = []
         self._stride = 1
-        self._norm_max = -math.inf
 
     @property
     def count(self) -> int:
@@ -170,7 +172,6 @@ class RankCurves:
         if time is not None:
             self.first_time = time if self.first_time is None else min(self.first_time, time)
             self.last_time = time if self.last_time is None else max(self.last_time, time)
-        self.newest = line
         series = line.get("series")
         told = series if isinstance(series, Mapping) else {"threshold": line.get("zclip/threshold")}
         slow = [_value(told.get(name)) for name in SLOW]
@@ -195,34 +196,38 @@ class RankCurves:
         """Return the median duration of a step; 0 if none is known."""
         return statistics.median(self._durations) if self._durations else 0.0
 
-    @property
-    def norm_max(self) -> float | None:
-        """The largest finite norm."""
-        return self._norm_max if math.isfinite(self._norm_max) else None
-
     def _add(self, rows: list[Row]) -> None:
         if not rows:
             return
         steps, _, losses, norms, *others = zip(*rows, strict=True)
         known = [step for step in steps if step is not None]
-        first_step = min(known)
-        self.first_step = int(
-            min(first_step, first_step if self.first_step is None else self.first_step)
-        )
         self.last_step = int(max(self.last_step, *known))
         finite = _finite(losses)
         if finite:
             first, _, least, most = self.losses or [finite[0]] * 4
             self.losses = [first, finite[-1], min(least, *finite), max(most, *finite)]
         finite_norms = _finite(norms)
-        self._norm_max = max(self._norm_max, *finite_norms, -math.inf)
         if len(finite) < len(rows) or len(finite_norms) < len(rows):
             self.nonfinite += sum(_is_bad(row[2]) or _is_bad(row[3]) for row in rows)
         self._durations += _finite(others[SECONDS - 4])[:: self._stride]
         if len(self._durations) > MAX_DURATIONS:
             del self._durations[::2]
             self._stride = min(2 * self._stride, 8)  # of a line; then older ones thin out faster
+        self.newest = rows[-1]
         self._sampler.extend(rows)
+
+
+def highest(rows: Iterable[Row], cells: int) -> list[float | None]:
+    """Return the highest loss of each of so many stretches of steps; None where there is none."""
+    pairs = [(r[STEP], r[LOSS]) for r in rows if r[STEP] is not None and r[LOSS] is not None]
+    known = [(step, loss) for step, loss in pairs if step is not None and not _is_bad(loss)]
+    first, last = min((s for s, _ in known), default=0), max((s for s, _ in known), default=0)
+    heights: list[float | None] = [None] * (cells if last > first else 0)
+    for step, loss in known if heights else ():
+        cell = min(cells - 1, int((step - first) / (last - first) * cells))
+        before = heights[cell]
+        heights[cell] = loss if before is None or loss is None else max(before, loss)
+    return heights
 
 
 def _finite(values: Iterable[float | None]) -> list[float]:
@@ -274,7 +279,8 @@ class RunReport:
     """What is known of a run.
 
     Attributes:
-        incidents: as :func:`heal.report.story.tell_incident` returns them.
+        runs: how many runs the folder holds, and ``number``, which of them this is, from 1.
+        incidents: as :func:`heal.report.story.describe` returns them.
         last_step: the furthest step known, -1 if none.
         live_for: seconds from the first to the last sign of life.
     """
@@ -285,6 +291,8 @@ class RunReport:
     story: Story
     postmortems: dict[int, dict[str, Any]]
     damage: Damage
+    number: int = 1
+    runs: int = 1
     incidents: list[dict[str, Any]] = field(default_factory=list)
     last_step: int = -1
     began: float | None = None
@@ -308,42 +316,67 @@ class RunReport:
         return first.usual_seconds() if first is not None else 0.0
 
 
-def read_run(run_dir: str | os.PathLike[str], max_rows: int = MAX_ROWS) -> RunReport:
+def read_run(
+    run_dir: str | os.PathLike[str], max_rows: int = MAX_ROWS, run: int | None = None
+) -> RunReport:
     """Read a run.
 
     Args:
         run_dir: what was given to ``Healer``.
         max_rows: about how many rows of the curves are kept, over all ranks.
+        run: which run of the folder, counted from 1; the last if None.
 
     Raises:
-        NotARun: the folder holds no run, or not one line of it can be read.
+        NotARun: the folder holds no such run, or not one line of it can be read.
     """
     files = find_files(run_dir)
+    runs = find_runs(files) or [Start(set(), 0.0)]
+    number = len(runs) if run is None else run
+    if not 1 <= number <= len(runs):
+        raise NotARun(f"expected a run from 1 to {len(runs)}, got {number}, in {files.folder}")
+    others: set[str] = set().union(*(other.ids for other in runs)) - runs[number - 1].ids
     damage = Damage()
     story = Story()
     for rank, line in read_events(files, damage):
-        story.tell(rank, line)
-    curves = _read_curves(files, damage, max_rows)
+        if run_id(line) not in others:
+            story.add(rank, line)
+    curves = _read_curves(files, damage, max_rows, others)
     postmortems = {
         rank: page
         for rank, path in sorted(files.postmortems.items())
-        if (page := read_postmortem(path, damage)) is not None
+        if (page := read_postmortem(path, damage)) is not None and _run_of(page, runs) == number
     }
-    report = RunReport(files.folder, files.ranks, curves, story.finish(), postmortems, damage)
+    ranks = files.ranks if len(runs) == 1 else sorted({*story.ranks, *curves, *postmortems})
+    report = RunReport(
+        files.folder, ranks, curves, story.finish(), postmortems, damage, number, len(runs)
+    )
     if not story.events and not postmortems and not any(c.count for c in curves.values()):
         raise NotARun(_nothing(files, damage))
     _conclude(report)
     return report
 
 
-def _read_curves(files: RunFiles, damage: Damage, max_rows: int) -> dict[int, RankCurves]:
+def _run_of(page: Mapping[str, Any], runs: Sequence[Start]) -> int:
+    """Return which run a postmortem ended: the last that began before it was written."""
+    written = seconds_of(page.get("timestamp"))
+    if written is None:
+        return len(runs)
+    return max(1, sum(run.began <= written for run in runs))
+
+
+def _read_curves(
+    files: RunFiles, damage: Damage, max_rows: int, others: set[str]
+) -> dict[int, RankCurves]:
     ranks = sorted(files.metrics)[:MAX_RANKS]
     curves = {}
     for rank in ranks:
-        curves[rank] = RankCurves(max(MIN_ROWS, max_rows // len(ranks)))
+        curve = RankCurves(max(MIN_ROWS, max_rows // len(ranks)))
         for path in files.metrics[rank]:
             for line in read_lines(path, damage):
-                curves[rank].add_line(line)
+                if run_id(line) not in others:
+                    curve.add_line(line)
+        if curve.count or not others:
+            curves[rank] = curve
     return curves
 
 
@@ -356,7 +389,7 @@ def _conclude(report: RunReport) -> None:
     steps += [int(step) for step in ends if abs(step) < 2**53]
     report.last_step = max(steps, default=report.story.last_step)
     report.incidents = [
-        tell_incident(i, report.step_seconds, report.last_step, report.postmortem is not None)
+        describe(i, report.step_seconds, report.last_step, report.postmortem is not None)
         for i in report.story.incidents
     ]
 

@@ -8,33 +8,49 @@ import base64
 import hashlib
 import html
 import json
+import math
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
+from statistics import median
 from string import Template
 from typing import Any
 
 from heal.report import words
-from heal.report.collect import RunReport
+from heal.report.collect import LOSS, STEP, Row, RunReport
 from heal.report.data import INTRODUCTION, report_data
 
-# Tables of the page. They are there without scripts, for printers and screen readers.
-
-
-OUTCOMES = {
-    "healed": "healed",
-    "unhealed": "not recovered",
-    "undone": "rolled back",
-    "contained": "contained",
-    "noted": "noted",
-    "ended": "run stopped",
-    "resumed": "started again",
-    "open": "open",
-}
+# Parts of the page. They are there without scripts, for printers and screen readers.
 
 
 def escaped(text: object) -> str:
     """Return text that means itself in HTML, in attributes too."""
     return html.escape(str(text), quote=True)
+
+
+def pairs(entries: Iterable[tuple[str, str]], kind: str) -> str:
+    """Return names and values, which are HTML already."""
+    listed = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in entries)
+    return f'<dl class="{kind}">{listed}</dl>'
+
+
+def table(caption: str, names: Sequence[str], rows: Sequence[Sequence[object]], words: int) -> str:
+    """Return a table, of whose columns the last ``words`` are text and the others numbers."""
+
+    def cells(tag: str, row: Sequence[object]) -> str:
+        numbers = len(row) - words
+        kinds = [' class="number"' if i < numbers else "" for i in range(len(row))]
+        return "".join(
+            f"<{tag}{kind}>{escaped(cell)}</{tag.split()[0]}>"
+            for kind, cell in zip(kinds, row, strict=True)
+        )
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    head = cells('th scope="col"', names)
+    return (
+        f'<table><caption class="visually-hidden">{caption}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
 
 
 def tiles(totals: dict[str, Any]) -> str:
@@ -43,146 +59,153 @@ def tiles(totals: dict[str, Any]) -> str:
     of_goal = f" <small>of {goal:,}</small>" if goal and goal > totals["steps"] else ""
     shown = [
         ("steps", f"{totals['steps']:,}{of_goal}"),
-        ("time", escaped(words.duration(totals["seconds"]))),
+        ("time", words.duration(totals["seconds"])),
         ("incidents", f"{totals['incidents']:,} <small>{totals['acted']:,} acted on</small>"),
         ("steps lost", f"{totals['lost_steps']:,}"),
-        ("time lost", f"<small>about</small> {escaped(words.duration(totals['lost_seconds']))}"),
+        ("time lost", f"<small>about</small> {words.duration(totals['lost_seconds'])}"),
     ]
     if "first_loss" in totals:
         first, last = totals["first_loss"], totals["last_loss"]
         shown.append(("loss, first to last", f"{first:.3g} <small>to</small> {last:.3g}"))
-    return "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in shown)
+    return pairs(shown, "tiles")
 
 
-def incident_table(incidents: list[dict[str, Any]], num_ranks: int) -> str:
-    """Return the table of incidents; a sentence if there were none."""
-    if not incidents:
+def incident_list(report: RunReport) -> str:
+    """Return the incidents; a sentence if there were none."""
+    if not report.incidents:
         return "<p>None. Healing changed nothing in this run.</p>"
-    names = ("step", "what happened", "evidence", "cause", "action", "cost", "outcome")
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    rows = "".join(_incident(i, incident, num_ranks) for i, incident in enumerate(incidents))
-    return (
-        '<div class="scroll"><table class="incidents"><caption class="visually-hidden">Incidents, '
-        "in the order in which they began. Choose one to see it on the charts.</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    rows = next((c.rows() for c in report.curves.values() if c.count), [])
+    parts = (
+        _incident(i, incident, thumbnail(rows, incident), len(report.ranks) > 1)
+        for i, incident in enumerate(report.incidents)
     )
+    return f'<ol class="incidents">{"".join(parts)}</ol>'
 
 
-def _incident(index: int, incident: dict[str, Any], num_ranks: int) -> str:
-    first, last = incident["first_step"], incident["last_step"]
-    steps = f"{first:,}" if first == last else f"{first:,} to {last:,}"
-    label = escaped(f"Show step {steps} on the charts")
-    cells = [
-        f'<button type="button" aria-label="{label}">{steps}</button>'
-        + (_ranks(incident["ranks"]) if num_ranks > 1 else ""),
-        f'<p class="what">{escaped(incident["what"])}</p>'
-        f'<p class="quiet kind" data-kind="{escaped(incident["kind"])}">'
-        f"{escaped(incident['kind_label'])}</p>",
-        "".join(_evidence(part, len(incident["evidence"]) > 1) for part in incident["evidence"]),
-        _cause(incident),
-        _actions(incident["actions"]),
-        _cost(incident),
-        f'<p><span class="outcome {incident["outcome"]}">{OUTCOMES[incident["outcome"]]}</span>'
-        f'</p><p class="quiet">{escaped(incident["outcome_text"])}</p>',
+def _incident(index: int, incident: dict[str, Any], picture: str, has_ranks: bool) -> str:
+    steps, ranks = incident["steps"], incident["ranks"]
+    on = f", rank {', '.join(map(str, ranks[:8]))}{' ...' * (len(ranks) > 8)}" if has_ranks else ""
+    sure, paper = incident["confidence"], incident["reference"]
+    source = [f"confidence {sure:.0%}"] if isinstance(sure, (int, float)) else []
+    source += [escaped(paper)] if paper else []
+    done = [escaped(words.times(action["text"], action["times"])) for action in incident["actions"]]
+    entries = [
+        ("cause", escaped(incident["cause"]) + f'<p class="quiet">{", ".join(source)}</p>'),
+        ("action", "<br>".join(done) or "none"),
+        ("outcome", escaped(incident["outcome_text"])),
+        ("cost", escaped(incident["cost"])),
+        ("experiments", "<br>".join(map(escaped, incident["experiments"]))),
+        *(
+            (
+                "evidence" + (f" ({escaped(part['title'])})" if i else ""),
+                pairs(((escaped(n), escaped(v)) for n, v in part["values"]), "evidence"),
+            )
+            for i, part in enumerate(incident["evidence"])
+        ),
     ]
-    return f'<tr data-incident-row="{index}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
-
-
-def _ranks(ranks: list[int]) -> str:
-    told = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f'<p class="quiet">rank {told}</p>'
-
-
-def _evidence(part: dict[str, Any], is_titled: bool) -> str:
-    title = f'<p class="quiet">{escaped(part["title"])}</p>' if is_titled else ""
-    pairs = "".join(
-        f"<dt>{escaped(name)}</dt><dd>{escaped(value)}</dd>" for name, value in part["values"]
+    return (
+        f'<li data-incident-row="{index}"><h3><span class="kind" '
+        f'data-kind="{escaped(incident["kind"])}">{escaped(incident["what"])}</span> '
+        f'<span class="outcome {incident["outcome"]}">{incident["outcome_label"]}</span></h3>'
+        f'<p class="quiet"><button type="button" aria-label="Show step {steps} on the charts">'
+        f"step {steps}</button>{escaped(on)}</p>{picture}"
+        f"{pairs(((name, value) for name, value in entries if value), 'facts')}</li>"
     )
-    return f'{title}<div class="evidence"><dl>{pairs}</dl></div>'
 
 
-def _cause(incident: dict[str, Any]) -> str:
-    told = [f"<p>{escaped(incident['cause'])}</p>"]
-    if isinstance(incident["confidence"], (int, float)):
-        told.append(f'<p class="quiet">confidence {incident["confidence"]:.0%}</p>')
-    if incident["reference"]:
-        told.append(f'<p class="quiet">{escaped(incident["reference"])}</p>')
-    return "".join(told)
+WIDTH, HEIGHT = 240, 56  # of a thumbnail
 
 
-def _actions(actions: list[dict[str, Any]]) -> str:
-    if not actions:
-        return '<span class="quiet">none needed</span>'
-    items = "".join(
-        f"<li>{escaped(action['text'])}"
-        + (f" ({action['times']} times)" if action["times"] > 1 else "")
-        + "</li>"
-        for action in actions
+def thumbnail(rows: Sequence[Row], incident: dict[str, Any]) -> str:
+    """Return the loss around an incident as a small picture; nothing where too little is known."""
+    first = min(incident["first_step"], incident["resumed_at"] or incident["first_step"])
+    last = incident["last_step"]
+    margin = max(10, (last - first) // 2)
+    near = [
+        (row[STEP] or 0.0, row[LOSS])
+        for row in rows
+        if row[STEP] is not None and first - margin <= row[STEP] <= last + margin
+    ]
+    known = [(step, loss) for step, loss in near if loss is not None and math.isfinite(loss)]
+    if len(known) < 4:
+        return ""
+    began = next((i for i, (step, _) in enumerate(known) if step >= first), 0)
+    over = max((i for i, (step, _) in enumerate(known) if step <= last), default=0)
+    left, right = known[0][0], max(step for step, _ in near)
+    losses = [loss for _, loss in known]
+    low, high = min(losses), max(losses)
+
+    def x(step: float) -> float:
+        return max(0.0, (step - left) / ((right - left) or 1.0)) * WIDTH
+
+    path, last_x = "", math.inf
+    for step, loss in near:
+        if loss is None or not math.isfinite(loss):
+            last_x = math.inf  # a gap
+            continue
+        y = HEIGHT - 4 - (loss - low) / ((high - low) or 1.0) * (HEIGHT - 8)
+        path += f"{'L' if step > last_x else 'M'}{x(step):.0f},{y:.0f}"
+        last_x = step
+    start, width = x(incident["first_step"]), max(2.0, x(last) - x(incident["first_step"]))
+    before, after = losses[:began], losses[over + 1 :]
+    figures = [f"{median(before):.4g} before"] if before else []
+    figures += [f"{high:.4g} at most" + " and NaN or Inf" * (len(known) < len(near))]
+    figures += [f"{median(after):.4g} after"] if after else []
+    label = f"Loss: {', '.join(figures)}"
+    return (
+        f'<svg class="thumbnail" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
+        f'<rect x="{start:.0f}" width="{width:.0f}" height="{HEIGHT}"/><path d="{path}"/></svg>'
+        f'<p class="quiet">{label}.</p>'
     )
-    return f"<ul>{items}</ul>"
 
 
-def _cost(incident: dict[str, Any]) -> str:
-    told = []
-    if incident["lost_steps"]:
-        told.append(words.count(incident["lost_steps"], "step"))
-    if incident["skipped_batches"]:
-        told.append(words.count(incident["skipped_batches"], "batch", "batches"))
-    if incident["lost_seconds"] >= 0.005:
-        told.append(words.duration(incident["lost_seconds"]))
-    return "".join(f"<p>{escaped(line)}</p>" for line in told) or "nothing"
+def experiment_table(experiments: list[dict[str, Any]]) -> str:
+    """Return what was tried and what it showed."""
+    if not experiments:
+        return "<p>None were needed.</p>"
+    rows = [(f"{e['step']:,}", e["suspicion"], e["text"]) for e in experiments]
+    return table("Experiments", ("step", "suspicion", "result"), rows, 2)
 
 
 def tensor_table(tensors: list[dict[str, Any]]) -> str:
-    """Return the tensors that were blamed."""
+    """Return the tensors that incidents name."""
     if not tensors:
         return "<p>None.</p>"
-    rows = "".join(
-        f'<tr><td class="mono">{escaped(entry["tensor"])}</td>'
-        f'<td class="number">{entry["times"]:,}</td><td>'
-        + "<br>".join(
-            escaped(f"{words.title(f)}" + (f" ({n} times)" if n > 1 else ""))
-            for f, n in entry["failures"].items()
+    rows = [
+        (
+            f"{entry['times']:,}",
+            entry["tensor"],
+            "; ".join(words.times(words.title(f), n) for f, n in entry["failures"].items()),
         )
-        + "</td></tr>"
         for entry in tensors
-    )
-    head = '<th scope="col">tensor</th><th scope="col" class="number">times</th>'
-    head += '<th scope="col">for</th>'
-    body = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
-    return f'<div class="scroll"><table>{body}</table></div>'
+    ]
+    return table("Tensors", ("times", "tensor", "what happened"), rows, 2)
 
 
 def rank_table(ranks: list[dict[str, Any]]) -> str:
-    """Return how each rank fared."""
-    names = ("rank", "steps seen", "last step", "usual step", "ending")
-    head = "".join(
-        f'<th scope="col"{" class=number" if i < 4 else ""}>{name}</th>'
-        for i, name in enumerate(names)
-    )
-    rows = ""
-    for entry in ranks:
-        usual = entry["usual_seconds"]
-        cells = [entry["rank"], f"{entry['records']:,}", words.show(entry["last_step"])]
-        cells.append(words.duration(usual) if usual else "-")
-        numbers = "".join(f'<td class="number">{escaped(cell)}</td>' for cell in cells)
-        rows += f"<tr>{numbers}<td>{escaped(entry['ending'] or 'none written')}</td></tr>"
-    return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>'
-        "</table></div>"
-    )
+    """Return how far each rank came and how it ended."""
+    rows = [
+        (
+            entry["rank"],
+            f"{entry['records']:,}",
+            words.show(entry["last_step"]),
+            words.duration(entry["usual_seconds"]) if entry["usual_seconds"] else "-",
+            entry["ending"] or "none recorded",
+        )
+        for entry in ranks
+    ]
+    return table("Ranks", ("rank", "steps seen", "last step", "median step", "end"), rows, 1)
 
 
-def environment_list(pairs: list[tuple[str, str]]) -> str:
+def environment_list(entries: list[tuple[str, str]]) -> str:
     """Return where the run ran."""
-    if not pairs:
+    if not entries:
         return "<p>The journal does not say.</p>"
-    entries = "".join(f"<dt>{escaped(n)}</dt><dd>{escaped(v)}</dd>" for n, v in pairs)
-    return f'<dl class="pairs">{entries}</dl>'
+    return pairs(((escaped(n), escaped(v)) for n, v in entries), "pairs")
 
 
 SCRIPTS = ("numbers.js", "chart.js", "report.js", "controls.js")
-BADGES = {"finished": "finished", "stopped": "stopped", "open": "no ending yet"}
+BADGES = {"finished": "finished", "stopped": "stopped", "open": "no end recorded"}
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
@@ -196,7 +219,7 @@ def make_page(report: RunReport) -> str:
         policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'",
         title=escaped(f"Report of {data['run_dir']}"),
-        name=escaped(data["run_dir"]),
+        name=escaped(data["run_dir"] + (f", run {report.number}" if report.runs > 1 else "")),
         state=summary["state"],
         badge=BADGES[summary["state"]],
         dates=escaped(_dates(report)),
@@ -205,7 +228,8 @@ def make_page(report: RunReport) -> str:
         tiles=tiles(summary["totals"]),
         damage=f'<ul class="damage">{damage}</ul>' if damage else "",
         incident_count=str(len(data["incidents"])),
-        incidents=incident_table(data["incidents"], len(data["ranks"])),
+        incidents=incident_list(report),
+        experiments=experiment_table(data["experiments"]),
         tensors=tensor_table(data["tensors"]),
         ranks=rank_table(data["ranks"]),
         environment=environment_list(data["environment"]),
@@ -225,10 +249,13 @@ def _in_script(data: dict[str, Any]) -> str:
 
 def _notices(data: dict[str, Any]) -> list[str]:
     told = list(data["damage"])
-    if data["incidents_left_out"]:
+    if data["runs"] > 1:
         told.append(
-            f"{data['incidents_left_out']:,} incidents, the mildest, are left out of the table."
+            f"This folder holds {data['runs']} runs; this is run {data['run']}. "
+            "heal report --run N shows another."
         )
+    if data["incidents_left_out"]:
+        told.append(f"{data['incidents_left_out']:,} incidents, the mildest, are left out.")
     if data["events_left_out"]:
         told.append(f"{data['events_left_out']:,} events are not marked on the charts.")
     return told

@@ -71,6 +71,7 @@ def _umask() -> int:
 LINES = re.compile(r"(events|metrics)(?:\.rank(\d+))?\.jsonl(\.1)?")
 POSTMORTEM = re.compile(r"postmortem(?:\.rank(\d+))?\.json")
 MAX_LINE = 4 * 2**20  # bytes; a longer one is no line of ours
+EXPECTED = "expected the run_dir that was given to Healer"
 
 
 class NotARun(ValueError):
@@ -115,9 +116,9 @@ def find_files(run_dir: str | os.PathLike[str]) -> RunFiles:
     """
     folder = Path(run_dir)
     if not folder.exists():
-        raise NotARun(f"{folder} does not exist; wanted the run_dir that was given to Healer")
+        raise NotARun(f"{EXPECTED}, got {folder}, which does not exist")
     if not folder.is_dir():
-        raise NotARun(f"{folder} is a file; wanted the run_dir that was given to Healer")
+        raise NotARun(f"{EXPECTED}, got {folder}, which is a file")
     found = RunFiles(folder)
     for path in sorted(folder.iterdir(), key=lambda path: (path.suffix != ".1", path.name)):
         if match := LINES.fullmatch(path.name):
@@ -127,8 +128,7 @@ def find_files(run_dir: str | os.PathLike[str]) -> RunFiles:
             found.postmortems[int(match[1] or 0)] = path
     if not found.ranks:
         raise NotARun(
-            f"{folder} has no events.jsonl, metrics.jsonl or postmortem.json; "
-            "wanted the run_dir that was given to Healer"
+            f"{EXPECTED}, got {folder}, which has no events.jsonl, metrics.jsonl or postmortem.json"
         )
     return found
 
@@ -170,6 +170,63 @@ def read_events(files: RunFiles, damage: Damage) -> Iterator[tuple[int, dict[str
 
     for _, rank, _, line in heapq.merge(*(of_rank(rank) for rank in sorted(files.events))):
         yield rank, line
+
+
+@dataclass(slots=True)
+class Start:
+    """One run of a folder, or a later start of it: the ids of its lines, and when it began."""
+
+    ids: set[str]
+    began: float
+    resumes: bool = False
+
+
+def run_id(line: dict[str, Any]) -> str:
+    """Return which run wrote a line; lines of older versions have no id and are one run."""
+    return str(line.get("run", ""))
+
+
+def find_runs(files: RunFiles) -> list[Start]:
+    """Return the runs of a folder, the oldest first.
+
+    A start that goes on from a checkpoint belongs to the run before it. Ranks have ids of their
+    own: a start of another rank belongs to the run of the lowest rank that began nearest to it.
+    """
+    starts: dict[str, Start] = {}
+    ranks: dict[str, int] = {}
+    for rank, line in read_events(files, Damage()):
+        name = run_id(line)
+        start = starts.setdefault(name, Start({name}, seconds_of(line.get("time")) or 0.0))
+        start.resumes |= line.get("event") == "resumed"
+        ranks[name] = min(rank, ranks.get(name, rank))
+    lowest = min(ranks.values(), default=0)
+    own = {name: start for name, start in starts.items() if ranks[name] == lowest}
+    if len(own) > 1:  # a trainer resumes without that event: its steps do not begin at 0
+        unseen = dict(own)
+        for path in files.metrics.get(lowest, ()):
+            for line in read_lines(path, Damage()):
+                new = unseen.pop(run_id(line), None)
+                if new is not None:
+                    new.resumes |= first_step(line) > 0
+    runs: list[Start] = []
+    for start in own.values():
+        if runs and start.resumes:
+            runs[-1].ids |= start.ids
+        else:
+            runs.append(Start(set(start.ids), start.began))
+    for name in starts.keys() - own.keys():
+        gaps = {mine: abs(start.began - starts[name].began) for mine, start in own.items()}
+        nearest = min(gaps, key=lambda mine: gaps[mine])
+        next(run for run in runs if nearest in run.ids).ids.add(name)
+    return runs
+
+
+def first_step(line: dict[str, Any]) -> int:
+    """Return the first step that a line of metrics tells of; 0 if that is not known."""
+    series = line.get("series")
+    steps = series.get("step") if isinstance(series, dict) else None
+    first = steps[0] if isinstance(steps, list) and steps else line.get("seen_at")
+    return whole(first) or 0
 
 
 def read_postmortem(path: Path, damage: Damage) -> dict[str, Any] | None:

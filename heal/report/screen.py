@@ -9,11 +9,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from heal.report.watch import LiveRun, quiet_words
+from heal.report.watch import LiveRun, curve_of, quiet_words, rate_of, shown, step_of
 from heal.report.words import duration
 
 MAX_RANKS = 16  # rows; of more, those furthest behind
 MAX_NEWS = 8
+BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class Screen:
@@ -35,6 +36,8 @@ class Screen:
         """Return what is shown now."""
         run = self._run
         parts: list[Text | Table] = [self._head(), self._ranks()]
+        if run.ranks and (curve := curve_of(run.ranks[min(run.ranks)], BLOCKS)):
+            parts.append(Text(f"loss {curve}", style="green"))
         for sentence in list(run.news)[-MAX_NEWS:]:
             parts.append(Text(sentence, style="dim", overflow="ellipsis", no_wrap=True))
         quiet = quiet_words(run, time.time())
@@ -50,12 +53,12 @@ class Screen:
         if run.goal:
             cells += [ProgressBar(total=run.goal, completed=done, width=24)]
             cells += [Text(f"{done} of {run.goal} steps, {done / run.goal:.0%}")]
-            rate = next((r.steps_per_second for r in run.ranks.values() if r.steps_per_second), 0)
+            rate = next(filter(None, map(rate_of, run.ranks.values())), 0)
             if rate and done < run.goal:
                 cells += [Text(f"{duration((run.goal - done) / rate)} to go", style="dim")]
         else:
             cells += [Text(f"{done} steps")]
-        cells += [Text(f"treated {run.acted}, noted {run.noted}", style="cyan")]
+        cells += [Text(f"acted {run.acted}, logged {run.noted}", style="cyan")]
         if run.bad_lines:
             cells += [Text(f"{run.bad_lines} unreadable lines", style="yellow")]
         grid.add_row(*cells)
@@ -63,14 +66,17 @@ class Screen:
 
     def _ranks(self) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in ("rank", "step", "loss", "norm", "lr x", "pieces", "steps/s", "refused"):
+        for name in ("rank", "step", "loss", "norm", "lr x", "split", "steps/s", "NaN"):
             table.add_column(name, justify="right", no_wrap=True)
-        states = sorted(self._run.ranks.items(), key=lambda item: (item[1].step or 0, item[0]))
-        for rank, state in sorted(states[:MAX_RANKS]):
-            rate = "-" if state.steps_per_second is None else f"{state.steps_per_second:.3g}"
-            cells = [str(rank), "-" if state.step is None else str(state.step), state.loss]
-            cells += [state.norm, state.lr_scale, state.pieces, rate, str(state.nans)]
+        order = sorted(
+            self._run.ranks, key=lambda rank: (step_of(self._run.ranks[rank]) or 0, rank)
+        )
+        for rank in sorted(order[:MAX_RANKS]):
+            curves, rate = self._run.ranks[rank], rate_of(self._run.ranks[rank])
+            names = ("step", "loss", "norm", "lr_scale", "micro_batches")
+            cells = [str(rank), *(shown(curves, name) for name in names)]
+            cells += ["-" if rate is None else f"{rate:.3g}", str(curves.nonfinite)]
             table.add_row(*(Text(cell) for cell in cells))
-        if len(states) > MAX_RANKS:
-            table.caption = f"{len(states) - MAX_RANKS} more ranks are further ahead"
+        if len(order) > MAX_RANKS:
+            table.caption = f"{len(order) - MAX_RANKS} more ranks are further ahead"
         return table

@@ -1,7 +1,7 @@
-"""From events to incidents as they are told: what, evidence, cause, action, cost, outcome."""
+"""From events to incidents: what happened, evidence, cause, action, cost and outcome."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +18,30 @@ NEAR_STEPS = 5
 KINDS = {
     "halt": "run stopped",
     "rollback": "rolled back",
-    "soften": "softer steps",
+    "soften": "smaller steps",
     "memory": "memory",
     "wait": "waited",
-    "data": "data skipped",
-    "refused": "step refused",
-    "alert": "noted",
+    "data": "data dropped",
+    "refused": "step skipped",
+    "alert": "logged",
     "start": "started",
     "note": "note",
 }
 """Kinds of events, the gravest first, and what they are called."""
+
+OUTCOMES = {
+    "healed": "healed",
+    "unhealed": "not recovered",
+    "undone": "rolled back (loss not checked)",
+    "contained": "skipped on the device",
+    "dropped": "bad data dropped",
+    "passed": "worked around",
+    "noted": "logged only",
+    "resumed": "continued by a new start",
+    "ended": "stopped the run",
+    "open": "still open",
+}
+"""How an incident may end, and what that is called. "healed" needs a loss that came back."""
 
 KIND_OF_ACTION = {
     "Halt": "halt",
@@ -127,20 +141,12 @@ class Incident:
     action_seconds: float = 0.0
     came_back: int = 0
     is_closed: bool = False
-    is_recovered: bool | None = None
-    """Whether the loss came back; None if the journal does not say."""
-    losses: tuple[float, float] = (0.0, 0.0)
-    """The loss afterwards, and before the trouble."""
-
-    @classmethod
-    def of_event(cls, event: Event) -> "Incident":
-        """Open an incident."""
-        incident = cls(event, event, event.step, event.bad_step)
-        incident.add(event)
-        return incident
+    outcome: Mapping[str, Any] | None = None
+    """The event that says whether the loss came back; None if the journal has none."""
+    experiments: list[str] = field(default_factory=list)
 
     def takes(self, event: Event) -> bool:
-        """Tell whether an event belongs to this incident."""
+        """Return whether an event belongs to this incident."""
         if self.is_closed:
             return False
         both_numeric = words.is_numeric(event.failure) and words.is_numeric(self.first.failure)
@@ -167,13 +173,8 @@ class Incident:
             self.failures[event.failure] = event
         self._add_costs(event)
 
-    def note_outcome(self, line: Mapping[str, Any]) -> None:
-        """Take in what the journal says of the loss some time after the last rollback."""
-        self.is_recovered = bool(line.get("healed"))
-        self.losses = _finite(line.get("loss")), _finite(line.get("loss_before"))
-
     def has(self, event: Event) -> bool:
-        """Tell whether another rank has told of this."""
+        """Return whether another rank has logged this too."""
         ranks = self.seen.get(event.key())
         return ranks is not None and event.rank not in ranks
 
@@ -193,7 +194,7 @@ class Incident:
 
     @property
     def lost_steps(self) -> int:
-        """Steps done again, and refused ones that were not done again anyhow."""
+        """Steps done again, and skipped ones that were not done again anyway."""
         again = sum(end - start for start, end in self.undone)
         alone = [s for s in self.refused if not any(a <= s < b for a, b in self.undone)]
         return again + len(alone)
@@ -204,8 +205,8 @@ class Incident:
 
 
 def _finite(value: Any) -> float:
-    seconds = number(value)
-    return seconds if abs(seconds) < 1e12 else 0.0  # also if it is NaN
+    found = number(value)
+    return found if abs(found) < 1e12 else 0.0  # NaN too
 
 
 MAX_INCIDENTS = 500  # rows of the table; the mildest are left out first
@@ -220,13 +221,16 @@ class Story:
 
     Attributes:
         incidents: in the order in which they began.
-        sessions: the events that tell of a start, of all ranks.
-        marks: event and number of its incident, -1 without one.
+        sessions: the events ``started``, of all ranks.
+        marks: events for the charts, each with its incident.
+        experiments: what each showed, by step and suspicion; those of several ranks are one.
     """
 
     incidents: list[Incident] = field(default_factory=list)
     marks: list[tuple[Event, Incident | None]] = field(default_factory=list)
     sessions: list[Event] = field(default_factory=list)
+    experiments: dict[tuple[int, str], Event] = field(default_factory=dict)
+    ranks: set[int] = field(default_factory=set)
     goal: int | None = None
     events: int = 0
     left_out: int = 0
@@ -235,11 +239,13 @@ class Story:
     last_time: float | None = None
     last_step: int = -1
     tensors: dict[str, dict[str, int]] = field(default_factory=dict)
+    _pending: dict[str, str] = field(default_factory=dict)
 
-    def tell(self, rank: int, line: dict[str, Any]) -> None:
+    def add(self, rank: int, line: dict[str, Any]) -> None:
         """Take in one event, in the order of time."""
         event = Event.of_line(rank, line)
         self.events += 1
+        self.ranks.add(rank)
         if event.time is not None:
             self.first_time = event.time if self.first_time is None else self.first_time
             self.last_time = event.time
@@ -252,9 +258,16 @@ class Story:
             return
         elif event.name == "outcome":
             undone = [i for i in self.incidents[-RECENT:] if i.undone and event.rank in i.ranks]
+            first = whole(line.get("first_step"))
             if undone:
-                undone[-1].note_outcome(line)
+                nearest = min(
+                    reversed(undone),
+                    key=lambda i: 0 if first is None else abs(i.first_step - first),
+                )
+                nearest.outcome = line
             return
+        elif event.name == "experiment" and len(self.experiments) < MAX_SESSIONS:
+            self._note_experiment(event)
         self.marks.append((event, incident))
         if len(self.marks) > 2 * MAX_MARKS:
             self._thin_marks()
@@ -262,30 +275,42 @@ class Story:
     def finish(self) -> "Story":
         """Call after the last event."""
         self._thin_marks()
-        if len(self.incidents) > MAX_INCIDENTS:
-            gravest = sorted(
-                range(len(self.incidents)),
-                key=lambda i: (-GRAVITY[self.incidents[i].kind], -i),
-            )[:MAX_INCIDENTS]
-            self.left_out = len(self.incidents) - MAX_INCIDENTS
-            self.incidents = [self.incidents[i] for i in sorted(gravest)]
+        kept = gravest([i.kind for i in self.incidents][::-1], MAX_INCIDENTS)
+        self.left_out = len(self.incidents) - len(kept)
+        self.incidents = [self.incidents[::-1][i] for i in kept][::-1]
         return self
 
     def _place(self, event: Event) -> Incident:
         recent = self.incidents[-RECENT:]
-        incident = next((i for i in reversed(recent) if i.has(event)), None)
-        if incident is None:
-            incident = next((i for i in reversed(recent) if i.takes(event)), None)
-        if incident is None:
-            incident = Incident.of_event(event)
-            self.incidents.append(incident)
-        else:
-            incident.add(event)
-        tensor = event.evidence().get("tensor")
-        if tensor:
+        known = [i for i in recent if i.has(event)] or [i for i in recent if i.takes(event)]
+        if not known:
+            known = [Incident(event, event, event.step, event.bad_step)]
+            self.incidents += known
+        incident = known[-1]
+        incident.add(event)
+        if event.failure in self._pending:
+            incident.experiments.append(self._pending.pop(event.failure))
+        evidence = event.evidence()
+        # Old versions named the first gradient of a NaN loss, which makes every gradient NaN.
+        is_first = event.failure == "nonfinite_loss" and "tensor_index" in evidence
+        tensor = evidence.get("tensor")
+        if tensor and not is_first:
             counts = self.tensors.setdefault(words.shorten(str(tensor), 200), {})
             counts[event.failure] = counts.get(event.failure, 0) + 1
         return incident
+
+    def _note_experiment(self, event: Event) -> None:
+        """Add it to the incident that it is about; if there is none yet, to the next such one."""
+        suspicion = str(event.line.get("suspicion", ""))
+        if (event.step, suspicion) in self.experiments:
+            return  # of another rank
+        self.experiments[event.step, suspicion] = event
+        since = whole(event.line.get("since")) or 0
+        near = [i for i in self.incidents[-RECENT:] if suspicion in i.failures]
+        if near and near[-1].last_step >= since:
+            near[-1].experiments.append(words.experiment_words(event.line))
+        else:
+            self._pending[suspicion] = words.experiment_words(event.line)
 
     def _start(self, event: Event) -> None:
         if len(self.sessions) < MAX_SESSIONS:
@@ -295,18 +320,20 @@ class Story:
                 incident.is_closed = True
 
     def _thin_marks(self) -> None:
-        if len(self.marks) > MAX_MARKS:
-            kept = sorted(
-                range(len(self.marks)), key=lambda i: (-GRAVITY[self.marks[i][0].kind], i)
-            )[:MAX_MARKS]
-            self.marks_left_out += len(self.marks) - MAX_MARKS
-            self.marks = [self.marks[i] for i in sorted(kept)]
+        kept = gravest([event.kind for event, _ in self.marks], MAX_MARKS)
+        self.marks_left_out += len(self.marks) - len(kept)
+        self.marks = [self.marks[i] for i in kept]
 
 
-def tell_incident(
+def gravest(kinds: Sequence[str], most: int) -> list[int]:
+    """Return the places of the gravest kinds, in order; of equal ones the first."""
+    return sorted(sorted(range(len(kinds)), key=lambda i: -GRAVITY[kinds[i]])[:most])
+
+
+def describe(
     incident: Incident, step_seconds: float, last_step: int, is_over: bool
 ) -> dict[str, Any]:
-    """Return an incident as the table shows it.
+    """Return an incident as every form of the report shows it.
 
     Args:
         incident: which.
@@ -317,6 +344,8 @@ def tell_incident(
     decisive = incident.decisive
     outcome, told = _outcome(incident, last_step, is_over)
     chain = list(incident.failures)
+    seconds = round(incident.action_seconds + incident.lost_steps * step_seconds, 3)
+    after = incident.outcome or {}
     return {
         "first_step": incident.first_step,
         "last_step": incident.last_step,
@@ -325,10 +354,9 @@ def tell_incident(
         "kind": incident.kind,
         "kind_label": KINDS[incident.kind],
         "failures": chain,
-        "what": ", then ".join(
-            words.title(f) if i == 0 else words.title(f)[:1].lower() + words.title(f)[1:]
-            for i, f in enumerate(chain)
-        ),
+        "steps": f"{incident.first_step:,}"
+        + (f" to {incident.last_step:,}" if incident.last_step > incident.first_step else ""),
+        "what": words.sentence(", then ".join(words.lower(words.title(f)) for f in chain)),
         "cause": words.show(str(decisive.line.get("diagnosis", ""))),
         "confidence": decisive.line.get("confidence"),
         "reference": words.show(str(decisive.line.get("reference") or "")),
@@ -337,41 +365,42 @@ def tell_incident(
             for f, e in incident.failures.items()
         ],
         "actions": [{"text": phrase, "times": times} for phrase, times in incident.actions.items()],
+        "experiments": incident.experiments,
         "lost_steps": incident.lost_steps,
         "skipped_batches": incident.skipped_batches,
-        "lost_seconds": round(incident.action_seconds + incident.lost_steps * step_seconds, 3),
+        "lost_seconds": seconds,
+        "cost": words.cost(incident.lost_steps, incident.skipped_batches, seconds),
         "came_back": incident.came_back,
         "outcome": outcome,
+        "outcome_label": OUTCOMES[outcome],
         "outcome_text": told,
+        "loss_before": after.get("loss_before"),
+        "loss_after": after.get("loss"),
         "time": incident.first.time,
     }
 
 
 def _outcome(incident: Incident, last_step: int, is_over: bool) -> tuple[str, str]:
+    """Return how an incident ended, as a key of :data:`OUTCOMES` and as a sentence."""
     went_on = last_step > incident.last_step
     if incident.kind == "halt":
         if went_on:
-            return "resumed", "The run stopped here; started again later, it went further."
+            return "resumed", "The run stopped here. A later start went further."
         return "ended", "The run stopped here."
     if incident.kind == "alert":
-        return "noted", "Nothing had to be changed."
-    if not went_on:
+        return "noted", "Nothing was changed."
+    if incident.outcome is None and not went_on:
         if is_over:
-            return "open", "The run ended before it could show."
-        return "open", "Training has not yet passed this step."
+            return "open", "The run ended too soon after it to tell."
+        return "open", "Training has not passed this step yet."
     if incident.kind == "refused":
         many = len(incident.refused) > 1
         return "contained", f"The {'steps' if many else 'step'} changed nothing; training went on."
     if incident.kind == "data":
-        return "healed", "Training went on with the next batch."
-    again = (
-        f" It came back {words.count(incident.came_back, 'time')}." if incident.came_back else ""
-    )
-    if incident.is_recovered is not None:
-        now, before = incident.losses
-        if incident.is_recovered:
-            return "healed", f"The loss is back: {now:.3g}, was {before:.3g} before.{again}"
-        return "unhealed", f"Not recovered: loss {now:.3g}, was {before:.3g} before.{again}"
-    if incident.undone:
-        return "undone", f"Training passed step {incident.last_step} and went on.{again}"
-    return "healed", f"Training passed step {incident.last_step} and went on.{again}"
+        return "dropped", "Training went on with the next batch."
+    again = f" It came back {words.count(incident.came_back, 'time')}." * bool(incident.came_back)
+    if incident.outcome is not None:
+        key = "healed" if incident.outcome.get("healed") else "unhealed"
+        return key, words.outcome_words(incident.outcome) + again
+    key = "undone" if incident.undone else "passed"
+    return key, f"Training passed step {incident.last_step} and went on.{again}"

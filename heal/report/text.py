@@ -1,16 +1,16 @@
-"""The report for a terminal: with rich if it is there, plain otherwise; at home in 80 columns."""
+"""The report for a terminal: coloured if rich is installed, plain otherwise."""
 
 import shutil
 import textwrap
 from typing import Any
 
-from heal.report.collect import RunReport
+from heal.report.collect import STEP, RunReport, highest
 from heal.report.data import report_data
-from heal.report.page import OUTCOMES
-from heal.report.words import count, duration
+from heal.report.story import OUTCOMES
+from heal.report.words import count, sparkline, times
 
 MIN_WIDTH, MAX_WIDTH = 40, 100
-BARS = " .:-=+*#"
+MAX_ENTRIES = 20  # of a list
 
 
 def make_text(report: RunReport, *, to_terminal: bool = True) -> str:
@@ -23,63 +23,36 @@ def make_text(report: RunReport, *, to_terminal: bool = True) -> str:
     width = shutil.get_terminal_size((80, 24)).columns if to_terminal else 80
     width = min(MAX_WIDTH, max(MIN_WIDTH, width))
     data = report_data(report)
-    lines = [*_head(data, width), *_curve(data, width)]
+    title = f"Run {data['run_dir']}"
+    lines = [title, "=" * min(width, len(title)), ""]
+    for sentence in (*data["summary"]["sentences"], *(f"Damaged: {d}" for d in data["damage"])):
+        lines += textwrap.wrap(sentence, width)
+    lines += _curve(report, width)
     lines += _incidents(data["incidents"], width)
-    if data["tensors"]:
-        lines += ["", "Tensors that were blamed"]
-        for entry in data["tensors"][:10]:
-            lines += textwrap.wrap(
-                f"{entry['tensor']}: {count(entry['times'], 'time')}",
-                width,
-                initial_indent="  ",
-                subsequent_indent="    ",
-            )
-    if data["environment"]:
-        lines += ["", "Where it ran"]
-        for name, value in data["environment"]:
-            lines += textwrap.wrap(
-                f"{name}: {value}", width, initial_indent="  ", subsequent_indent="    "
-            )
+    listed = {
+        "Experiments": [f"step {e['step']}: {e['text']}" for e in data["experiments"]],
+        "Tensors that incidents name": [
+            f"{e['tensor']}: {count(e['times'], 'time')}" for e in data["tensors"]
+        ],
+        "Where it ran": [f"{name}: {value}" for name, value in data["environment"]],
+    }
+    for name, entries in listed.items():
+        lines += ["", name] if entries else []
+        for entry in entries[:MAX_ENTRIES]:
+            lines += textwrap.wrap(entry, width, initial_indent="  ", subsequent_indent="    ")
     text = "\n".join(lines) + "\n"
     return _coloured(text) if to_terminal else text
 
 
-def _head(data: dict[str, Any], width: int) -> list[str]:
-    title = f"Run {data['run_dir']}"
-    lines = [title, "=" * min(width, len(title)), ""]
-    for sentence in data["summary"]["sentences"]:
-        lines += textwrap.wrap(sentence, width)
-    for sentence in data["damage"]:
-        lines += textwrap.wrap(f"Damaged: {sentence}", width)
-    return lines
-
-
-def _curve(data: dict[str, Any], width: int) -> list[str]:
+def _curve(report: RunReport, width: int) -> list[str]:
     """Return the loss as one line of marks, the highest of every stretch."""
-    columns = next((r["columns"] for r in data["ranks"] if r["records"]), None)
-    if columns is None:
+    rows = next((c.rows() for c in report.curves.values() if c.count), [])
+    heights = highest(rows, width - 7)
+    if not heights:
         return []
-    pairs = [
-        (step, loss)
-        for step, loss in zip(columns["step"], columns["loss"], strict=True)
-        if isinstance(loss, (int, float))
-    ]
-    if len(pairs) < 2:
-        return []
-    first, last = min(s for s, _ in pairs), max(s for s, _ in pairs)
-    cells = width - 7
-    heights: list[float | None] = [None] * cells
-    for step, loss in pairs:
-        cell = min(cells - 1, int((step - first) / max(1, last - first) * cells))
-        before = heights[cell]
-        heights[cell] = loss if before is None else max(before, loss)
-    known = sorted(h for h in heights if h is not None)
-    low, high = known[0], known[min(len(known) - 1, int(0.98 * len(known)))]
-    marks = "".join(
-        " " if height is None else BARS[1 + min(6, int((height - low) / ((high - low) or 1.0) * 6))]
-        for height in heights
-    )
-    return ["", f"loss  |{marks}", f"step   {first:<{cells // 2}}{last:>{cells - cells // 2}}"]
+    steps = [int(step) for row in rows if (step := row[STEP]) is not None]
+    ends = f"{min(steps)}{max(steps):>{len(heights) - len(str(min(steps)))}}"
+    return ["", f"loss  |{sparkline(heights)}", f"step   {ends}"]
 
 
 def _incidents(incidents: list[dict[str, Any]], width: int) -> list[str]:
@@ -87,46 +60,35 @@ def _incidents(incidents: list[dict[str, Any]], width: int) -> list[str]:
         return []
     lines = ["", f"Incidents ({len(incidents)})"]
     for incident in incidents:
-        first, last = incident["first_step"], incident["last_step"]
-        steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        outcome = OUTCOMES[incident["outcome"]]
-        lines.append("")
-        lines += textwrap.wrap(f"[{outcome}] {steps}: {incident['what']}", width)
-        evidence = "; ".join(
-            f"{name} {value}" for part in incident["evidence"] for name, value in part["values"]
-        )
-        actions = "; ".join(
-            action["text"] + (f" ({action['times']} times)" if action["times"] > 1 else "")
-            for action in incident["actions"]
-        )
-        costs = [
-            count(incident["lost_steps"], "step") if incident["lost_steps"] else "",
-            count(incident["skipped_batches"], "batch", "batches")
-            if incident["skipped_batches"]
-            else "",
-            duration(incident["lost_seconds"]) if incident["lost_seconds"] >= 0.005 else "",
-        ]
-        for name, told in (
-            ("seen", evidence),
+        head = f"[{incident['outcome_label']}] step {incident['steps']}: {incident['what']}"
+        lines += ["", *textwrap.wrap(head, width)]
+        evidence = [f"{n} {v}" for part in incident["evidence"] for n, v in part["values"]]
+        actions = [times(action["text"], action["times"]) for action in incident["actions"]]
+        for name, said in (
+            ("seen", "; ".join(evidence)),
             ("cause", incident["cause"]),
-            ("action", actions or "none needed"),
-            ("cost", ", ".join(filter(None, costs)) or "nothing"),
+            ("tried", " ".join(incident["experiments"])),
+            ("action", "; ".join(actions) or "none"),
+            ("cost", incident["cost"]),
             ("result", incident["outcome_text"]),
         ):
             lines += textwrap.wrap(
-                f"{name + ':':<8}{told}", width, initial_indent="  ", subsequent_indent=" " * 10
+                f"{name + ':':<8}{said}" if said else "",
+                width,
+                initial_indent="  ",
+                subsequent_indent=" " * 10,
             )
     return lines
 
 
 STYLES = {
-    "[healed]": "green",
-    "[contained]": "green",
-    "[noted]": "cyan",
-    "[run stopped]": "bold red",
-    "[open]": "yellow",
-    "[started again]": "yellow",
+    "healed": "green",
+    "contained": "green",
+    "noted": "cyan",
+    "unhealed": "bold red",
+    "ended": "bold red",
 }
+"""Colours of outcomes; all others are yellow."""
 
 
 def _coloured(text: str) -> str:
@@ -140,9 +102,9 @@ def _coloured(text: str) -> str:
     if not console.is_terminal:
         return text
     shown = Text(text)
-    for words, style in STYLES.items():
-        shown.highlight_words([words], style)
-    shown.highlight_regex(r"(?m)^(Run .*|Incidents \(.*|Tensors that .*|Where it ran)$", "bold")
+    for key, label in OUTCOMES.items():
+        shown.highlight_words([f"[{label}]"], STYLES.get(key, "yellow"))
+    shown.highlight_regex(r"(?m)^(Run|Incidents|Experiments|Tensors that|Where it ran).*$", "bold")
     with console.capture() as capture:
         console.print(shown, end="")
     return capture.get()

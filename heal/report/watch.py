@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from heal.json_lines import number
 from heal.report import words
+from heal.report.collect import COLUMNS, STEP, RankCurves, highest
 from heal.report.data import ENDINGS
 from heal.report.read import (
     MAX_LINE,
@@ -20,13 +20,14 @@ from heal.report.read import (
     open_regular,
     parse_line,
     read_postmortem,
+    run_id,
     seconds_of,
     whole,
 )
 from heal.report.story import KINDS, Event
 from heal.report.words import count, duration
 
-# Reads the new lines of a file that somebody else is writing, rotating or replacing.
+# Reads the new lines of a file that another process writes, rotates or replaces.
 
 
 START_BYTES = 2**20  # read of a file that is long already; the end is what counts
@@ -114,20 +115,8 @@ class Tail:
 
 
 MAX_NEWS = 200  # events kept
-
-
-@dataclass(slots=True)
-class RankState:
-    """The newest numbers of one rank; None where nothing was told."""
-
-    step: int | None = None
-    loss: str = "-"
-    norm: str = "-"
-    lr_scale: str = "-"
-    pieces: str = "-"
-    steps_per_second: float | None = None
-    time: float | None = None
-    nans: int = 0
+MAX_ROWS = 2048  # of the curve of a rank
+CURVE_CELLS = 32
 
 
 @dataclass(slots=True)
@@ -135,12 +124,14 @@ class LiveRun:
     """Polls the files of a run.
 
     Attributes:
+        runs: the id of the newest run in the folder, by rank; older ones are not shown.
         news: what happened, the newest last, as sentences.
         ending: why the run ended; empty while it has not.
     """
 
     folder: Path
-    ranks: dict[int, RankState] = field(default_factory=dict)
+    ranks: dict[int, RankCurves] = field(default_factory=dict)
+    runs: dict[int, str] = field(default_factory=dict)
     goal: int | None = None
     began: float | None = None
     acted: int = 0
@@ -159,10 +150,11 @@ class LiveRun:
         fresh: list[str] = []
         for rank in sorted(files.events):
             for line in self._tail(f"events{_suffix(rank)}").lines():
-                fresh += self._hear(rank, line)
+                fresh += self._add_event(rank, line)
         for rank in sorted(files.metrics):
             for line in self._tail(f"metrics{_suffix(rank)}").lines():
-                self._measure(rank, line)
+                if run_id(line) == self.runs.get(rank, run_id(line)):
+                    self.ranks.setdefault(rank, RankCurves(MAX_ROWS)).add_line(line)
         self._look_for_ending(files.postmortems)
         self.news.extend(fresh)
         return fresh
@@ -179,26 +171,30 @@ class LiveRun:
     @property
     def step(self) -> int | None:
         """The last step of the rank that is furthest behind."""
-        return min((r.step for r in self.ranks.values() if r.step is not None), default=None)
+        return min((s for c in self.ranks.values() if (s := step_of(c)) is not None), default=None)
 
     @property
     def last_time(self) -> float | None:
-        return max((r.time for r in self.ranks.values() if r.time is not None), default=self.began)
+        times = [c.last_time for c in self.ranks.values() if c.last_time is not None]
+        return max(times, default=self.began)
 
     def _tail(self, name: str) -> Tail:
         return self._tails.setdefault(name, Tail(self.folder / f"{name}.jsonl"))
 
-    def _hear(self, rank: int, line: dict[str, Any]) -> list[str]:
+    def _add_event(self, rank: int, line: dict[str, Any]) -> list[str]:
         event = Event.of_line(rank, line)
         if event.name == "goal":
             self.goal = whole(line.get("steps"))
             return []
         if event.name == "started":
             self.began, self.ending, self.ended = event.time, "", False
+            if self.runs.get(rank, run_id(line)) != run_id(line):  # not that of the run before
+                self.ranks.pop(rank, None)
+                self.goal, self.acted, self.noted = None, 0, 0
+            self.runs[rank] = run_id(line)
             return [_sentence(rank, f"started on {words.show(line.get('host'))}")]
         if not event.is_trouble:
-            told = words.show(line.get("text") or line.get("error") or event.name)
-            return [_sentence(rank, f"step {event.step}: {told}")]
+            return [_sentence(rank, f"step {event.step}: {words.event_words(line)}")]
         if event.kind in ("alert", "refused"):
             self.noted += event.kind == "alert"
         else:
@@ -206,27 +202,6 @@ class LiveRun:
         done = "; ".join(words.action_words(a, event.resumed_at) for a in event.plan)
         what = words.title(event.failure)
         return [_sentence(rank, f"step {event.step}: {what}. {done or KINDS[event.kind]}")]
-
-    def _measure(self, rank: int, line: dict[str, Any]) -> None:
-        step = whole(line.get("step"))
-        if step is None:
-            return
-        state = self.ranks.setdefault(rank, RankState())
-        time = seconds_of(line.get("time"))
-        if None not in (state.step, state.time, time) and state.step != step:
-            seconds, steps = time - state.time, step - state.step  # type: ignore[operator]
-            if seconds > 0 and steps > 0:
-                state.steps_per_second = steps / seconds
-        state.step, state.time = step, time if time is not None else state.time
-        series = line.get("series")
-        if not isinstance(series, dict):
-            series = {"norm": line.get("zclip/raw_grad_norm"), **line}
-        state.loss = words.show(_newest(series.get("loss")))
-        state.norm = words.show(_newest(series.get("norm")))
-        state.lr_scale = words.show(_newest(series.get("lr_scale")))
-        state.pieces = words.show(_newest(series.get("micro_batches")))
-        nans = number(line.get("healing/nan_count"))
-        state.nans = int(nans) if abs(nans) < 2**53 else state.nans
 
     def _look_for_ending(self, postmortems: dict[int, Path]) -> None:
         """Believe a postmortem unless the run has started again since."""
@@ -244,10 +219,6 @@ class LiveRun:
             self.ending += f" (exit code {words.show(page.get('exit_code'))}: {message})"
 
 
-def _newest(column: Any) -> Any:
-    return column[-1] if isinstance(column, list) and column else column
-
-
 def _suffix(rank: int) -> str:
     return f".rank{rank}" if rank else ""
 
@@ -257,7 +228,7 @@ def _sentence(rank: int, text: str) -> str:
 
 
 QUIET_SECONDS = 60.0
-"""Without a line of metrics for so long, the reader is told that nothing comes."""
+"""Without a line of metrics for this long, the screen says so."""
 
 
 def follow(
@@ -285,7 +256,7 @@ def follow(
             screen(interval, sleep)
             print(closing_line(run))
     except KeyboardInterrupt:
-        print("\nstopped watching; the run goes on without us")
+        print("\nstopped watching; the run continues")
 
 
 def _wait(run: LiveRun, interval: float, sleep: Callable[[float], None]) -> None:
@@ -324,32 +295,55 @@ def numbers_line(run: LiveRun) -> str:
     done = 0 if run.step is None else run.step + 1
     parts = [
         f"{done} of {run.goal} steps" if run.goal else f"{done} steps",
-        f"loss {lowest.loss}",
-        f"norm {lowest.norm}",
-        f"lr x {lowest.lr_scale}",
+        f"loss {shown(lowest, 'loss')}",
+        f"norm {shown(lowest, 'norm')}",
+        f"lr x {shown(lowest, 'lr_scale')}",
     ]
-    if lowest.steps_per_second:
-        parts.append(f"{lowest.steps_per_second:.3g} steps/s")
+    if curve := curve_of(lowest):
+        parts.append(curve)
+    if rate := rate_of(lowest):
+        parts.append(f"{rate:.3g} steps/s")
     if len(run.ranks) > 1:
         parts.append(f"{len(run.ranks)} ranks")
     if run.acted:
-        parts.append(f"treated {count(run.acted, 'time')}")
+        parts.append(f"acted {count(run.acted, 'time')}")
     return "  ".join(parts)
+
+
+def shown(curves: RankCurves, column: str) -> str:
+    """Return the newest number of a column."""
+    return words.show(curves.newest[COLUMNS.index(column)])
+
+
+def step_of(curves: RankCurves) -> int | None:
+    """Return the newest step, which is lower after a rollback."""
+    return whole(curves.newest[STEP])
+
+
+def rate_of(curves: RankCurves) -> float | None:
+    """Return the steps per second, by the median step."""
+    seconds = curves.usual_seconds()
+    return 1.0 / seconds if seconds else None
+
+
+def curve_of(curves: RankCurves, bars: str = words.BARS) -> str:
+    """Return the losses of a rank as a sparkline, the highest of every stretch."""
+    return words.sparkline(highest(curves.rows(), CURVE_CELLS), bars)
 
 
 def quiet_words(run: LiveRun, now: float) -> str:
     """Return how long nothing came, if that is long."""
     if run.last_time is None or now - run.last_time < QUIET_SECONDS:
         return ""
-    return f"no news for {duration(now - run.last_time)}: busy, stuck or killed"
+    return f"nothing new for {duration(now - run.last_time)}: busy, stuck or killed"
 
 
 def closing_line(run: LiveRun) -> str:
     """Return how the run ended."""
     at = "" if run.step is None else f" after {count(run.step + 1, 'step')}"
-    healed = f" and was treated {count(run.acted, 'time')}" if run.acted else ""
+    acted = f"; heal acted {count(run.acted, 'time')}" if run.acted else ""
     page = f"heal report {run.folder}"
-    return f"the run {run.ending or 'goes on'}{at}{healed}. For the whole story: {page}"
+    return f"the run {run.ending or 'goes on'}{at}{acted}. For the full report: {page}"
 
 
 def _screen(run: LiveRun) -> Any:

@@ -1,5 +1,6 @@
 """Plain words for causes, actions and evidence, for readers who have never seen the project."""
 
+import math
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,33 +10,27 @@ from heal.causes import Cause, Family
 from heal.json_lines import number
 
 EVIDENCE = {
-    "tensor": "tensor",
     "norm": "gradient norm",
-    "loss": "loss",
     "lr": "learning rate",
-    "ratio": "times the usual",
-    "usual_norm": "usual norm",
-    "usual_loss": "usual loss",
-    "usual_lr": "usual learning rate",
-    "usual_seconds": "usual seconds per step",
+    "ratio": "times the baseline",
+    "usual_norm": "baseline norm",
+    "usual_loss": "baseline loss",
+    "usual_lr": "baseline learning rate",
+    "usual_seconds": "baseline seconds per step",
     "seconds": "seconds per step",
     "type": "exception",
-    "message": "message",
     "phase": "raised in",
     "elements": "bad elements",
     "tensors": "bad tensors",
-    "norm_before": "norm before",
     "counter": "step counter",
     "counter_before": "step counter before",
     "suspect": "suspected cause",
     "suspect_step": "suspected since step",
     "kind": "found",
-    "epoch": "epoch",
-    "batch": "batch",
 }
 """Names of evidence that is shown; other entries are shown under their own names."""
 
-HIDDEN = {"tensor_index", "matched", "measured", "also", "applied"}
+HIDDEN = {"tensor_index", "matched", "measured", "also", "applied", "blames"}
 KINDS_OF_NUMBER = {"HAS_NAN": "NaN", "HAS_INF": "Inf", "OVERFLOW": "overflow", "LOSS_NAN": "NaN"}
 UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of Unicode
 MAX_TEXT = 400  # characters of any one thing that a journal says
@@ -49,24 +44,16 @@ def title(failure: str) -> str:
         return shorten(failure.replace("_", " ").capitalize(), 60)
 
 
-def family(failure: str) -> str:
-    """Return the family of a cause; its own name if it is none of ours."""
-    try:
-        return Cause(failure).about.family.value
-    except ValueError:
-        return failure
-
-
 def is_numeric(failure: str) -> bool:
-    """Tell whether a cause is one of those that explain each other."""
-    return family(failure) == Family.NUMERIC.value
+    """Return whether a cause is one of those that explain each other."""
+    return failure in {c.value for c in Cause if c.about.family is Family.NUMERIC}
 
 
 def evidence_words(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what was measured, as names and values."""
     told = []
     for name, value in evidence.items():
-        if name in HIDDEN:
+        if name in HIDDEN or value is None:
             continue
         if name == "kind" and isinstance(value, Sequence) and not isinstance(value, str):
             value = ", ".join(KINDS_OF_NUMBER.get(str(flag), str(flag)) for flag in value)
@@ -82,26 +69,66 @@ def action_words(action: Mapping[str, Any], resumed_at: int | None) -> str:
     phrase = {
         "Skip": "skipped the step on the device; nothing was changed",
         "TightenClip": f"clipped harder (limit x {show(action.get('factor'))})",
-        "RelearnClip": "let the clipping rule learn its statistics anew",
+        "RelearnClip": "reset the statistics of the clipping rule",
         "HoldLr": f"held the learning rate at {show(action.get('limit'))}",
         "ScaleLr": f"lowered the learning rate (x {show(action.get('factor'))}, "
         f"back within {show(action.get('ramp_steps'))} steps)",
-        "Rollback": "returned to the snapshot of step "
+        "Rollback": "rolled back to the snapshot of step "
         + show(action.get("before_step") if resumed_at is None else resumed_at),
         "SkipBatches": f"skipped the data of step {first}"
         + (f" to {last}" if last != first else ""),
-        "ShrinkBatch": "cut batches into twice as many pieces",
+        "ShrinkBatch": "split batches into twice as many micro-batches",
         "CheckpointActivations": "traded time for memory (activation checkpointing)",
         "ClearCache": "cleared the cache",
-        "Backoff": f"waited {show(action.get('seconds'))} s and tried again",
+        "Backoff": f"waited {show(action.get('seconds'))} s and retried",
         "TakeSnapshot": "took a snapshot",
         "WatchClosely": "checked every step for a while",
-        "PerturbWeights": "nudged the weights",
+        "PerturbWeights": "perturbed the weights",
         "AnchorWeights": f"held the weights near the snapshot (strength "
         f"{show(action.get('strength'))}, for {show(action.get('steps'))} steps)",
         "Halt": f"stopped the run: {show(action.get('reason'))}",
     }.get(name, shorten(name, 60))
-    return phrase if action.get("effect", True) else f"{phrase} (without effect)"
+    return phrase if action.get("effect", True) else f"{phrase} (no effect)"
+
+
+ANSWERS = {"damaged": "damaged weights", "other data": "other data", "undecided": "no answer"}
+"""What an experiment has shown."""
+
+
+def experiment_words(line: Mapping[str, Any]) -> str:
+    """Return what an experiment compared and what it showed, as a sentence."""
+    now, old = (_last(line.get(name)) for name in ("losses_now", "losses_old"))
+    answer = str(line.get("answer", ""))
+    found = f"Experiment: {ANSWERS.get(answer, shorten(answer, 40))}"
+    if math.isnan(now) or math.isnan(old):
+        return f"{found} ({show(line.get('why'))})."
+    return (
+        f"{found}. On the same batch the loss was {show(now)} with the current weights and "
+        f"{show(old)} with those of step {show(line.get('snapshots'))}."
+    )
+
+
+def _last(values: Any) -> float:
+    return number(values[-1]) if isinstance(values, list) and values else math.nan
+
+
+def outcome_words(line: Mapping[str, Any]) -> str:
+    """Return whether the loss came back, with figures."""
+    found = "The loss came back" if line.get("healed") else "Not recovered"
+    return f"{found}: {show(line.get('loss_before'))} before, {show(line.get('loss'))} after."
+
+
+def event_words(line: Mapping[str, Any]) -> str:
+    """Return what any event of the journal says, as a sentence."""
+    kind = str(line.get("event", "note"))
+    if kind == "experiment":
+        return experiment_words(line)
+    if kind == "outcome":
+        return outcome_words(line)
+    diagnosis = line.get("diagnosis")
+    summary = diagnosis.get("summary") if isinstance(diagnosis, Mapping) else None
+    said = line.get("text") or line.get("error") or line.get("reason") or summary
+    return show(said or title(str(line.get("failure") or kind)))
 
 
 def show(value: Any) -> str:
@@ -110,9 +137,7 @@ def show(value: Any) -> str:
         return {None: "-", True: "yes", False: "no"}[value]
     if isinstance(value, int):
         return str(value)
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if value in ("NaN", "Infinity", "-Infinity"):
+    if isinstance(value, float) or value in ("NaN", "Infinity", "-Infinity"):
         return f"{number(value):.4g}".replace("nan", "NaN").replace("inf", "Inf")
     if isinstance(value, Mapping):
         value = ", ".join(f"{name} {show(entry)}" for name, entry in value.items())
@@ -150,3 +175,50 @@ def duration(seconds: float) -> str:
 def count(number: int, one: str, many: str = "") -> str:
     """Return "1 step", "2 steps", "1,000 steps"."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def sentence(text: str) -> str:
+    """Return a text with a capital letter."""
+    return text[:1].upper() + text[1:]
+
+
+def lower(text: str) -> str:
+    """Return a text that goes on within a sentence."""
+    return text[:1].lower() + text[1:]
+
+
+def cost(steps: int, batches: int, seconds: float) -> str:
+    """Return what an incident cost."""
+    parts = [
+        count(steps, "step") if steps else "",
+        count(batches, "batch", "batches") if batches else "",
+        duration(seconds) if seconds >= 0.005 else "",
+    ]
+    return ", ".join(filter(None, parts)) or "nothing"
+
+
+def times(text: str, number: int) -> str:
+    """Return a text, and how often if more than once."""
+    return f"{text} ({number} times)" if number > 1 else text
+
+
+BARS = " .:-=+*#"
+
+
+def sparkline(values: Sequence[float | None], bars: str = BARS) -> str:
+    """Return a line of marks, one per value, the first of ``bars`` where there is none.
+
+    The largest 2 % share the highest mark, so that one spike does not flatten all others.
+    """
+    finite = sorted(v for v in values if v is not None and math.isfinite(v))
+    if not finite:
+        return ""
+    low, high = finite[0], finite[min(len(finite) - 1, int(0.98 * len(finite)))]
+    scale = (len(bars) - 2) / ((high - low) or 1.0)
+
+    def mark(value: float | None) -> str:
+        if value is None or math.isnan(value):
+            return bars[0]
+        return bars[1 + int(max(0.0, min(high, value) - low) * scale)]
+
+    return "".join(map(mark, values))

@@ -85,7 +85,7 @@ def test_the_mixture_of_experts_has_ten_thousand_tensors():
 def test_sweeps_hold_the_bytes_and_tensors_that_their_names_say():
     assert 4 * shapes.elements(shapes.named("bytes-64000")) == 64_000
     assert len(shapes.named("tensors-250")) == 250
-    with pytest.raises(ValueError, match="unknown shapes 'bytes-0'"):
+    with pytest.raises(ValueError, match=r"shapes: expected one of .*, got 'bytes-0'"):
         shapes.named("bytes-0")
 
 
@@ -173,7 +173,7 @@ def test_a_rival_that_is_missing_is_one_clear_line(monkeypatch):
     for name, package in rivals.PACKAGES.items():
         line = rivals.problem_with(name, CPU)
         assert line == f"{name} takes no part: the package {package} is not installed"
-    with pytest.raises(ValueError, match="unknown rival 'megatron'; wanted one of apex"):
+    with pytest.raises(ValueError, match="rival: expected one of apex"):
         rivals.problem_with("megatron", CPU)
 
 

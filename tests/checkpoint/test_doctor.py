@@ -73,11 +73,11 @@ def test_a_disk_that_fills_up_is_seen_coming(tmp_path, monkeypatch, share, level
 def test_settings_and_the_cluster_are_looked_at_too(tmp_path, capsys):
     (tmp_path / "heal.toml").write_text("lr_factor = 7\n")
     assert main(["doctor", "--config", str(tmp_path / "heal.toml")]) == 2
-    assert "lr_factor is 7" in capsys.readouterr().out
+    assert "got 7" in capsys.readouterr().out
     main(["doctor", "--cluster"])
     assert "gloo" in capsys.readouterr().out
 
 
 def test_nothing_to_look_at_is_an_error(capsys):
     assert main(["doctor"]) == 2
-    assert "give a folder" in capsys.readouterr().err
+    assert "expected a folder of checkpoints" in capsys.readouterr().err

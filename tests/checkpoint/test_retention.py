@@ -94,5 +94,5 @@ def test_abandoned_checkpoints_do_not_pile_up(tmp_path):
 
 
 def test_at_least_one_has_to_be_kept(tmp_path):
-    with pytest.raises(ValueError, match="keep is 0; wanted at least 1"):
+    with pytest.raises(ValueError, match="keep: expected at least 1, got 0"):
         CheckpointStore(tmp_path, keep=0)

@@ -181,7 +181,7 @@ def test_weights_with_nan_are_not_saved_unless_asked_for(tmp_path):
 
 
 def test_a_value_without_a_safe_form_is_refused_by_name_and_nothing_is_written(tmp_path):
-    with pytest.raises(SaveFailed, match=r"state\['extra'\] is a builtins\.object"):
+    with pytest.raises(SaveFailed, match=r"state\['extra'\]: expected .*, got a builtins\.object"):
         run().save(tmp_path, 1, extra=object())
     assert os.listdir(tmp_path) == []
 

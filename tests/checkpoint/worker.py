@@ -162,7 +162,7 @@ def check_failures(rank, size, directory):
     store = CheckpointStore(directory, wait_seconds=60)
     state = _state(model, optimizer, None, None)
     began = time.monotonic()
-    why = r"rank 1: CannotEncode: state\['odd'\] is a builtins\.object"
+    why = r"rank 1: CannotEncode: state\['odd'\]: expected .*, got a builtins\.object"
     with pytest.raises(SaveFailed, match=why):
         store.save_state(1, state, {"odd": object() if rank == 1 else 0})
     real = writer.write_shard

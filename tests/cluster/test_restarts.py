@@ -145,7 +145,7 @@ def test_a_rank_that_died_while_joining_does_not_count(store):
     """It said hello and was offered a place; the one that replaces it gets another offer."""
     with pytest.raises(NobodyCame):
         agree(store, 1, 2, seconds=0.05)
-    with pytest.raises(NobodyCame, match=r"rank 1 did not come within 0\.05 s, of 2"):
+    with pytest.raises(NobodyCame, match=r"rank 1 did not come within 0\.05 s, expected 2"):
         agree(store, 0, 2, seconds=0.05)
     assert len(set(together(store, 2))) == 1
 
@@ -186,8 +186,11 @@ def test_without_torchrun_the_place_is_that_of_slurm():
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not in the environment"),
-        ({**TORCHRUN, "RANK": "one"}, "RANK is 'one' in the environment; wanted a whole number"),
+        ({}, "expected RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment"),
+        (
+            {**TORCHRUN, "RANK": "one"},
+            "RANK in the environment: expected a whole number, got 'one'",
+        ),
         ({"SLURM_JOB_ID": "1"}, "RANK, WORLD_SIZE"),
     ],
 )

@@ -119,9 +119,9 @@ def test_an_event_loop_that_listened_before_still_hears(sigusr1):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"shutdown_timeout_sec": -1}, "shutdown_timeout_sec is -1; wanted 0"),
-        ({"shutdown_timeout_sec": float("nan")}, "shutdown_timeout_sec is nan"),
-        ({"signals": ["SIGNONSENSE"]}, "signals has 'SIGNONSENSE'"),
+        ({"shutdown_timeout_sec": -1}, "shutdown_timeout_sec: expected 0"),
+        ({"shutdown_timeout_sec": float("nan")}, "shutdown_timeout_sec: .* got nan"),
+        ({"signals": ["SIGNONSENSE"]}, "signals: .* got 'SIGNONSENSE'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
@@ -245,18 +245,21 @@ def test_code_after_the_block_is_not_ended(tmp_path):
 AFTER_A_LATE_SIGNAL = """
 import os, signal, time, torch
 from heal import Healer, HealingConfig
+from heal.actions import HealingError
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
 healer = Healer(model, optimizer, config=HealingConfig(shutdown_timeout_sec=1.5))
-for step, batch in enumerate(healer.batches([torch.ones(1, 2)] * 4)):
-    loss = model(batch).mean()
-    loss.backward()
-    healer.step(loss)
-    optimizer.zero_grad()
-    if step == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
-healer.close()
-time.sleep(3)
+try:
+    with healer:
+        for step, batch in enumerate(healer.batches([torch.ones(1, 2)] * 4)):
+            loss = model(batch).mean()
+            loss.backward()
+            healer.step(loss)
+            optimizer.zero_grad()
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+except HealingError:
+    time.sleep(3)
 print("still here")
 """
 

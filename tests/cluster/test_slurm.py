@@ -114,9 +114,11 @@ def test_an_explicit_checkpoint_must_be_complete(tmp_path):
     named = folder(tmp_path, "elsewhere")
     assert resolve_resume_path(tmp_path, named) == named
     half = folder(tmp_path, "half", commit=False)
-    with pytest.raises(FileNotFoundError, match="half has no COMMIT: its save was cut short"):
+    with pytest.raises(
+        FileNotFoundError, match="half, which has no COMMIT: its save was cut short"
+    ):
         resolve_resume_path(tmp_path, half)
-    with pytest.raises(FileNotFoundError, match="nowhere is not there"):
+    with pytest.raises(FileNotFoundError, match="nowhere, which is not there"):
         resolve_resume_path(tmp_path, tmp_path / "nowhere")
 
 

@@ -17,7 +17,7 @@ def test_init_takes_presets_and_changes(capsys):
 
 def test_init_refuses_what_the_settings_refuse(capsys):
     assert main(["init", "lagg=0"]) == 2
-    assert "wanted lag" in capsys.readouterr().err
+    assert "expected lag" in capsys.readouterr().err
 
 
 def test_init_does_not_overwrite_unless_told(tmp_path, capsys):

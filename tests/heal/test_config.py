@@ -97,8 +97,7 @@ def test_a_wrong_value_is_named_with_what_was_wanted(name):
         with pytest.raises(ConfigError) as raised:
             HealingConfig(**{name: value})
         told = str(raised.value)
-        assert told.startswith(f"{name} is {value!r}; wanted ")
-        assert told.endswith(about.wanted(kind))
+        assert told == f"{name}: expected {about.wanted(kind)}, got {value!r}"
 
 
 def test_numbers_of_other_libraries_are_taken_as_plain_ones():
@@ -144,16 +143,22 @@ def test_toml_may_be_a_table_of_a_larger_file():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nan_patiense = 3", "nan_patiense = 3: there is no such setting; wanted nan_patience"),
-        ("zzz = 1", "zzz = 1: there is no such setting; wanted one of max_recovery_attempts, "),
-        ("lag = 'two'", "lag is 'two'; wanted a whole number >= 0"),
-        ("lag = 2.0", "lag is 2.0; wanted a whole number"),
-        ("lr_factor = nan", "lr_factor is nan; wanted a number > 0 and <= 1"),
-        ("lr_factor = inf", "lr_factor is inf"),
-        ("after_rollback = 'both'", "after_rollback is 'both'; wanted one of "),
+        (
+            "nan_patiense = 3",
+            "nan_patiense = 3: expected nan_patience, got no setting of that name",
+        ),
+        ("zzz = 1", "zzz = 1: expected one of max_recovery_attempts, "),
+        ("lag = 'two'", "lag: expected a whole number >= 0 and <= 64, got 'two'"),
+        ("lag = 2.0", "lag: expected a whole number >= 0 and <= 64, got 2.0"),
+        ("lr_factor = nan", "lr_factor: expected a number > 0 and <= 1, got nan"),
+        ("lr_factor = inf", "lr_factor: expected a number > 0 and <= 1, got inf"),
+        (
+            "after_rollback = 'both'",
+            'after_rollback: expected one of "skip_data", "replay_data", got',
+        ),
         ("lag = ", "is not TOML"),
-        ("heal = 3", "heal is 3; wanted a table"),
-        ("[heal]\nlag = {a = 1}", "lag is {'a': 1}; wanted"),
+        ("heal = 3", "heal: expected a table, got 3"),
+        ("[heal]\nlag = {a = 1}", "lag: expected a whole number"),
     ],
 )
 def test_toml_that_is_wrong_is_refused_by_name(text, message):
@@ -185,15 +190,15 @@ def test_command_lines_override():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("lag", "'lag' is no assignment; wanted a str, key=value"),
-        (b"lag=1", "b'lag=1' is no assignment; wanted a str, key=value"),
-        (("lag", 1), "('lag', 1) is no assignment; wanted a str, key=value"),
-        ("lagg=1", "wanted lag"),
-        ("lag=two", "lag is 'two'; wanted a whole number"),
-        ("lag=1e3", "lag is '1e3'"),
-        ("lr_factor=nan", "lr_factor is nan"),
-        ("zclip_enabled=maybe", "zclip_enabled is 'maybe'; wanted true or false"),
-        ("lag=__import__('os')", "wanted a whole number"),
+        ("lag", "expected key=value, a str, got 'lag'"),
+        (b"lag=1", "expected key=value, a str, got b'lag=1'"),
+        (("lag", 1), "expected key=value, a str, got ('lag', 1)"),
+        ("lagg=1", "expected lag"),
+        ("lag=two", "lag: expected a whole number"),
+        ("lag=1e3", "got '1e3'"),
+        ("lr_factor=nan", "got nan"),
+        ("zclip_enabled=maybe", "zclip_enabled: expected true or false, got 'maybe'"),
+        ("lag=__import__('os')", "expected a whole number"),
     ],
 )
 def test_a_wrong_word_on_the_command_line_is_refused_by_name(word, message):
@@ -208,14 +213,14 @@ HUGE = 10**400
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HealingConfig(nan_patience=HUGE), "nan_patience is a whole number of 1329 bits"),
-        (lambda: HealingConfig(max_grad_norm=HUGE), "max_grad_norm is a whole number of 1329 bits"),
-        (lambda: HealingConfig(nan_patience=2**63), "of at most 63 bits"),
-        (lambda: HealingConfig.from_toml(f"nan_patience = {HUGE}"), "of at most 63 bits"),
+        (lambda: HealingConfig(nan_patience=HUGE), "got a whole number of 1329 bits"),
+        (lambda: HealingConfig(max_grad_norm=HUGE), "got a whole number of 1329 bits"),
+        (lambda: HealingConfig(nan_patience=2**63), "more than 63 bits"),
+        (lambda: HealingConfig.from_toml(f"nan_patience = {HUGE}"), "more than 63 bits"),
         (lambda: HealingConfig.from_toml("lag = 1" + "0" * 5000), "the text is not TOML"),
-        (lambda: HealingConfig().override([f"nan_patience={HUGE}"]), "of at most 63 bits"),
-        (lambda: HealingConfig().override(["lag=1" + "0" * 5000]), "lag is '1000"),
-        (lambda: HealingConfig().override(["max_grad_norm=1e400"]), "max_grad_norm is inf"),
+        (lambda: HealingConfig().override([f"nan_patience={HUGE}"]), "more than 63 bits"),
+        (lambda: HealingConfig().override(["lag=1" + "0" * 5000]), "got '1000"),
+        (lambda: HealingConfig().override(["max_grad_norm=1e400"]), "got inf"),
     ],
 )
 def test_a_number_that_is_too_large_is_refused_by_name_and_in_few_words(make, message):
@@ -235,7 +240,7 @@ def test_a_number_that_is_too_large_is_refused_by_name_and_in_few_words(make, me
     ids=["made", "replaced", "preset"],
 )
 def test_an_unknown_setting_is_named_with_its_value_and_the_nearest_that_is_known(make):
-    with pytest.raises(ConfigError, match="nan_patence = 3: there is no such setting; wanted nan"):
+    with pytest.raises(ConfigError, match="nan_patence = 3: expected nan"):
         make()
 
 
@@ -243,13 +248,13 @@ def test_an_unknown_setting_is_named_with_its_value_and_the_nearest_that_is_know
 def test_a_name_that_is_no_text_is_shown_with_its_value(key):
     with pytest.raises(ConfigError) as raised:
         HealingConfig.from_dict({key: 1})
-    assert str(raised.value) == f"{key!r} = 1: wanted the name of a setting, a str"
+    assert str(raised.value) == f"{key!r} = 1: expected the name of a setting, a str"
 
 
 def test_a_file_that_is_not_text_is_named(tmp_path):
     path = tmp_path / "heal.toml"
     path.write_bytes(b"lag = 3 # \xff")
-    with pytest.raises(ConfigError, match=r"heal\.toml is not UTF-8: byte 0xff at position 10"):
+    with pytest.raises(ConfigError, match=r"heal\.toml: .* got byte 0xff at position 10"):
         HealingConfig.from_toml(path)
 
 
@@ -261,12 +266,14 @@ def test_a_path_with_an_equals_sign_is_a_path(tmp_path):
         assert HealingConfig.from_toml(str(folder / name)).lag == 3
     with pytest.raises(FileNotFoundError):
         HealingConfig.from_toml(str(folder / "other.toml"))
-    with pytest.raises(TypeError, match="path_or_text is bytes; wanted a path"):
+    with pytest.raises(TypeError, match="path_or_text: expected a path"):
         HealingConfig.from_toml(b"lag = 3")
 
 
 def test_a_setting_outside_of_the_table_is_refused_and_what_is_others_is_not():
-    with pytest.raises(ConfigError, match=r"nan_patience = 9 stands before \[heal\] in the text"):
+    with pytest.raises(
+        ConfigError, match=r"nan_patience = 9: .* got it before \[heal\] in the text"
+    ):
         HealingConfig.from_toml("nan_patience = 9\n[heal]\nlr_factor = 0.7")
     theirs = 'data = "/data/books"\nseed = 1\n[lag]\nof = 3\n[heal]\nlr_factor = 0.7'
     assert HealingConfig.from_toml(theirs).lr_factor == 0.7

@@ -141,8 +141,8 @@ def build_in_the_wrong_order():
     ("name", "told"),
     [
         ("build_that_fails", r"raised KeyError\('a mistake of mine'\) at .*test_drill.py:\d+"),
-        ("build_of_nothing", r"returned None; wanted \(healer, train_step, loader\)"),
-        ("build_in_the_wrong_order", r"returned \['function', 'Healer', 'DataLoader'\]; wanted"),
+        ("build_of_nothing", r"expected \(healer, train_step, loader\), got None"),
+        ("build_in_the_wrong_order", r"expected .*, got \['function', 'Healer', 'DataLoader'\]"),
     ],
 )
 def test_a_function_that_makes_no_run_is_told_of(name, told, capsys):
@@ -158,7 +158,7 @@ def test_a_drill_has_at_least_one_step(command, steps, capsys):
     with pytest.raises(SystemExit) as left:
         main([*command, f"--steps={steps}"])
     assert left.value.code == 2
-    assert "wanted a whole number >= 1" in capsys.readouterr().err
+    assert "expected a whole number >= 1" in capsys.readouterr().err
 
 
 def test_a_drill_without_a_step_is_refused():

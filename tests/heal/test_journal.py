@@ -46,10 +46,10 @@ def diagnosis(cause=Cause.DIVERGENCE, **evidence):
     return Diagnosis(cause, evidence, 0.9, "a paper", Severity.ERROR, 80, 90)
 
 
-def test_a_note_that_comes_before_the_run_is_of_step_0(tmp_path):
-    notes = Notes(Journal(tmp_path))
+def test_a_note_is_of_the_step_in_which_it_comes(tmp_path):
+    steps = iter([0, 7])
+    notes = Notes(Journal(tmp_path), lambda: next(steps))
     notes.add("the set-up is odd")
-    notes.step = lambda: 7
     notes.add("so is the run")
     told = [(event["step"], event["text"]) for event in read_events(tmp_path / "events.jsonl")[0]]
     assert told == [(0, "the set-up is odd"), (7, "so is the run")]

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import sys
 
 import lightning.pytorch as pl
 import pytest
@@ -294,8 +295,11 @@ def test_the_learning_rate_is_lowered_beside_the_schedule():
 def test_endless_trouble_halts_with_a_postmortem(tmp_path):
     faults = {n: nan_loss for n in range(20, 1000)}
     callback = healing(run_dir=tmp_path, max_recovery_attempts=2)
-    with pytest.raises(HealingError):
+    with pytest.raises(HealingError) as raised:
         fit(Module(faults=faults), callback, steps=200)
+    with pytest.raises(SystemExit) as ended:  # as Python does with what nobody catches
+        sys.excepthook(HealingError, raised.value, None)
+    assert ended.value.code == raised.value.exit_code
     page = json.loads((tmp_path / "postmortem.json").read_text())
     assert page["exit_reason"] in ("nan", "unrecoverable")
     assert page["exit_code"] >= 40

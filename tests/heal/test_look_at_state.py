@@ -9,7 +9,7 @@ from heal.actions import HealingError, ScaleLr
 from heal.causes import Cause, Severity
 from heal.diagnose import Diagnosis
 from heal.journal import Journal
-from heal.recovery import Treatment
+from heal.recovery import Recovery
 from heal.testing import Fault
 from tests.heal.fake_run import FakeRun
 from tests.heal.runs import regression, strike
@@ -80,20 +80,27 @@ def test_nan_batches_with_sound_weights_are_skipped_as_before():
     assert {tuple(actions) for _, actions in failures(healer)} == {("skip",)}
 
 
+class QuietMonitor:
+    """Has nothing to report."""
+
+    def poll(self):
+        return iter(())
+
+
 def diagnosis(cause, step, severity=Severity.ERROR):
     return Diagnosis(cause, {}, 0.9, "", severity, bad_step=step, step=step)
 
 
 def test_the_lower_rate_of_a_misdiagnosis_is_taken_back():
     run = FakeRun(snapshots=[90])
-    treatment = Treatment(run, HealingConfig(), Journal(None))
+    recovery = Recovery(run, QuietMonitor(), HealingConfig(), Journal(None))
     for _ in range(2):  # the second rollback lowers the rate
-        plan = treatment.carry_out(diagnosis(Cause.GRADIENT_EXPLOSION, 100))
+        plan = recovery.carry_out(diagnosis(Cause.GRADIENT_EXPLOSION, 100))
     assert any(isinstance(action, ScaleLr) for action in plan)
     assert run.lr_scale == 0.5
     run.step = 110
     run.corrupt = {"cause": "weight_corruption", "tensor": "head", "tensors": 1}
-    treatment.carry_out(diagnosis(Cause.NONFINITE_LOSS, 110, Severity.WARN))
+    recovery.carry_out(diagnosis(Cause.NONFINITE_LOSS, 110, Severity.WARN))
     assert ("restore", 90) in run.done
     assert run.lr_scale == 1.0
 
@@ -111,3 +118,24 @@ def test_a_frozen_weight_that_became_nan_is_named_when_patience_ends():
     with pytest.raises(HealingError, match=r"0\.weight"):
         healer.run(train_step, setup.loader, 80, progress=False)
     assert healer.recoveries[-1]["failure"] == "weight_corruption"
+
+
+def test_a_finite_weight_that_makes_the_loss_nan_is_named_and_no_other_is():
+    """A weight of 1e30 overflows in forward: every gradient is NaN, that of the first layer too."""
+    setup = regression(check_interval=0)
+    layers = [name for name, _ in setup.model.named_parameters() if name.endswith("weight")]
+    first, broken = layers[0], layers[-1]
+    weight, calls = setup.model.get_parameter(broken), iter(range(10_000))
+
+    def train_step(batch):
+        if next(calls) == 45:
+            weight.data.mul_(1e30)
+        return nn.functional.mse_loss(setup.model(batch[0]), batch[1])
+
+    healer = setup.healer()
+    healer.run(train_step, setup.loader, 80, progress=False)
+    named = [entry["evidence"].get("tensor") for entry in healer.recoveries]
+    (healed,) = [e for e in healer.recoveries if "rollback" in e["actions"]]
+    assert healed["evidence"]["tensor"] == broken
+    assert broken in healed["diagnosis"]
+    assert first not in named

@@ -216,8 +216,17 @@ def random_trials_with_buckets():
 
 
 @check(2, 4, slow=True)
-def two_hundred_random_trials_with_buckets():
-    _trials(range(200))
+def two_hundred_random_trials():
+    _trials(range(150))
+    for seed in range(50):
+        draw = random.Random(seed)
+        compare(
+            sharded,
+            draw.choice(SHARD_SCENARIOS),
+            name=draw.choice(list(CLIPPERS)),
+            make=draw.choice(list(OPTIMIZERS.values())),
+            set_to_none=draw.choice([False, True]),
+        )
 
 
 def _trials(seeds):
@@ -308,10 +317,19 @@ def accumulate_reduced(model, step):
     backward(model, step, seldom=True)
 
 
+SHARD_SCENARIOS = (
+    backward,
+    seldom,
+    change,
+    unscale,
+    accumulate_shards,
+    accumulate_reduced,
+)
+
+
 @check(2)
 def shards_are_measured_after_the_reduce_scatter():
-    scenarios = (backward, seldom, change, unscale, accumulate_shards, accumulate_reduced)
-    for scenario in scenarios:
+    for scenario in SHARD_SCENARIOS:
         for name, make in (("zclip", Loop), ("adagc", OPTIMIZERS["fused"])):
             early = compare(sharded, scenario, name=name, make=make)
             if scenario not in (change, unscale):

@@ -154,3 +154,19 @@ def long_metrics(path: Path, steps: int, spike: int) -> None:
             file.write(
                 f'{head}"series": {tail.replace(json.dumps([1.0] * 10), json.dumps(losses))}\n'
             )
+
+
+def two_runs(folder: Path, ranks: int = 1, **second: Any) -> Path:
+    """A run of 100 steps with an incident, then another of 50 without one, in the same folder."""
+    for rank in range(ranks):
+        ids = [{"run": f"first-{rank}"}, {"run": f"second-{rank}"}]
+        events = [
+            started(rank) | ids[0],
+            trouble("nonfinite_loss", 60, act("Refuse"), rank=rank) | ids[0],
+            started(rank, seconds=100.0 + rank) | ids[1] | second,
+        ]
+        write(folder / f"events{suffix(rank)}.jsonl", events)
+        later = [{**line, "time": at(101 + i)} for i, line in enumerate(calm_metrics(50))]
+        for lines, name in ((calm_metrics(100), ids[0]), (later, ids[1])):
+            write(folder / f"metrics{suffix(rank)}.jsonl", [line | name for line in lines])
+    return folder

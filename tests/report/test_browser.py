@@ -8,6 +8,7 @@ import pytest
 from heal.report.collect import read_run
 from heal.report.page import make_page
 from tests.report.journals import (
+    act,
     calm_metrics,
     long_metrics,
     metrics,
@@ -116,7 +117,7 @@ def test_hover_shows_the_values_of_the_step_under_the_pointer(show, tmp_path):
     assert "step\t57" in told
     assert "loss\t1.8" in told
     assert "loss before the rollback\tNaN" in told
-    assert "The loss was not a number (rolled back, step 57)" in told
+    assert "The loss was NaN or Inf (rolled back, step 57)" in told
     assert page.locator("line.cross").count() == 6
     page.mouse.move(5, 5)
     assert page.locator("#tooltip").is_hidden()
@@ -160,11 +161,11 @@ def test_the_keyboard_moves_zooms_and_is_told_aloud(show, tmp_path):
 def test_kinds_of_events_can_be_left_out(show, tmp_path):
     page = show(sick_run(tmp_path / "run"))
     assert (visible_rows(page), glyphs(page)) == (3, 6)
-    page.get_by_text("step refused 3").click()
+    page.get_by_text("step skipped 3").click()
     assert (visible_rows(page), glyphs(page)) == (2, 3)
     assert page.locator("#incident-count").inner_text() == "2 of 3"
     assert page.locator(f"{LOSS} line.event.refused").count() == 0
-    page.get_by_text("step refused 3").click()
+    page.get_by_text("step skipped 3").click()
     assert (visible_rows(page), glyphs(page)) == (3, 6)
 
 
@@ -185,11 +186,11 @@ def test_a_click_on_an_incident_zooms_to_it_and_on_its_mark_chooses_it(show, tmp
     page.get_by_role("button", name="Show step 55 to 57 on the charts").click()
     low, high = view_range(page)
     assert low < 40 < 57 < high < 99
-    assert page.locator("tr.selected").get_attribute("data-incident-row") == "1"
+    assert page.locator("li.selected").get_attribute("data-incident-row") == "1"
     assert page.locator("rect.chosen").count() == 6
     page.locator("#reset").click()
     page.locator("svg.panel .glyph.alert").click()
-    assert page.locator("tr.selected").get_attribute("data-incident-row") == "2"
+    assert page.locator("li.selected").get_attribute("data-incident-row") == "2"
 
 
 def test_the_axis_can_be_time_and_the_scale_linear(show, tmp_path):
@@ -227,7 +228,7 @@ def test_it_prints_light_and_without_controls(show, tmp_path):
     page = show(sick_run(tmp_path / "run"), color_scheme="dark")
     page.emulate_media(media="print")
     assert page.locator(".toolbar").is_hidden()
-    assert page.locator("table.incidents").is_visible()
+    assert page.locator(".incidents").is_visible()
     color = page.evaluate("getComputedStyle(document.querySelector('.story')).color")
     assert color == "rgb(29, 33, 41)"
 
@@ -237,7 +238,7 @@ def test_a_hostile_journal_runs_nothing_in_the_browser(show, tmp_path):
     assert page.locator("img").count() == 0
     assert page.locator("script").count() == 2
     page.locator("svg.panel .glyph.halt").first.hover()
-    assert "alert(1)" in page.locator("table.incidents").inner_text()
+    assert "alert(1)" in page.locator(".incidents").inner_text()
 
 
 def test_a_run_without_curves_and_one_on_a_phone_are_readable(show, tmp_path):
@@ -259,3 +260,35 @@ def test_a_long_run_is_drawn_with_its_spike(show, tmp_path):
     assert len(lane) > 200  # cells of four pixels: rows that were thinned out leave no gap
     highest = min(float(point.split(",")[1]) for point in path[1:].split("L"))
     assert highest < 30
+
+
+def test_a_phone_shows_cause_action_and_outcome_without_sideways_scrolling(show, tmp_path):
+    run = sick_run(tmp_path / "run", ranks=2)
+    name = "transformer.h.11.attn.a_very_long_name_without_any_blank.c_attn.weight" * 3
+    more = {"evidence": {"tensor": name}, "diagnosis": f"NaN. Tensor: {name}."}
+    write(run / "events.jsonl", [trouble("nonfinite_gradient", 95, act("Refuse"), **more)])
+    page = show(run)
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    wide = """() => [...document.querySelectorAll("main *")]
+      .filter((e) => !e.closest("svg, .visually-hidden") && e.getBoundingClientRect().right > 390)
+      .map((e) => e.outerHTML.slice(0, 80))"""
+    assert page.evaluate(wide) == []
+    for fact in page.locator(".facts dt", has_text="cause").all():
+        size = fact.evaluate("e => getComputedStyle(e).fontSize")
+        assert float(size.removesuffix("px")) >= 12
+    boxes = [picture.bounding_box() for picture in page.locator(".thumbnail").all()]
+    assert len(boxes) == 4
+    assert all(box["width"] > 280 and box["height"] > 50 for box in boxes)
+
+
+def test_incidents_can_be_reached_and_chosen_by_keyboard(show, tmp_path):
+    page = show(sick_run(tmp_path / "run"))
+    wanted = "Show step 55 to 57 on the charts"
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.ariaLabel") == wanted:
+            break
+    page.keyboard.press("Enter")
+    assert page.locator("[aria-current=true]").get_attribute("data-incident-row") == "1"
+    assert page.get_by_role("heading", level=3, name="The loss was NaN or Inf").count() == 1

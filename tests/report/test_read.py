@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from heal.journal import Journal
 from heal.report.collect import read_run
 from heal.report.read import MAX_LINE, Damage, NotARun, find_files, read_lines, seconds_of, whole
 from tests.report.journals import (
@@ -13,6 +14,7 @@ from tests.report.journals import (
     sick_run,
     started,
     trouble,
+    two_runs,
     write,
 )
 
@@ -31,8 +33,8 @@ def test_ranks_and_rotated_files_are_found_oldest_first(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "does not exist; wanted the run_dir"),
-        (lambda path: path.write_text("x"), "is a file; wanted the run_dir"),
+        (lambda path: None, "expected the run_dir .* does not exist"),
+        (lambda path: path.write_text("x"), "expected the run_dir .* is a file"),
         (lambda path: path.mkdir(), "has no events.jsonl, metrics.jsonl or postmortem.json"),
         (lambda path: write(path / "events.jsonl", []), "the journal is empty"),
     ],
@@ -132,3 +134,59 @@ def test_the_postmortem_alone_makes_a_report(tmp_path):
     postmortem(tmp_path, exit_reason="oom", exit_code=44)
     report = read_run(tmp_path)
     assert (report.last_step, report.incidents) == (99, [])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_two_runs_in_one_folder_are_two_runs(tmp_path, ranks):
+    two_runs(tmp_path, ranks)
+    postmortem(tmp_path, last_step=49, timestamp=at(200))
+    first, second = (read_run(tmp_path, run=number) for number in (1, 2))
+    assert (first.number, first.runs, second.number, second.runs) == (1, 2, 2, 2)
+    assert (first.last_step, second.last_step) == (99, 49)
+    assert (len(first.incidents), len(second.incidents)) == (1, 0)
+    assert (first.postmortem, second.postmortem is None) == (None, False)
+    assert first.ranks == second.ranks == list(range(ranks))
+    assert [row[0] for row in second.curves[0].rows()] == list(range(50))
+    assert read_run(tmp_path).number == 2
+    with pytest.raises(NotARun, match="expected a run from 1 to 2, got 3"):
+        read_run(tmp_path, run=3)
+
+
+def test_an_end_that_is_older_than_the_last_run_belongs_to_the_run_before(tmp_path):
+    two_runs(tmp_path)
+    postmortem(tmp_path, timestamp=at(50))
+    assert read_run(tmp_path, run=1).postmortem is not None
+    assert read_run(tmp_path, run=2).postmortem is None
+
+
+def test_a_start_that_resumes_is_the_same_run(tmp_path):
+    two_runs(tmp_path / "told")
+    resumed = {**started(seconds=101), "event": "resumed", "step": 100, "run": "second-0"}
+    write(tmp_path / "told/events.jsonl", [resumed])
+    assert read_run(tmp_path / "told").runs == 1
+    lines = [line | {"run": "later"} for line in calm_metrics(50, first=100)]
+    write(tmp_path / "silent/events.jsonl", [started() | {"run": "a"}])
+    write(tmp_path / "silent/events.jsonl", [started(seconds=20) | {"run": "later"}])
+    write(tmp_path / "silent/metrics.jsonl", [c | {"run": "a"} for c in calm_metrics(100)] + lines)
+    report = read_run(tmp_path / "silent")
+    assert (report.runs, report.last_step) == (1, 149)
+
+
+def test_a_run_after_one_of_an_older_version_is_another(tmp_path):
+    sick_run(tmp_path, ranks=2)
+    postmortem(tmp_path, timestamp=at(50))
+    write(tmp_path / "events.jsonl", [started(seconds=100) | {"run": "new"}])
+    report = read_run(tmp_path)
+    assert (report.number, report.runs, report.incidents) == (2, 2, [])
+    assert len(read_run(tmp_path, run=1).incidents) == 3
+
+
+def test_healer_gives_each_run_an_id(tmp_path):
+    for steps in (3, 2):
+        journal = Journal(tmp_path, rank=0)
+        journal.event("note", 0, text="before the start")
+        journal.event("started", 0)
+        journal.metrics(steps, {"loss": 1.0, "seen_at": 0})
+        journal.close()
+    assert read_run(tmp_path).runs == 2
+    assert [row[2] for row in read_run(tmp_path).curves[0].rows()] == [1.0]

@@ -3,8 +3,10 @@ import pytest
 from heal import actions
 from heal.causes import Cause
 from heal.report.collect import read_run
-from heal.report.data import summarise
+from heal.report.data import summarise, worst_tensors
+from heal.report.page import make_page
 from heal.report.story import KIND_OF_ACTION
+from heal.report.text import make_text
 from heal.report.words import action_words, clean, duration, show, title
 from tests.report.journals import (
     act,
@@ -37,7 +39,7 @@ def test_a_sick_run_is_told_as_three_incidents(tmp_path):
     assert undone["lost_steps"] == 20  # the two refused steps were among those done again
     assert undone["lost_seconds"] == pytest.approx(20 * 0.1 + 3 * 0.25)
     assert [a["times"] for a in undone["actions"]] == [2, 1, 1, 1]
-    assert undone["actions"][1]["text"] == "returned to the snapshot of step 40"
+    assert undone["actions"][1]["text"] == "rolled back to the snapshot of step 40"
     assert undone["outcome_text"] == "Training passed step 57 and went on."
     assert (slow["kind"], slow["outcome"], slow["actions"]) == ("alert", "noted", [])
 
@@ -98,15 +100,15 @@ def test_a_new_start_does_not_join_what_was_before(tmp_path):
 
 def test_trouble_at_the_last_step_is_open(tmp_path):
     (live,) = told(tmp_path, trouble("oom", 99, act("ShrinkBatch", halving=1)), steps=100)
-    assert (live["outcome"], "not yet" in live["outcome_text"]) == ("open", True)
+    assert (live["outcome"], "yet" in live["outcome_text"]) == ("open", True)
     postmortem(tmp_path, last_step=99)
     (over,) = read_run(tmp_path).incidents
-    assert over["outcome_text"] == "The run ended before it could show."
+    assert over["outcome_text"] == "The run ended too soon after it to tell."
 
 
 def test_an_action_without_effect_is_told_so(tmp_path):
     (only,) = told(tmp_path, trouble("oom", 9, act("ShrinkBatch", halving=1, effect=False)))
-    assert only["actions"][0]["text"].endswith("(without effect)")
+    assert only["actions"][0]["text"].endswith("(no effect)")
 
 
 def test_the_summary_tells_the_story(tmp_path):
@@ -114,18 +116,18 @@ def test_the_summary_tells_the_story(tmp_path):
     text = " ".join(summary["sentences"])
     assert summary["state"] == "finished"
     assert "The run took 100 steps in 11.9 s and finished." in text.replace("12 s", "11.9 s")
-    assert "It met trouble 3 times: gradients were not numbers; the loss was not a number" in text
     assert (
-        "1 was rolled back, 1 was contained before any harm was done and 1 was only noted" in text
+        "3 incidents: 1 rolled back (loss not checked), 1 skipped on the device, 1 logged" in text
     )
-    assert "cost 21 steps (17.5% of the work)" in text
+    assert "Gradients held NaN or Inf; the loss was NaN or Inf; steps became slow." in text
+    assert "Together they cost 21 steps, 3.4 s (17.5% of the work)." in text
     assert "The loss fell from 3 to 1.5" in text
 
 
 @pytest.mark.parametrize(
     ("page", "state", "words"),
     [
-        (None, "open", "has left no ending: it is still going, or it was killed"),
+        (None, "open", "has no recorded end: it is still running, or it was killed"),
         ({}, "finished", "and finished."),
         ({"exit_reason": "nan", "exit_code": 41}, "stopped", "(exit code 41 BUDGET_SPENT)"),
         ({"exit_reason": "exception", "exit_code": 1}, "stopped", "by an error (exit code 1)"),
@@ -138,7 +140,7 @@ def test_how_the_run_ended_is_told(tmp_path, page, state, words):
         postmortem(tmp_path, **page)
     summary = summarise(read_run(tmp_path))
     assert (summary["state"], words in summary["sentences"][0]) == (state, True)
-    assert "It met no trouble" in summary["sentences"][1]
+    assert "No incidents" in summary["sentences"][1]
 
 
 def test_a_rank_without_an_ending_is_named(tmp_path):
@@ -146,7 +148,7 @@ def test_a_rank_without_an_ending_is_named(tmp_path):
     (tmp_path / "postmortem.rank1.json").unlink()
     first = summarise(read_run(tmp_path))["sentences"][0]
     assert "3 ranks" in first
-    assert first.endswith("and finished. Rank 1 left no ending.")
+    assert first.endswith("and finished. No end was recorded by rank 1.")
 
 
 def test_a_goal_not_reached_and_a_second_start_are_told(tmp_path):
@@ -204,5 +206,54 @@ def test_healed_means_that_the_loss_came_back(tmp_path, healed, outcome):
     later = trouble("plateau", 80)
     incident = told(tmp_path, back, {**later, **end}, later)[0]
     assert incident["outcome"] == outcome
-    assert "13.4" in incident["outcome_text"]
-    assert "was 3 before" in incident["outcome_text"]
+    assert incident["outcome_text"].endswith(": 3 before, 13.4 after.")
+    assert (incident["loss_before"], incident["loss_after"]) == (3.0, 13.4)
+
+
+def experiment(step, suspicion, answer, now, old, **more):
+    line = {**started(), "event": "experiment", "step": step, "suspicion": suspicion}
+    compared = {"losses_now": [now], "losses_old": [old], "snapshots": [30]}
+    return {**line, "answer": answer, "since": 30, "why": "because", **compared, **more}
+
+
+def test_an_experiment_is_shown_with_its_incident_and_by_itself(tmp_path):
+    damaged = experiment(60, "loss_spike", "damaged", 9.5, 3.25)
+    act_on = trouble("loss_spike", 58, ROLLBACK, resumed_at=30)
+    other = experiment(150, "divergence", "other data", 4.0, 4.5)
+    lines = [damaged, {**damaged, "rank": 1}, act_on, other]
+    (incident,) = told(tmp_path, *lines)
+    (text,) = incident["experiments"]
+    assert text == (
+        "Experiment: damaged weights. On the same batch the loss was 9.5 with the current weights "
+        "and 3.25 with those of step 30."
+    )
+    sentences = summarise(read_run(tmp_path))["sentences"]
+    assert "2 experiments: 1 showed damaged weights, 1 showed other data." in sentences
+    text, _, _ = make_page(read_run(tmp_path)).partition('<script type="application/json"')
+    assert text.count("Experiment: damaged weights.") == 2  # at its incident, and in the table
+    assert "Experiment: other data." in make_text(read_run(tmp_path), to_terminal=False)
+
+
+def test_an_experiment_of_nonsense_is_readable(tmp_path):
+    odd = experiment(60, None, ["x"], {}, "x", losses_old=5, snapshots=None)
+    told(tmp_path, odd)
+    assert "Experiment: " in make_page(read_run(tmp_path))
+
+
+def test_an_outcome_belongs_to_the_incident_that_it_names(tmp_path):
+    back = [trouble("loss_spike", s, ROLLBACK, resumed_at=s - 10) for s in (40, 120)]
+    ends = [
+        {**started(), "event": "outcome", "first_step": f, "healed": h, "loss": 5, "loss_before": 3}
+        for f, h in ((40, False), (120, True))
+    ]
+    found = told(tmp_path, *back, *ends)
+    assert [i["outcome"] for i in found] == ["unhealed", "healed"]
+    assert "2 incidents: 1 healed, 1 not recovered." in summarise(read_run(tmp_path))["sentences"]
+
+
+def test_a_nan_loss_names_no_tensor(tmp_path):
+    bad_loss = trouble("nonfinite_loss", 40, act("Refuse"))
+    bad_gradient = trouble("nonfinite_gradient", 90, act("Refuse"))
+    told(tmp_path, bad_loss, bad_gradient)
+    (entry,) = worst_tensors(read_run(tmp_path))
+    assert entry["failures"] == {"nonfinite_gradient": 1}

@@ -19,6 +19,7 @@ from tests.report.journals import (
     sick_run,
     started,
     trouble,
+    two_runs,
     write,
 )
 
@@ -90,17 +91,17 @@ def test_a_tail_of_a_long_file_begins_near_its_end(tmp_path):
 def test_a_finished_run_prints_its_outcome_and_ends(tmp_path, capsys):
     assert main(["watch", str(sick_run(tmp_path))]) == 0
     out = capsys.readouterr().out
-    assert "step 57: The loss was not a number. returned to the snapshot of step 40" in out
-    assert "102 of 100 steps  loss 1.5  norm 0.5  lr x 1" in out
-    assert "the run finished after 102 steps and was treated 1 time." in out
-    assert out.endswith(f"For the whole story: heal report {tmp_path}\n")
+    assert "step 57: The loss was NaN or Inf. rolled back to the snapshot of step 40" in out
+    assert "100 of 100 steps  loss 1.5  norm 0.5  lr x 1" in out
+    assert "the run finished after 100 steps; heal acted 1 time." in out
+    assert out.endswith(f"For the full report: heal report {tmp_path}\n")
 
 
 def test_a_run_that_was_stopped_says_why(tmp_path, capsys):
     postmortem(tmp_path, exit_reason="nan", exit_code=41, exception_message="enough\x1b[2J")
     assert main(["watch", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert "was stopped because its numbers broke (exit code 41: enough\ufffd[2J)" in told
+    assert "was stopped because of NaN or Inf (exit code 41: enough\ufffd[2J)" in told
 
 
 def test_a_run_is_followed_from_before_its_folder_exists_to_its_end(tmp_path, capsys):
@@ -120,10 +121,10 @@ def test_a_run_is_followed_from_before_its_folder_exists_to_its_end(tmp_path, ca
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{folder} does not exist yet: waiting (Ctrl-C ends)"
     assert lines[1] == "started on node0"
-    assert lines[2].startswith("22 steps  loss 2.449")
-    assert lines[3] == "step 15: Memory ran out. cut batches into twice as many pieces"
+    assert lines[2].startswith("20 steps  loss 2.449")
+    assert lines[3] == "step 15: Memory ran out. split batches into twice as many micro-batches"
     assert "loss NaN" in lines[-2]
-    assert lines[-1].startswith("the run finished after 32 steps")
+    assert lines[-1].startswith("the run finished after 30 steps")
 
 
 def test_an_old_ending_does_not_end_a_run_that_was_started_again(tmp_path):
@@ -146,8 +147,8 @@ def test_ranks_are_shown_and_the_slowest_counts(tmp_path, capsys):
     postmortem(tmp_path)
     main(["watch", str(tmp_path), "--plain"])
     out = capsys.readouterr().out
-    assert "rank 1, step 5: Memory ran out. noted" in out
-    assert "62 steps" in out
+    assert "rank 1, step 5: Memory ran out. logged" in out
+    assert "60 steps" in out
     assert "2 ranks" in out
 
 
@@ -162,29 +163,29 @@ def test_the_screen_shows_progress_ranks_and_news(tmp_path):
     console.print(Screen(run, console).view())
     text = console.export_text()
     assert "[bold]run" in text  # names are no markup
-    assert "treated 3, noted 3" in text
+    assert "acted 3, logged 3" in text
     assert "throughput" not in text
-    assert "rank 2, step 90: Steps became slow. noted" in text
+    assert "rank 2, step 90: Steps became slow. logged" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
 def test_silence_is_told():
     run = LiveRun(Path("x"), began=100.0)
     assert quiet_words(run, 130.0) == ""
-    assert quiet_words(run, 700.0) == "no news for 10 min: busy, stuck or killed"
+    assert quiet_words(run, 700.0) == "nothing new for 10 min: busy, stuck or killed"
     assert closing_line(run).startswith("the run goes on")
 
 
 @pytest.mark.parametrize("words", [["--interval", "0"], ["--interval", "nan"]])
 def test_an_interval_that_makes_no_sense_is_refused(tmp_path, words, capsys):
     assert main(["watch", str(tmp_path), *words]) == 2
-    assert "wanted 0.05 to 3600 seconds" in capsys.readouterr().err
+    assert "expected 0.05 to 3600 seconds" in capsys.readouterr().err
 
 
 def test_a_file_is_no_run(tmp_path, capsys):
     (tmp_path / "x").touch()
     assert main(["watch", str(tmp_path / "x")]) == 2
-    assert "is a file; wanted a folder" in capsys.readouterr().err
+    assert "expected a folder, got the file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -202,9 +203,24 @@ def test_ctrl_c_ends_the_watching_without_a_traceback(tmp_path, is_there):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     first = process.stdout.readline()
-    assert ("22 steps" if is_there else "does not exist yet") in first
+    assert ("20 steps" if is_there else "does not exist yet") in first
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
-    assert "stopped watching; the run goes on without us" in out
+    assert "stopped watching; the run continues" in out
+
+
+def test_the_newest_run_of_a_folder_is_shown(tmp_path, capsys):
+    two_runs(tmp_path, ranks=2)
+    postmortem(tmp_path, timestamp=at(200))
+    main(["watch", str(tmp_path), "--plain"])
+    assert capsys.readouterr().out.splitlines()[-2].startswith("50 steps")
+
+
+def test_the_loss_is_drawn_as_a_sparkline(tmp_path, capsys):
+    losses = [float(loss) for loss in (*range(40, 20, -1), *["nan"] * 2, *range(20, 2, -1))]
+    write(tmp_path / "metrics.jsonl", [metrics(39, losses)])
+    postmortem(tmp_path)
+    main(["watch", str(tmp_path), "--plain"])
+    assert "#****+++++=====-  ----:::::....." in capsys.readouterr().out

@@ -17,6 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "triton-kernels.md"
 
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 DTYPES = ["float32", "bfloat16", "float16", "float64"]
+UPDATES = [f"update_chunks, {kind}" for kind in ("adam", "amsgrad", "nesterov", "lion")]
 PER_DTYPE = [
     "grad_stats_partials",
     "power_stats_partials",
@@ -25,12 +26,14 @@ PER_DTYPE = [
     "clamp_chunks",
     "agc_rows",
     "agc_scale",
+    *UPDATES,
 ]
 RULES = ["zclip", "adagc", "spike_skip", "auto_clip", "watch_loss", "agc_tensors", "agc"]
 HASHES = ["fingerprint_partials", "fingerprint_finish"]
-PER_LIST = ["grad_stats_finish", "global_norm", "clip_by_global_norm_finish", *RULES, *HASHES]
+FINISHES = ["grad_stats_finish", "clip_by_global_norm_finish", "update_finish", "update_summary"]
+PER_LIST = [*FINISHES, "global_norm", *RULES, *HASHES]
 BY_FLOAT64 = ["power_stats_partials", "agc_rows", "agc_scale"]
-VECTORISED = [name for name in PER_DTYPE if name not in BY_FLOAT64]
+VECTORISED = [name for name in PER_DTYPE if name not in [*BY_FLOAT64, *UPDATES]]
 """Kernels whose full-chunk path must move 16 bytes at a time; the others are bound by float64, or
 go by rows, which begin anywhere."""
 
@@ -58,7 +61,18 @@ TYPES = {
     **dict.fromkeys(["lambda_rel_bits", "beta_bits", "lambda_abs_bits"], "i64"),
     **dict.fromkeys(["sigma_bits", "percentile_bits", "factor_bits", "decay_bits"], "i64"),
     "ticket": "*i32",
+    **dict.fromkeys(["firsts", "seconds", "maxima", "steps", "begins"], "*i64"),
+    **dict.fromkeys(["takes_part", "is_double", "is_wide", "ledger", "words"], "*i64"),
+    **dict.fromkeys(["grad_scale", "rates", "sums", "rows"], "*fp64"),
+    **dict.fromkeys(["blocked", "summary"], "*fp32"),
+    **dict.fromkeys(["group", "flags", "skip_flags"], "i32"),
+    **dict.fromkeys(["lr_bits", "beta1_bits", "beta2_bits", "weight_decay_bits"], "i64"),
+    "seed_bits": "i64",
 }
+
+
+def kind_of(name, update_table):
+    return getattr(update_table, name.removeprefix("update_chunks, ").upper() + "_KIND")
 
 
 def _kernel_and_constants(name, dtype):
@@ -74,10 +88,12 @@ def _kernel_and_constants(name, dtype):
         fingerprint,
         global_norm,
         grad_stats,
+        optim_update_,
         power_stats,
         report,
         scale_,
         spike_skip,
+        update_table,
         watch_loss_,
         zclip,
     )
@@ -88,7 +104,24 @@ def _kernel_and_constants(name, dtype):
     lanes = {"LANES": chunk.LANES, **rule}
     row = {"DTYPE": constants.get("DTYPE"), **lanes}
     loss = {"DTYPE": chunk.FORMAT_OF[torch.bfloat16]}
+    step = {"BLOCKED_BY": optim_update_.VERDICT, "TELEMETRY": True}
+    update = {
+        **step,
+        **dict.fromkeys(["HAS_COEFS", "HAS_SCALE", "HAS_RATES"], True),
+        "STOCHASTIC": dtype == "bfloat16",
+        "DTYPE": constants.get("DTYPE"),
+        "GRAD_DTYPE": constants.get("DTYPE"),
+        "CHUNK": constants.get("CHUNK"),
+        "LANES": optim_update_.LANES_OF.get(getattr(torch, dtype, None)),
+    }
+    updates = {
+        name: (optim_update_.update_chunks, {"KIND": kind_of(name, update_table), **update})
+        for name in UPDATES
+    }
     return {
+        **updates,
+        "update_finish": (optim_update_.update_finish, {**step, **rule}),
+        "update_summary": (optim_update_.update_summary, {**step, **rule}),
         "grad_stats_partials": (grad_stats.grad_stats_partials, constants),
         "power_stats_partials": (power_stats.power_stats_partials, {"KIND": 2, **constants}),
         "scale_chunks": (scale_.scale_chunks, {"DROP_NONFINITE": False, **constants}),
@@ -175,8 +208,8 @@ def _read_amd(compiled):
 
     return {
         "registers": number("vgpr_count"),
-        "spilled_bytes": 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
-        + number("private_segment_fixed_size"),
+        # Scalar registers spill into lanes of vector registers, not into memory.
+        "spilled_bytes": 4 * number("vgpr_spill_count") + number("private_segment_fixed_size"),
         "shared_bytes": compiled.metadata.shared,
         "wide_loads": count(r"\b(?:global|buffer|flat)_load_dwordx4\b"),
         "wide_stores": count(r"\b(?:global|buffer|flat)_store_dwordx4\b"),
@@ -262,6 +295,23 @@ def _launch_rules(ops, grads, setting):
     ops.watch_loss_(state(8), losses[count], torch.zeros(14), setting, count, setting, count)
     ops.agc_(grads, [g.clone() for g in grads], state(3), setting, setting, count % 2)
     ops.fingerprint(grads)
+    _launch_update(ops, grads, setting)
+
+
+def _launch_update(ops, grads, setting):
+    """Call an update with learning rates, scales, seeds and numbers of tensors that differ."""
+    import torch
+
+    from zclip.layout import ADAM, NUM_LEDGER
+
+    count = len(grads)
+    ledger = torch.zeros(count, NUM_LEDGER, dtype=torch.int64)
+    coefs, scale = torch.zeros(count + 2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    state = [[torch.zeros_like(g) for g in grads] for _ in range(3)]
+    steps = [torch.zeros(()) for _ in grads]
+    numbers = [setting] * 5 + [float(count)]
+    tail = (coefs[:count], torch.zeros(14), scale[:1], scale[:0], ADAM, [count], numbers)
+    ops.optim_update_(grads, state[0], state[1], state[2], [], steps, ledger, *tail, count, True, 3)
 
 
 def page(results, version):

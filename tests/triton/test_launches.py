@@ -10,7 +10,7 @@ from tests.backends import BACKENDS
 from tests.grads import DTYPES, dtype_name, exact_sumsq, make_grads
 from tests.rule_runs import DEFAULTS, NO_LOSS, fresh_state, settings_of, stats_of, takes_loss
 from zclip.backends import triton as triton_backend
-from zclip.layout import KEEP, PROPAGATE, SUMSQ, ZERO
+from zclip.layout import ADAM, KEEP, NUM_LEDGER, PROPAGATE, SUMSQ, ZERO
 
 TRITON = BACKENDS["triton-interpret"]
 
@@ -154,3 +154,14 @@ def test_nothing_on_the_step_path_waits_for_the_device():
     }
     # The table is cut on the host, before it is uploaded.
     assert found == {("table.py", ".tolist(")}
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_an_update_takes_three_launches_for_any_number_of_tensors(launches, count):
+    params, grads, firsts, seconds = ([torch.ones(9) for _ in range(count)] for _ in range(4))
+    steps = [torch.zeros(()) for _ in range(count)]
+    ledger = torch.zeros(count, NUM_LEDGER, dtype=torch.int64)
+    nothing = torch.empty(0, dtype=torch.float64)
+    lists = (params, grads, firsts, seconds, [], steps, ledger, nothing, nothing, nothing, nothing)
+    TRITON.optim_update_(*lists, ADAM, [count], [0.1, 0.9, 0.99, 1e-8, 0.0, 0.0], 0, True, 0)
+    assert launches == ["update_chunks", "update_finish", "update_summary"]

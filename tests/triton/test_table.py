@@ -175,11 +175,11 @@ def test_a_list_that_takes_all_the_memory_is_kept_alone(monkeypatch):
 
 def test_bad_tensors_are_refused_by_name():
     good = torch.ones(3)
-    with pytest.raises(TypeError, match=r"grads\[1\] is torch.int64"):
+    with pytest.raises(TypeError, match=r"grads\[1\]: .*, got torch.int64"):
         TensorList([good, torch.ones(3, dtype=torch.int64)], READ)
-    with pytest.raises(TypeError, match=r"grads\[1\] is torch.sparse_coo"):
+    with pytest.raises(TypeError, match=r"grads\[1\]: .*, got torch.sparse_coo"):
         TensorList([good, torch.eye(3).to_sparse()], READ)
-    with pytest.raises(ValueError, match=r"grads\[1\] of shape \(3, 3\) has elements that share"):
+    with pytest.raises(ValueError, match=r"grads\[1\] of shape \(3, 3\): .* elements that share"):
         TensorList([good, good.expand(3, 3)], WRITE)
     TensorList([good, good.expand(3, 3)], READ)
 

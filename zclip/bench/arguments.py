@@ -100,7 +100,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     ):
         for name in given or ():
             if name not in known:
-                raise ValueError(f"{flag}: unknown {name!r}; wanted one of {', '.join(known)}")
+                raise ValueError(f"{flag}: expected one of {', '.join(known)}, got {name!r}")
     backends = [name for name in options.backend or [] if name != "auto"]
     for backend in backends:
         forced.operators(backend, device)
@@ -164,7 +164,7 @@ def _rivals(wanted: list[str] | None, device: torch.device) -> tuple[list[str], 
 
 def _device(name: str) -> torch.device:
     if name not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name}; wanted cpu or cuda")
+        raise ValueError(f"--device: expected cpu or cuda, got {name}")
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU here")
     return torch.device(name)

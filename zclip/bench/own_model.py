@@ -16,11 +16,11 @@ def load_model(reference: str) -> Module:
 
     Raises:
         ValueError: the reference, the module, the factory or what it returned is not right; says
-            which, and what was wanted.
+            which, and what was expected.
     """
     module_name, colon, factory_name = reference.partition(":")
     if not (module_name and colon and factory_name):
-        raise ValueError(f"--model {reference}: wanted module:factory, as in train:build_model")
+        raise ValueError(f"--model {reference}: expected module:factory, as in train:build_model")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as python -m does, and the installed script does not
@@ -31,8 +31,8 @@ def load_model(reference: str) -> Module:
         raise ValueError(f"--model {reference}: {type(error).__name__}: {error}") from error
     if not isinstance(model, Module):
         raise ValueError(
-            f"--model {reference}: {factory_name}() returned {type(model).__name__}; "
-            "wanted a torch.nn.Module"
+            f"--model {reference}: expected a torch.nn.Module, got {type(model).__name__} from "
+            f"{factory_name}()"
         )
     return model
 
@@ -47,16 +47,16 @@ def shapes_of(model: Module, reference: str) -> tuple[list[Shape], str]:
     trained = [p for p in everything if p.requires_grad]
     if not trained:
         raise ValueError(
-            f"--model {reference}: none of its {len(everything)} parameters requires a gradient; "
-            "wanted a model with something to train"
+            f"--model {reference}: expected a model with something to train, got none of "
+            f"{len(everything)} parameters that requires a gradient"
         )
     names = {dtype: name for name, dtype in DTYPES.items()}
     sizes: dict[str, int] = {}
     for parameter in trained:
         if parameter.dtype not in names:
             raise ValueError(
-                f"--model {reference}: a parameter is {parameter.dtype}; "
-                f"wanted one of {', '.join(DTYPES)}"
+                f"--model {reference}: expected parameters of {', '.join(DTYPES)}, got "
+                f"{parameter.dtype}"
             )
         name = names[parameter.dtype]
         sizes[name] = sizes.get(name, 0) + parameter.numel()

@@ -24,7 +24,7 @@ def problem_with(rival: str, device: torch.device) -> str | None:
         ValueError: there is no such rival.
     """
     if rival not in PACKAGES:
-        raise ValueError(f"unknown rival {rival!r}; wanted one of {', '.join(PACKAGES)}")
+        raise ValueError(f"rival: expected one of {', '.join(PACKAGES)}, got {rival!r}")
     if find_spec(PACKAGES[rival]) is None:
         return f"{rival} takes no part: the package {PACKAGES[rival]} is not installed"
     if rival in GPU_ONLY and device.type != "cuda":

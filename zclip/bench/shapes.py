@@ -112,7 +112,7 @@ def named(name: str) -> list[Shape]:
                 return in_pieces(int(count) // 4, TENSORS_IN_BYTES)
             return in_pieces(ELEMENTS_IN_TENSORS, int(count))
     wanted = ", ".join([*SHAPES, f"{BYTES}N", f"{TENSORS}N"])
-    raise ValueError(f"unknown shapes {name!r}; wanted one of {wanted}")
+    raise ValueError(f"shapes: expected one of {wanted}, got {name!r}")
 
 
 def elements(shapes: list[Shape]) -> int:

@@ -163,7 +163,7 @@ class Clipper(ABC):
                 f"{type(self).__name__} looks at more than norms of tensors; expected a clipper "
                 "that does not, such as ZClip, AdaGC or GlobalNorm"
             )
-        if self._attached() is not None:
+        if self._attachment is not None and self._attachment.is_attached:
             raise ValueError(
                 "the clipper is attached already; expected detach() first, or all models in one "
                 "call of attach"
@@ -457,7 +457,7 @@ class Clipper(ABC):
 
     def _attached(self) -> Attachment | None:
         attachment = self._attachment
-        return attachment if attachment is not None and attachment.is_attached else None
+        return attachment if attachment is not None and attachment.is_watching else None
 
     def _finishes(self, grads: list[Tensor]) -> bool:
         """Whether a step can start from stats. The norm is then the verdict's, a float32."""

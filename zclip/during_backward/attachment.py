@@ -57,15 +57,19 @@ class Attachment:
                 self._watch(param)
         for each in buckets:
             each.start(self._rows)
+        writes = CountedWrites() if self._rows.is_watching else None
         # Also when nobody holds this any more: then nobody asks for what the hooks measure.
-        self._end = weakref.finalize(
-            self, _detach, self._handles, buckets, self._rows, CountedWrites()
-        )
+        self._end = weakref.finalize(self, _detach, self._handles, buckets, self._rows, writes)
 
     @property
     def is_attached(self) -> bool:
         """Whether the hooks are in place."""
         return self._end.alive
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a gradient is large enough to be measured during backward."""
+        return self._rows.is_watching
 
     @property
     def early(self) -> int:
@@ -113,7 +117,7 @@ def _detach(
     handles: list[tuple[Tensor, Any]],
     buckets: list[Buckets],
     rows: EarlyRows,
-    writes: CountedWrites,
+    writes: CountedWrites | None,
 ) -> None:
     for param, handle in handles:
         handle.remove()
@@ -122,7 +126,8 @@ def _detach(
             param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     for each in buckets:
         each.stop()
-    writes.stop()
+    if writes is not None:
+        writes.stop()
     rows.close()
 
 

@@ -89,6 +89,11 @@ class EarlyRows:
         self._places: tuple[Sequence[Tensor], list[tuple[int, Slot]]] | None = None
         self._order: tuple[list[int], Tensor] | None = None
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether there is any slot."""
+        return bool(self._slots)
+
     def watch(self, param: Tensor) -> Slot:
         """Return the slot of a parameter, made if there is none."""
         if id(param) not in self._slots:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
@@ -19,7 +20,7 @@ from zclip.momentum import FirstMomentum
 from zclip.optim.fused import CLIP_KEY, FusedOptimizer
 from zclip.optim.in_backward import StepInBackward
 from zclip.optimizer_proxy import OptimizerProxy
-from zclip.unscaling import adopt_unscaling, asking_scaler
+from zclip.unscaling import adopt_unscaling
 from zclip.verdict_ring import VerdictRing, is_capturing
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ class ClippedOptimizer(OptimizerProxy):
         during_backward: measure gradients as they become final, see :meth:`zclip.Clipper.attach`.
             True for one process or ``fully_shard``; a DistributedDataParallel model has to be
             given itself.
+        scaler: the GradScaler, needed where ``scaler.unscale_`` is given the optimizer inside: a
+            scaler tells optimizers apart by identity, and would divide the gradients again when
+            the wrapper is stepped. Copies and pickles of the wrapper have none.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -101,11 +105,14 @@ class ClippedOptimizer(OptimizerProxy):
         pipeline_group: "ProcessGroup | None" = None,
         record_group: "ProcessGroup | None" = None,
         during_backward: bool | Module = False,
+        scaler: GradScaler | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}; wanted a torch Optimizer")
         if not isinstance(clipper, Clipper):
             raise TypeError(f"clipper is {type(clipper).__name__}; wanted a zclip.Clipper")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
         if isinstance(optimizer, ClippedOptimizer):
             raise ValueError("the optimizer is already clipped; wrap the one inside, .inner")
         if isinstance(optimizer, FusedOptimizer) and optimizer.clipper is not None:
@@ -127,6 +134,7 @@ class ClippedOptimizer(OptimizerProxy):
         if capturable:
             self.mailbox = VerdictRing(self._device())
         self.steps = 0
+        self._scaler = scaler
         self._warned = False
         self._momentum = FirstMomentum()
         self._named: list[tuple[str, Tensor]] = []
@@ -159,9 +167,8 @@ class ClippedOptimizer(OptimizerProxy):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What GradScaler asks: if True it leaves unscaling and refusing to us, and never waits."""
-        scaler = asking_scaler()
-        if scaler is not None:
-            adopt_unscaling(scaler, self, self.inner)
+        if self._scaler is not None:
+            adopt_unscaling(self._scaler, self, self.inner)
         return self.guards_on_device
 
     @torch.no_grad()
@@ -419,7 +426,9 @@ class ClippedOptimizer(OptimizerProxy):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state = {**self.inner.state_dict(), CLIP_KEY: self.clipper.state_dict()}
+        state = self.inner.state_dict()
+        if not isinstance(self.inner, StepInBackward):  # which clips, and has its own state there
+            state = {**state, CLIP_KEY: self.clipper.state_dict()}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, state)
             state = state if changed is None else changed
@@ -438,7 +447,9 @@ class ClippedOptimizer(OptimizerProxy):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        clip_state = state_dict.pop(CLIP_KEY, None)
+        clip_state = None
+        if not isinstance(self.inner, StepInBackward):
+            clip_state = state_dict.pop(CLIP_KEY, None)
         if clip_state is not None:
             self.clipper.load_state_dict(clip_state)
         self.inner.load_state_dict(state_dict)
@@ -460,6 +471,7 @@ class ClippedOptimizer(OptimizerProxy):
             **{name: self.__dict__[name] for name in kept},
             "capturable": self.capturable,
             "attachment": None,
+            "_scaler": None,
             "_warned": self._warned,
             "_momentum": FirstMomentum(),
             "_named": [(name, param) for name, param in self._named if id(param) in own],
@@ -487,7 +499,9 @@ def wrap(
     """
     groups = ("process_group", "pipeline_group", "record_group")
     own = ("skip_nonfinite", "apply", "named_parameters", "lag", "capturable", "during_backward")
-    of_wrapper = {name: settings.pop(name) for name in (*own, *groups) if name in settings}
+    of_wrapper = {
+        name: settings.pop(name) for name in (*own, "scaler", *groups) if name in settings
+    }
     if isinstance(clipper, str):
         if clipper not in CLIPPERS:
             raise ValueError(f"clipper is {clipper!r}; wanted one of {', '.join(CLIPPERS)}")

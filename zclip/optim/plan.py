@@ -6,7 +6,8 @@ addresses in the operator itself, natively.
 
 import weakref
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from zclip.layout import NUM_LEDGER, UPDATES
 from zclip.parallel.placement import has_dtensor, local_parts
 
 _GRAD = attrgetter("grad")
-_NONE = id(None)
 
 
 class Plan:
@@ -103,7 +103,7 @@ class Plan:
             LookupError: one that has no state yet has a gradient now: a new plan is needed.
         """
         grads: list[Any] = list(map(_GRAD, self.params))
-        if _NONE in set(map(id, grads)):
+        if not all(map(is_not, grads, repeat(None))):
             if all(g is None for g in grads):
                 return None
             if any(grads[i] is not None for i in self.lacking):

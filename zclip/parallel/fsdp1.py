@@ -35,10 +35,10 @@ def shard_group(modules: Sequence[Module]) -> "ProcessGroup | None":
     named = [pair for module in modules for pair in module.named_parameters()]
     whole = [name for name, p in named if p.requires_grad and id(p) not in managed]
     if len(groups) > 1 or whole:
-        found = f"{len(groups)} groups" if len(groups) > 1 else f"some are whole: {whole[:3]}"
+        found = f"{len(groups)} groups" if len(groups) > 1 else f"some that are whole: {whole[:3]}"
         raise NotImplementedError(
-            f"parameters of FullyShardedDataParallel in one group wanted; {found}. Use its own "
-            "clip_grad_norm_, or fully_shard, whose tensors say how they are sharded"
+            f"expected parameters of FullyShardedDataParallel in one group, got {found}; use its "
+            "own clip_grad_norm_, or fully_shard, whose tensors say how they are sharded"
         )
     group: ProcessGroup = sharded[0].process_group
     return group

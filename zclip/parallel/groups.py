@@ -33,8 +33,8 @@ def spanning_group(
         for ranks in rank_sets:
             if not set(ranks) <= members:
                 raise ValueError(
-                    f"process_group has ranks {sorted(members)}, but a parameter is spread over "
-                    f"{list(ranks)}; wanted a group with all of them"
+                    f"process_group: expected all ranks of a parameter, {list(ranks)}, "
+                    f"got ranks {sorted(members)}"
                 )
         return process_group
     if not rank_sets:
@@ -43,8 +43,8 @@ def spanning_group(
     if not all(set(ranks) <= set(largest) for ranks in rank_sets):
         if in_pipeline:
             raise ValueError(
-                f"the parameters are spread over several meshes, {sorted(rank_sets)}, and none "
-                "holds all others; wanted process_group=, the group of this pipeline stage"
+                f"expected one mesh that holds all others, got {sorted(rank_sets)}; give "
+                "process_group=, the group of this pipeline stage"
             )
         largest = tuple(range(dist.get_world_size()))
     return _group_of(largest)

@@ -63,9 +63,9 @@ def check_not_partial(tensor: Any, name: str) -> None:
     """Raise TypeError if a DTensor still has to be added up over a dimension of its mesh."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise TypeError(
-            f"{name} is placed {tensor.placements}: a Partial tensor still has to be added up, and "
-            "the norm of its parts says nothing about the norm of their sum. Wanted Shard or "
-            "Replicate: param.grad = param.grad.redistribute(placements=param.placements)"
+            f"{name}: expected placements Shard or Replicate, got {tensor.placements}; a Partial "
+            "tensor still has to be added up, and the norm of its parts is not that of their sum. "
+            "Use param.grad = param.grad.redistribute(placements=param.placements)"
         )
 
 

@@ -114,7 +114,7 @@ def num_extra(extra: Tensor | None) -> int:
     if extra is None:
         return 0
     if extra.dim() != 1:
-        raise ValueError(f"extra has shape {tuple(extra.shape)}; wanted one dimension")
+        raise ValueError(f"extra: expected one dimension, got shape {tuple(extra.shape)}")
     return len(extra)
 
 

@@ -197,7 +197,7 @@ class Reduction:
         placed = tensor.placements if is_dtensor(tensor) else "a plain Tensor"
         wanted = self._placements[i] or "a plain Tensor"
         raise TypeError(
-            f"{name} is {placed}, its parameter {wanted}; wanted the same for both: "
+            f"{name}: expected the placement of its parameter, {wanted}, got {placed}; use "
             "param.grad.redistribute(placements=param.placements)"
         )
 

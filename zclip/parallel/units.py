@@ -169,7 +169,7 @@ def _first_row(param: Any) -> int:
         if placement.is_replicate() or placement.dim > 0:
             continue
         if not isinstance(placement, Shard):
-            raise ValueError(f"AGC knows no rows of {param.placements}; wanted Shard or Replicate")
+            raise ValueError(f"AGC: expected placements Shard or Replicate, got {param.placements}")
         chunk = -(-size // mesh.size(dim))
         skipped = min(size, chunk * coordinate[dim])
         start, size = start + skipped, min(chunk, size - skipped)

@@ -196,7 +196,7 @@ def _update(
         update = decay * p + lr.to(value) * (m + (g - m) * (1 - settings[BETA1])).sign()
         m = m + (g - m) * (1 - settings[BETA2])
     else:
-        raise ValueError(f"algorithm is {algorithm}; expected {ADAM}, {SGD} or {LION}")
+        raise ValueError(f"algorithm: expected {ADAM}, {SGD} or {LION}, got {algorithm}")
     p = p - update
     if flags & STOCHASTIC and param.dtype == torch.bfloat16:
         result = _rounded_stochastically(p, _key(seed, updates, index), param)

@@ -149,6 +149,7 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
             rank=trainer.global_rank,
             trackers=[*self.trackers, *loggers],
         )
+        self.healer.exits.enter()
         hold_models_of(trainer.callbacks, self.healer)
         if self._saved is not None:
             self._resume(self.healer, self._saved)
@@ -180,6 +181,7 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
         self._strategy.__dict__.pop("optimizer_step", None)
         self._strategy = None
         self.healer.close(error)
+        self.healer.exits.leave()
 
     # Every batch.
 

@@ -193,6 +193,7 @@ class Session:
             self.healer.exits.catch_signals()
             self._take_over_batches()
         else:
+            self.healer.exits.enter()
             self._listen_to_losses(trainer.training_step)
 
     def begin_step(self) -> None:
@@ -270,6 +271,7 @@ class Session:
     def close(self, error: BaseException | None = None) -> None:
         """Write the postmortem."""
         self.healer.close(error)
+        self.healer.exits.leave()
 
     def _make_healer(
         self,

@@ -3,8 +3,9 @@
 import copy
 import math
 import os
-import sys
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ from heal.training_state import RngState
 
 NEEDED = ("train", "args", "accelerator", "callback_handler", "training_step")
 """What is used of a trainer. Any object that has it will do, whatever its class."""
+
+_TRAINING: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Trainers whose training we have begun, until it ends."""
 
 LARGEST_LR_RAISE = 5.0
 """More than this at once and a run that was going nowhere goes to pieces."""
@@ -74,9 +78,16 @@ def check_ready(trainer: Any, callback: type) -> None:
         RuntimeError: the trainer is training already, or another wrapper heals it.
         PermissionError: its ``output_dir`` cannot be written, though it is to be.
     """
-    if is_training(trainer):
+    if trainer in _TRAINING:
         raise RuntimeError(
             f"{type(trainer).__name__} is training already; wait until its train() has returned"
+        )
+    if getattr(trainer, "is_in_train", False):  # transformers leaves it set when train() raises
+        warnings.warn(
+            f"{type(trainer).__name__}.is_in_train is set: its train() has raised before, or is "
+            "still running. If it is running, wait until it has returned",
+            RuntimeWarning,
+            stacklevel=3,
         )
     others = [c for c in trainer.callback_handler.callbacks if isinstance(c, callback)]
     if others:
@@ -105,21 +116,6 @@ def check_writable(folder: str | Path) -> None:
             f"output_dir {folder} cannot be written; checkpoints and the postmortem go there. "
             "Nothing was trained yet"
         )
-
-
-def is_training(trainer: Any) -> bool:
-    """Tell whether ``train`` of this trainer is running, in whatever thread.
-
-    ``trainer.is_in_train`` does not tell: it stays set when ``train`` raises.
-    """
-    for frame in sys._current_frames().values():
-        caller = frame
-        while caller is not None:
-            is_train = caller.f_code.co_name in ("train", "_inner_training_loop")
-            if is_train and caller.f_locals.get("self") is trainer:
-                return True
-            caller = caller.f_back  # type: ignore[assignment]
-    return False
 
 
 # What healing has learned, beside the trainer's checkpoints, so that a resumed run is the same.
@@ -566,6 +562,7 @@ class SelfHealingTrainer:
         callback.resumed_from = _checkpoint(trainer, resume_from_checkpoint)
         numbers = TrackedNumbers(lambda: {} if self.healer is None else self.healer.metrics())
         error: BaseException | None = None
+        _TRAINING.add(trainer)
         try:
             if hasattr(trainer, "set_initial_training_values"):
                 patches.set(trainer, "set_initial_training_values", self._more_epochs())
@@ -583,6 +580,7 @@ class SelfHealingTrainer:
                 trainer.remove_callback(added)
             patches.put_back()
             trainer.is_in_train = False
+            _TRAINING.discard(trainer)
             if callback.session is not None:
                 callback.session.close(error)
         if self.healer is not None and hasattr(output, "metrics"):

@@ -1,6 +1,6 @@
 // Mouse, keyboard, buttons and themes.
 (() => {
-  const { data, state, view, panels, charts, draw, look, select, hover, unhover, whole, filterTable, kinds, ranks } = HealReport;
+  const { data, state, view, panels, charts, draw, look, select, hover, unhover, whole, filterIncidents, kinds, ranks } = HealReport;
   const { html, glyph, svg, LEFT, RIGHT } = Chart;
   const byId = (id) => document.getElementById(id);
   const MIN_DRAG = 4; // pixels; less is a click
@@ -68,14 +68,14 @@
     label.append(`${data.kinds[kind]} ${Numbers.countOnce(data.events.filter((e) => e.kind === kind))}`);
     box.addEventListener("change", () => {
       if (box.checked) state.kinds.add(kind); else state.kinds.delete(kind);
-      filterTable();
+      filterIncidents();
       draw();
     });
   }
   for (const rank of data.ranks) html("option", { value: rank.rank }, byId("rank"), String(rank.rank));
   byId("rank").addEventListener("change", (event) => {
     state.rank = event.target.value;
-    filterTable();
+    filterIncidents();
     draw();
   });
   for (const radio of document.querySelectorAll("input[name=axis]")) {
@@ -87,14 +87,14 @@
     });
   }
 
-  // The table.
+  // The incidents.
   for (const place of document.querySelectorAll("[data-kind]")) {
     const shape = svg("svg", { viewBox: "-7 -7 14 14", width: 12, height: 12, "aria-hidden": "true" });
     glyph(place.dataset.kind, 0, 0, shape);
     place.prepend(shape);
   }
   for (const row of document.querySelectorAll("[data-incident-row]")) {
-    row.addEventListener("click", () => select(Number(row.dataset.incidentRow), true));
+    row.querySelector("button").addEventListener("click", () => select(Number(row.dataset.incidentRow), true));
   }
 
   // The theme: as the system has it, unless the reader chose.
@@ -116,6 +116,6 @@
   });
 
   new ResizeObserver(draw).observe(charts);
-  filterTable();
+  filterIncidents();
   draw();
 })();

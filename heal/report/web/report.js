@@ -28,13 +28,13 @@
   }
 
   // Panels.
-  const ghostKey = ["undone by a rollback", "ghost"], nanKey = ["not a number", "nan", "M6,2l7,7m0,-7l-7,7"];
+  const ghostKey = ["undone by a rollback", "ghost"], nanKey = ["NaN or Inf", "nan", "M6,2l7,7m0,-7l-7,7"];
   const panels = {
     events: new Panel(charts, "Events", Math.max(1, kinds.length) * 20),
     loss: new Panel(charts, "Loss", 210, [["loss", "curve"], ghostKey, nanKey], draw),
-    norm: new Panel(charts, "Gradient norm", 190, [["norm before clipping", "curve"], ["usual range", "band", "M0,0H20V10H0Z"], ["clipping threshold", "limit"], nanKey], draw),
+    norm: new Panel(charts, "Gradient norm", 190, [["norm before clipping", "curve"], ["baseline range", "band", "M0,0H20V10H0Z"], ["clipping threshold", "limit"], nanKey], draw),
     lr: new Panel(charts, "Learning rate", 74, [["used", "lr"], ["scheduled", "wish"]], draw),
-    micro: new Panel(charts, "Pieces that each batch is cut into", 48, [["pieces", "micro"]]),
+    micro: new Panel(charts, "Micro-batches per batch", 48, [["micro-batches", "micro"]]),
     ranks: new Panel(charts, "Ranks", 1, [["stronger colour: slower steps", "heat", "M0,1H20V9H0Z"]]),
   };
   const all = ranks.flatMap((r) => r.loss).filter(isNumber).sort((a, b) => a - b);
@@ -205,7 +205,7 @@
     if (i < 0) return { told, near: [], at: x };
     told.push(["step", format(main.step[i])], ["time", duration(main.time[i])], ["loss", format(main.loss[i])],
       ["gradient norm", format(main.norm[i])], ["threshold", format(main.threshold[i])],
-      ["learning rate", format(main.lr[i] === null ? null : main.lr[i] * (main.lr_scale[i] ?? 1))], ["pieces per batch", format(main.micro_batches[i])]);
+      ["learning rate", format(main.lr[i] === null ? null : main.lr[i] * (main.lr_scale[i] ?? 1))], ["micro-batches", format(main.micro_batches[i])]);
     const again = state.axis === "step" ? main.step.map((_, j) => j).filter((j) => main.undone[j] && main.step[j] === main.step[i]) : [];
     if (again.length) told.push(["loss before the rollback", again.map((j) => format(main.loss[j])).join(", ")]);
     if (isNumber(main.seconds[i])) told.push(["step took", duration(main.seconds[i])]);
@@ -258,7 +258,7 @@
     for (const row of document.querySelectorAll("[data-incident-row]")) {
       const isIt = Number(row.dataset.incidentRow) === index;
       row.classList.toggle("selected", isIt);
-      row.setAttribute("aria-selected", String(isIt));
+      row.setAttribute("aria-current", String(isIt));
     }
     const incident = data.incidents[index];
     if (!incident || !zooms) return draw();
@@ -268,7 +268,7 @@
     byId("charts-section").scrollIntoView({ block: "start" });
   }
 
-  function filterTable() {
+  function filterIncidents() {
     let count = 0;
     for (const row of document.querySelectorAll("[data-incident-row]")) {
       const incident = data.incidents[Number(row.dataset.incidentRow)];
@@ -279,5 +279,5 @@
     byId("incident-count").textContent = count === data.incidents.length ? String(count) : `${count} of ${data.incidents.length}`;
   }
 
-  Object.assign(globalThis, { HealReport: { data, state, view, panels, charts, tooltip, draw, look, select, hover, unhover, whole, filterTable, kinds, ranks } });
+  Object.assign(globalThis, { HealReport: { data, state, view, panels, charts, tooltip, draw, look, select, hover, unhover, whole, filterIncidents, kinds, ranks } });
 })();

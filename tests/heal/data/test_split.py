@@ -207,7 +207,7 @@ NAMED = {
     "unknown object": "Graph",
     "PackedSequence": "PackedSequence",
     "set": "set",
-    "time first": "lengths 4, 10 .* first axis",
+    "time first": "first axis .* lengths 4, 10",
     "graphs": "edge_index",
     "slots": "Slots",
 }

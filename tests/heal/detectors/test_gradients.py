@@ -51,6 +51,7 @@ def test_bad_losses_and_bad_gradients_are_one_streak():
     found = [watch.observe(bad_record(step, flags))[0] for step, flags in enumerate(kinds)]
     assert [f.streak for f in found] == [1, 2, 3]
     assert found[1].cause is Cause.NONFINITE_LOSS
+    assert ["tensor" in f.evidence for f in found] == [True, False, True]
 
 
 def test_a_bad_gradient_that_was_applied_is_damage():

@@ -5,6 +5,7 @@ torch is loaded once, and leaves through the end of this very file, as a script 
 each: its name and the exit status.
 """
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -83,31 +84,87 @@ def exit_none_in_with(folder):
         train(healer, sys.exit)
 
 
+def break_in_with(folder):
+    with make(folder) as healer:
+        train(healer, lambda: "break")
+
+
 def sigterm(folder):
     train(make(folder), send(signal.SIGTERM))
 
 
-def sigterm_in_evaluation(folder):
-    healer = train(make(folder))
-    send(signal.SIGTERM)()
-    print("still here", healer)
-
-
 def sigterm_with_a_handler_of_ones_own(folder):
-    def leave_later(number, frame):
-        heard.append(number)
-
     heard = []
-    signal.signal(signal.SIGTERM, leave_later)
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     healer = train(make(folder), send(signal.SIGTERM))
     assert heard == [signal.SIGTERM]
     assert healer.last_step == STEPS - 1
-    KEPT.append(healer)
 
 
-def sigterm_after_close(folder):
-    healer = train(make(folder))
-    healer.close()
+def sigterm_in_with(folder):
+    with make(folder) as healer:
+        train(healer, send(signal.SIGTERM))
+
+
+def sigterm_in_with_and_a_handler_of_ones_own(folder):
+    heard = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        sigterm_in_with(folder)
+    finally:
+        assert heard == [signal.SIGTERM]
+
+
+def sigterm_in_with_after_the_last_step(folder):
+    with make(folder) as healer:
+        train(healer)
+        send(signal.SIGTERM)()
+    print("still here")
+
+
+def sigterm_in_with_that_is_closed(folder):
+    with make(folder) as healer:
+        train(healer, send(signal.SIGTERM), batches=AT + 1)
+        healer.close()
+
+
+def sigterm_after_with(folder):
+    with make(folder) as healer:
+        train(healer)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    send(signal.SIGTERM)()
+
+
+def sigterm_in_run(folder):
+    run(make(folder), AT)
+
+
+def sigterm_in_run_at_the_last_step(folder):
+    run(make(folder), STEPS - 1)
+
+
+def run(healer, at):
+    def train_step(batch):
+        return healer.model(batch).square().mean()
+
+    def on_step(step):
+        if step == at:
+            send(signal.SIGTERM)()
+
+    healer.run(train_step, [torch.randn(4, 4)], STEPS, progress=False, on_step=on_step)
+
+
+def sigterm_to_the_inner_of_two(folder):
+    with make(folder + "-first") as first:
+        train(first, lambda: sigterm_in_with(folder))
+
+
+def two_healers_closed_in_their_order(folder):
+    first, second = make(folder + "-first"), make(folder)
+    for healer in (first, second):
+        train(healer.__enter__())
+    first.close()
+    second.close()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     send(signal.SIGTERM)()
 
@@ -120,21 +177,33 @@ def halt(folder):
     train(make(folder, nan_action="raise"), happens=None)
 
 
-def halt_with_a_hook_of_ones_own(folder):
+def halt_in_with(folder):
+    with make(folder, nan_action="raise") as healer:
+        train(healer, happens=None)
+
+
+def halt_in_with_and_a_hook_of_ones_own(folder):
     def hook(kind, error, trace):
         print("own hook:", error, file=sys.stderr)
         sys.__excepthook__(kind, error, trace)
         raise OSError("a hook that fails")
 
     sys.excepthook = hook
-    halt(folder)
+    halt_in_with(folder)
 
 
-def halt_that_is_caught(folder):
+def halt_in_with_that_is_caught(folder):
+    with contextlib.suppress(RuntimeError):
+        halt_in_with(folder)
+    gc.collect()
+    assert sys.excepthook is sys.__excepthook__
+
+
+def halt_in_with_that_is_caught_and_another_error(folder):
     try:
-        halt(folder)
-    except RuntimeError:
-        return
+        halt_in_with(folder)
+    except RuntimeError as caught:
+        raise ValueError("boom") from caught
 
 
 def out_of_memory(folder):
@@ -166,7 +235,19 @@ def collected_and_error(folder):
 
 
 def thread(folder):
-    worker = threading.Thread(target=error, args=[folder])
+    in_thread(error, folder)
+
+
+def thread_in_with(folder):
+    def error_in_with(folder):
+        with make(folder) as healer:
+            train(healer, boom)
+
+    in_thread(error_in_with, folder)
+
+
+def in_thread(target, folder):
+    worker = threading.Thread(target=target, args=[folder])
     worker.start()
     worker.join()
 
@@ -176,7 +257,8 @@ def fork(folder):
     if child == 0:
         sys.exit(7)
     os.waitpid(child, 0)
-    train(make(folder), fork_and_exit)
+    with make(folder) as healer:
+        train(healer, fork_and_exit)
 
 
 def fork_and_exit():
@@ -202,91 +284,6 @@ def run_process(target, folder):
     child.join()
 
 
-def two_healers_closed_in_their_order(folder):
-    first, second = train(make(folder + "-first")), train(make(folder))
-    first.close()
-    second.close()
-    send(signal.SIGTERM)()
-
-
-def sigterm_after_a_loop_that_nobody_closed(folder):
-    KEPT.append(train(make(folder + "-first")))
-    train(make(folder), send(signal.SIGTERM))
-
-
-def sigterm_in_run_after_a_loop_that_nobody_closed(folder):
-    KEPT.append(train(make(folder + "-first")))
-    healer = make(folder)
-    batches = [torch.randn(4, 4)] * STEPS
-
-    def train_step(batch):
-        return healer.model(batch).square().mean()
-
-    def on_step(step):
-        if step == AT:
-            send(signal.SIGTERM)()
-
-    healer.run(train_step, batches, STEPS, progress=False, on_step=on_step)
-
-
-def sigterm_beside_a_loop_that_was_closed_since(folder):
-    first = train(make(folder + "-first"))
-
-    def close_and_send():
-        first.close()
-        send(signal.SIGTERM)()
-
-    train(make(folder), close_and_send)
-
-
-def sigterm_in_with_after_the_last_step(folder):
-    with make(folder) as healer:
-        train(healer)
-        send(signal.SIGTERM)()
-    print("still here")
-
-
-def sigterm_in_run_at_the_last_step(folder):
-    healer = make(folder)
-
-    def on_step(step):
-        if step == STEPS - 1:
-            send(signal.SIGTERM)()
-
-    def train_step(batch):
-        return healer.model(batch).square().mean()
-
-    healer.run(train_step, [torch.randn(4, 4)], STEPS, progress=False, on_step=on_step)
-
-
-def sigterm_at_the_last_step_of_a_loop(folder):
-    healer = train(make(folder), send(signal.SIGTERM), batches=AT + 1)
-    healer.close()
-
-
-def sigterm_to_the_outer_of_two(folder):
-    def happens():
-        KEPT.append(train(make(folder + "-first")))
-        send(signal.SIGTERM)()
-
-    train(make(folder), happens)
-
-
-def sigterm_to_two_in_evaluation(folder):
-    KEPT.extend([train(make(folder + "-first")), train(make(folder))])
-    send(signal.SIGTERM)()
-    print("still here")
-
-
-def sigterm_to_two_with_a_handler_of_ones_own(folder):
-    signal.signal(signal.SIGTERM, lambda number, frame: KEPT.append(number))
-    KEPT.append(train(make(folder + "-first")))
-    KEPT.append(train(make(folder), send(signal.SIGTERM)))
-    assert KEPT.count(signal.SIGTERM) == 1
-    assert KEPT[-1].last_step == STEPS - 1
-
-
-KEPT = []
 CASES = [
     end,
     end_by_break,
@@ -296,33 +293,34 @@ CASES = [
     exit_three_between_epochs,
     exit_three_in_with,
     exit_none_in_with,
+    break_in_with,
     sigterm,
-    sigterm_in_evaluation,
     sigterm_with_a_handler_of_ones_own,
-    sigterm_after_close,
+    sigterm_in_with,
+    sigterm_in_with_and_a_handler_of_ones_own,
+    sigterm_in_with_after_the_last_step,
+    sigterm_in_with_that_is_closed,
+    sigterm_after_with,
+    sigterm_in_run,
+    sigterm_in_run_at_the_last_step,
+    sigterm_to_the_inner_of_two,
+    two_healers_closed_in_their_order,
     sigint,
     halt,
-    halt_with_a_hook_of_ones_own,
-    halt_that_is_caught,
+    halt_in_with,
+    halt_in_with_and_a_hook_of_ones_own,
+    halt_in_with_that_is_caught,
+    halt_in_with_that_is_caught_and_another_error,
     out_of_memory,
     collected,
     collected_after_break,
     collected_after_break_and_error,
     collected_and_error,
     thread,
+    thread_in_with,
     fork,
     process,
     process_with_error,
-    two_healers_closed_in_their_order,
-    sigterm_after_a_loop_that_nobody_closed,
-    sigterm_in_run_after_a_loop_that_nobody_closed,
-    sigterm_beside_a_loop_that_was_closed_since,
-    sigterm_in_with_after_the_last_step,
-    sigterm_in_run_at_the_last_step,
-    sigterm_at_the_last_step_of_a_loop,
-    sigterm_to_the_outer_of_two,
-    sigterm_to_two_in_evaluation,
-    sigterm_to_two_with_a_handler_of_ones_own,
 ]
 
 if __name__ == "__main__":

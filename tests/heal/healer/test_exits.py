@@ -1,13 +1,16 @@
 """However a process ends, it leaves a postmortem that says so, and the exit code is its own."""
 
+import gc
 import json
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from heal.actions import HealingError
 from tests.heal.healer import endings
 
 ROOT = Path(__file__).parents[3]
@@ -17,50 +20,43 @@ STOPPED = "heal.actions.HealingError"
 WANTED = {
     # case: exit status of the process, exit_reason, exit_code and exception_type of the postmortem
     "end": (0, "completed", 0, None),
-    "end_by_break": (0, "completed", 0, None),
+    "end_by_break": (0, "exited", None, None),
     "error": (1, "exception", 1, "ValueError"),
     "exit_three": (3, "exited", None, None),
     "exit_zero": (0, "exited", None, None),
-    "exit_three_between_epochs": (3, "exited", None, None),
+    "exit_three_between_epochs": (3, "completed", 0, None),
     "exit_three_in_with": (3, "exited", 3, "SystemExit"),
     "exit_none_in_with": (0, "completed", 0, "SystemExit"),
-    "sigterm": (75, "sigterm", 75, STOPPED),
-    "sigterm_in_evaluation": (-15, "sigterm", 143, None),
-    "sigterm_with_a_handler_of_ones_own": (0, "sigterm", None, None),
-    "sigterm_after_close": (-15, "completed", 0, None),
+    "break_in_with": (0, "completed", 0, None),
+    "sigterm": (-15, None, None, None),
+    "sigterm_with_a_handler_of_ones_own": (0, "completed", 0, None),
+    "sigterm_in_with": (75, "sigterm", 75, STOPPED),
+    "sigterm_in_with_and_a_handler_of_ones_own": (75, "sigterm", 75, STOPPED),
+    "sigterm_in_with_after_the_last_step": (75, "sigterm", 75, STOPPED),
+    "sigterm_in_with_that_is_closed": (75, "sigterm", None, None),
+    "sigterm_after_with": (-15, "completed", 0, None),
+    "sigterm_in_run": (75, "sigterm", 75, STOPPED),
+    "sigterm_in_run_at_the_last_step": (75, "sigterm", 75, STOPPED),
+    "sigterm_to_the_inner_of_two": (75, "sigterm", 75, STOPPED),
+    "two_healers_closed_in_their_order": (-15, "completed", 0, None),
     "sigint": (-2, "sigint", 130, "KeyboardInterrupt"),
-    "halt": (43, "nan", 43, STOPPED),
-    "halt_with_a_hook_of_ones_own": (43, "nan", 43, STOPPED),
-    "halt_that_is_caught": (0, "nan", 43, STOPPED),
+    "halt": (1, "nan", 43, STOPPED),
+    "halt_in_with": (43, "nan", 43, STOPPED),
+    "halt_in_with_and_a_hook_of_ones_own": (43, "nan", 43, STOPPED),
+    "halt_in_with_that_is_caught": (0, "nan", 43, STOPPED),
+    "halt_in_with_that_is_caught_and_another_error": (1, "nan", 43, STOPPED),
     "out_of_memory": (44, "oom", 44, "torch.OutOfMemoryError"),
     "collected": (0, "completed", 0, None),
-    "collected_after_break": (0, "completed", 0, None),
+    "collected_after_break": (0, "exited", None, None),
     "collected_after_break_and_error": (1, "exception", 1, "ValueError"),
     "collected_and_error": (1, "completed", 0, None),
-    "thread": (0, "exception", 1, "ValueError"),
+    "thread": (0, "exited", None, None),
+    "thread_in_with": (0, "exception", 1, "ValueError"),
     "fork": (0, "completed", 0, None),
     "process": (0, "completed", 0, None),
     "process_with_error": (0, "exited", None, None),
-    "two_healers_closed_in_their_order": (-15, "completed", 0, None),
-    "sigterm_after_a_loop_that_nobody_closed": (75, "sigterm", 75, STOPPED),
-    "sigterm_in_run_after_a_loop_that_nobody_closed": (75, "sigterm", 75, STOPPED),
-    "sigterm_beside_a_loop_that_was_closed_since": (75, "sigterm", 75, STOPPED),
-    "sigterm_in_with_after_the_last_step": (75, "sigterm", 75, STOPPED),
-    "sigterm_in_run_at_the_last_step": (75, "sigterm", 75, STOPPED),
-    "sigterm_at_the_last_step_of_a_loop": (0, "sigterm", None, None),
-    "sigterm_to_the_outer_of_two": (75, "sigterm", 75, STOPPED),
-    "sigterm_to_two_in_evaluation": (-15, "sigterm", 143, None),
-    "sigterm_to_two_with_a_handler_of_ones_own": (0, "sigterm", None, None),
 }
-FIRST_OF_TWO = {
-    # what is told of the other healer, the one that was made first
-    "sigterm_after_a_loop_that_nobody_closed": ("sigterm", 75),
-    "sigterm_in_run_after_a_loop_that_nobody_closed": ("sigterm", 75),
-    "sigterm_beside_a_loop_that_was_closed_since": ("completed", 0),
-    "sigterm_to_the_outer_of_two": ("sigterm", 75),
-    "sigterm_to_two_in_evaluation": ("sigterm", 143),
-    "sigterm_to_two_with_a_handler_of_ones_own": ("sigterm", None),
-}
+KILLED = "sigterm"  # outside of `with` the signal takes its course: nothing is left to write with
 
 
 @pytest.fixture(scope="module")
@@ -89,29 +85,60 @@ def test_every_way_to_end_is_wanted():
     assert [case.__name__ for case in endings.CASES] == list(WANTED)
 
 
-@pytest.mark.parametrize("name", WANTED)
-def test_a_run_that_nobody_closes_leaves_a_postmortem(ended, name):
+@pytest.mark.parametrize("name", [name for name in WANTED if name != KILLED])
+def test_a_run_leaves_a_postmortem_however_it_ends(ended, name):
     folder, codes = ended
     errors = (folder / f"{name}.stderr").read_text()
     page = page_of(folder, name)
-    told = (page["exit_reason"], page["exit_code"], page["exception_type"])
-    assert (codes[name], *told) == WANTED[name], errors
+    found = (page["exit_reason"], page["exit_code"], page["exception_type"])
+    assert (codes[name], *found) == WANTED[name], errors
     assert page["last_step"] >= 0 or name == "out_of_memory"
 
 
-@pytest.mark.parametrize("name", FIRST_OF_TWO)
-def test_a_healer_beside_the_one_that_is_stopped_leaves_a_postmortem_too(ended, name):
+def test_outside_of_with_a_signal_takes_its_course(ended):
+    folder, codes = ended
+    assert codes[KILLED] == WANTED[KILLED][0]
+    assert not (folder / KILLED / "postmortem.json").exists()
+
+
+def test_a_signal_stops_the_outer_of_two_healers_as_well(ended):
     folder, _ = ended
-    page = page_of(folder, f"{name}-first")
-    assert (page["exit_reason"], page["exit_code"]) == FIRST_OF_TWO[name]
+    page = page_of(folder, "sigterm_to_the_inner_of_two-first")
+    assert (page["exit_reason"], page["exit_code"]) == ("sigterm", 75)
+
+
+def what_the_process_does():
+    signals = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+    return [*signals, sys.excepthook, threading.excepthook, sys.unraisablehook]
+
+
+def test_a_loop_changes_nothing_of_the_process_and_with_only_until_it_ends():
+    before = what_the_process_does()
+    healer = endings.train(endings.make(None))
+    assert what_the_process_does() == before
+    with healer:
+        assert what_the_process_does() != before
+        endings.train(healer)
+        assert sys.excepthook is before[-3]
+    assert what_the_process_does() == before
+
+
+def test_a_halt_that_is_caught_takes_its_exception_hook_along(tmp_path):
+    before = what_the_process_does()
+    with pytest.raises(HealingError) as caught:
+        endings.halt_in_with(str(tmp_path))
+    assert what_the_process_does() != before
+    del caught
+    gc.collect()
+    assert what_the_process_does() == before
 
 
 def test_a_halt_prints_its_traceback_once_and_calls_the_hook_that_was_there(ended):
     folder, _ = ended
-    plain = (folder / "halt.stderr").read_text()
+    plain = (folder / "halt_in_with.stderr").read_text()
     assert plain.count("Traceback (most recent call last)") == 1
     assert "heal.actions.HealingError" in plain
-    hooked = (folder / "halt_with_a_hook_of_ones_own.stderr").read_text()
+    hooked = (folder / "halt_in_with_and_a_hook_of_ones_own.stderr").read_text()
     assert "own hook:" in hooked
     assert "a hook that fails" in hooked
 

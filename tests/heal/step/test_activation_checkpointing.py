@@ -108,6 +108,36 @@ def test_a_copy_has_weights_of_its_own_and_recomputes_too(copied, name):
     trained(other.train())
 
 
+def test_the_class_of_a_block_stays_what_it_is():
+    model = model_of("own buffers")
+    checkpoint_activations(model)
+    assert all(type(block) is Averaging for block in model)
+
+
+def test_a_replica_for_another_device_computes_with_its_own_weights():
+    """As ``nn.DataParallel`` makes them: the dictionaries are copied, the weights put in later."""
+    model = model_of("linear")
+    checkpoint_activations(model)
+    replica = model[0]._replicate_for_data_parallel()
+    replica._modules["0"] = nn.Linear(4, 4)
+    x = torch.randn(6, 4)
+    assert torch.equal(replica(x), replica[1](replica[0](x)))
+    replica(x).sum().backward()
+    assert replica[0].weight.grad is not None
+    assert model[0][0].weight.grad is None
+
+
+def test_a_compiled_model_recomputes_as_well():
+    plain, compiled = model_of("linear"), model_of("linear")
+    checkpoint_activations(compiled)
+    run = torch.compile(compiled, backend="eager")
+    x = torch.randn(6, 4)
+    for each in (plain, run):
+        each(x).square().mean().backward()
+    for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
 def test_it_is_turned_on_once_and_where_there_are_blocks():
     model = model_of("linear")
     assert checkpoint_activations(model)

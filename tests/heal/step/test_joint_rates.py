@@ -95,7 +95,7 @@ def test_a_warm_up_beside_a_schedule_that_counts_epochs_is_left_alone(given):
     assert Loop(given, per_epoch).train().causes == []
 
 
-def test_a_warm_up_that_was_not_given_is_found_beside_a_plateau_that_was():
+def test_a_warm_up_that_was_not_given_is_left_alone_beside_a_plateau_that_was():
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -107,7 +107,9 @@ def test_a_warm_up_that_was_not_given_is_found_beside_a_plateau_that_was():
         loss.backward()
         healer.step(loss)
         warm.step()
-    assert not healer.history
+    assert all(plan == () for _, _, plan in healer.history)
+    assert not any(diagnosis.evidence["measured"] for _, diagnosis, _ in healer.history)
+    assert optimizer.param_groups[0]["lr"] == warm.get_last_lr()[0]
     healer.exits.dismiss()
 
 

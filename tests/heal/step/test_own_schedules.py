@@ -9,6 +9,7 @@ from torch.optim import lr_scheduler as schedules
 
 from heal import Healer, HealingConfig
 from heal.actions import Rollback
+from heal.causes import Cause, Finding, Severity
 from tests.heal.runs import roll_back_after_skipped
 
 EPOCH, EPOCHS = 25, 4
@@ -48,7 +49,14 @@ class Loop:
     """A hand-written loop over a few epochs, whose caller steps the scheduler."""
 
     def __init__(
-        self, make, bad=(), per_epoch=True, given="own", data="skip_data", tensor_lr=False
+        self,
+        make,
+        bad=(),
+        per_epoch=True,
+        given="own",
+        data="skip_data",
+        tensor_lr=False,
+        also=None,
     ):
         torch.manual_seed(0)
         self.model = nn.Linear(4, 1)
@@ -64,6 +72,8 @@ class Loop:
         )
         given_as = {"own": "own_schedulers", "given": "scheduler"}.get(given)
         options = {given_as: self.scheduler} if given_as else {}
+        if also is not None:
+            options["own_schedulers"] = also(self.optimizer)
         self.healer = Healer(self.model, self.optimizer, config=config, **options)
         self.healer.exits.dismiss()
         roll_back_after_skipped(self.healer)
@@ -122,8 +132,11 @@ def undisturbed(name, per_epoch=True, tensor_lr=False):
 
 
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
-@pytest.mark.parametrize("given", ["own", "not given"])
-@pytest.mark.parametrize("name", PER_EPOCH)
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [(name, "own") for name in PER_EPOCH]
+    + [(name, "not given") for name in PER_EPOCH if name != "plateau"],  # that one leaves no mark
+)
 def test_a_schedule_stepped_per_epoch_goes_on_as_in_an_undisturbed_run(name, given, tensor_lr):
     calm = undisturbed(name, tensor_lr=tensor_lr)
     hurt = Loop(PER_EPOCH[name], BAD, given=given, tensor_lr=tensor_lr).train()
@@ -169,16 +182,13 @@ def assert_same_at_every_step(hurt, calm, before=TOTAL):
             assert rate == pytest.approx(calm.by_step[step][0], rel=1e-9), step
 
 
-@pytest.mark.parametrize("given", ["own", "not given"])
 @pytest.mark.parametrize(
     ("name", "per_epoch"), [(n, True) for n in PER_EPOCH] + [(n, False) for n in PER_STEP]
 )
-def test_with_replay_every_step_has_the_rate_that_it_had(name, per_epoch, given):
+def test_with_replay_every_step_has_the_rate_that_it_had(name, per_epoch):
     make = (PER_EPOCH if per_epoch else PER_STEP)[name]
-    if name == "plateau" and given == "not given":
-        pytest.skip("it leaves no mark on the optimizer and is found too late to know its past")
     calm = undisturbed(name, per_epoch)
-    hurt = Loop(make, BAD, per_epoch=per_epoch, given=given, data="replay_data").train()
+    hurt = Loop(make, BAD, per_epoch=per_epoch, data="replay_data").train()
     assert len(hurt.rollbacks) == 1
     # Of the epoch that failed some batches are left out, so that the next begins some steps sooner.
     assert_same_at_every_step(hurt, calm, before=BAD.stop if per_epoch else TOTAL)
@@ -211,11 +221,74 @@ def test_in_run_the_caller_steps_again_what_was_rolled_back(bad):
     assert_same_at_every_step(hurt, calm)
 
 
-def test_a_schedule_that_was_not_given_is_named_once_and_only_after_a_rollback():
-    assert Loop(PER_EPOCH["step"], given="not given").train().healer.notes == []
-    (note,) = Loop(PER_EPOCH["step"], BAD, given="not given").train().healer.notes
-    assert "StepLR was not given" in note
-    assert "own_schedulers" in note
+@pytest.mark.parametrize("bad", [(), BAD], ids=["healthy", "rolled back"])
+def test_a_schedule_that_was_not_given_is_asked_for_once(bad):
+    (note,) = Loop(PER_EPOCH["step"], bad, given="not given").train().healer.notes
+    assert "a scheduler of SGD was not given" in note
+    assert "give it as own_schedulers" in note
+
+
+@pytest.mark.parametrize("given", ["own", "given"])
+def test_one_that_was_given_is_not_asked_for(given):
+    loop = Loop(PER_STEP["cosine"], per_epoch=False, given=given).train()
+    assert loop.healer.notes == []
+
+
+@pytest.mark.parametrize("name", ["step", "cosine restarts"])
+def test_with_replay_too_one_that_was_not_given_goes_on(name):
+    hurt = Loop(PER_EPOCH[name], BAD, given="not given", data="replay_data").train()
+    assert len(hurt.rollbacks) == 1
+    assert hurt.wanted == undisturbed(name).wanted
+
+
+@pytest.mark.parametrize("beside", ["alone", "beside a plateau"])
+def test_rates_of_a_schedule_that_was_not_given_are_not_taken_for_faults(beside):
+    def leap(optimizer):
+        return schedules.LambdaLR(optimizer, lambda epoch: [1.0, 5.0, 1e-4, 4.0, 1.0][epoch])
+
+    loop = Loop(leap, given="not given")
+    if beside == "beside a plateau":
+        loop = Loop(leap, given="not given", also=schedules.ReduceLROnPlateau)
+    loop.train()
+    assert loop.rollbacks == []
+    assert loop.healer.lr_scale == 1.0
+    facts = [d for _, d, _ in loop.healer.history if d.evidence.get("measured")]
+    assert facts == []
+
+
+def test_no_experiment_steps_a_schedule_that_was_not_given():
+    """A second run of the loop's body would; a flood of doubt asks for one at every step."""
+    loop = Loop(PER_STEP["cosine"], per_epoch=False, given="not given")
+    doubt = Doubt()
+    loop.healer.add_detector("doubt", doubt)
+    loop.train()
+    assert doubt.asked
+    assert loop.scheduler.last_epoch == TOTAL
+    assert loop.wanted == undisturbed("cosine", per_epoch=False).wanted
+
+
+class Doubt:
+    """Suspects damage at every step."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def observe(self, record):
+        self.asked += 1
+        return Finding(
+            cause=Cause.DIVERGENCE,
+            step=record.step,
+            bad_step=max(record.step - 1, 0),
+            severity=Severity.WARN,
+            evidence={"loss": record.loss, "usual_loss": record.loss, "noise": 0.1},
+            wants_proof=True,
+        )
+
+    def state(self):
+        return {}
+
+    def load_state(self, state):
+        pass
 
 
 def test_a_rate_that_no_scheduler_sets_is_returned_and_that_is_said():

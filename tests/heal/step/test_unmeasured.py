@@ -185,5 +185,5 @@ def test_what_joins_later_is_noticed():
 def test_a_clipper_by_itself_says_what_it_wanted():
     model, (optimizer,) = build("SGD")
     model(batches(1)[0]).backward()
-    with pytest.raises(TypeError, match="wanted a dense tensor"):
+    with pytest.raises(TypeError, match="expected a dense tensor"):
         zclip.wrap(optimizer).step()

@@ -35,20 +35,36 @@ def test_a_trainer_that_is_training_already(tmp_path):
 
     class TrainsAgain(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            with pytest.raises(RuntimeError, match="is training already") as raised:
-                SelfHealingTrainer(trainer).train()
-            heard.append(raised)
+            for begin in (SelfHealingTrainer(trainer).train, SelfHealingTrainer(trainer).dry_run):
+                with pytest.raises(RuntimeError, match="is training already") as raised:
+                    begin()
+                heard.append(raised)
 
     trainer.add_callback(TrainsAgain())
-    trainer.train()
-    assert len(heard) == 8
+    SelfHealingTrainer(trainer).train()
+    assert len(heard) == 16
     assert trainer.state.global_step == 8
+
+
+def test_a_trainer_whose_healed_training_failed_can_be_healed_again(tmp_path):
+    trainer = tiny.plain(tmp_path)
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    trainer.add_callback(Fails())
+    with pytest.raises(KeyboardInterrupt):
+        SelfHealingTrainer(trainer).train()
+    trainer.remove_callback(Fails)
+    assert Healed(trainer).output.global_step == 8
 
 
 def test_a_trainer_whose_training_failed_before_can_be_healed(tmp_path):
     trainer = tiny.plain(tmp_path)
     trainer.is_in_train = True  # what a train() that raised leaves behind
-    assert Healed(trainer).output.global_step == 8
+    with pytest.warns(RuntimeWarning, match="has raised before, or is still running"):
+        assert Healed(trainer).output.global_step == 8
 
 
 def test_a_trainer_that_is_watched_already(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -146,6 +147,9 @@ def test_sigterm_saves_a_checkpoint_and_says_so(tmp_path):
     assert isinstance(healed.error, HealingError)
     assert healed.error.exit_code == ExitCode.PREEMPTED
     assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(SystemExit) as ended:  # as Python does with what nobody catches
+        sys.excepthook(HealingError, healed.error, None)
+    assert ended.value.code == ExitCode.PREEMPTED
     stopped_at = trainer.state.global_step
     assert 5 < stopped_at < 50
     assert (tmp_path / f"checkpoint-{stopped_at}" / "healing.pt").is_file()

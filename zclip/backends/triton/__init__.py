@@ -29,22 +29,20 @@ MODULE_OF = {
     "watch_loss_": "watch_loss_",
     "agc_": "agc_",
     "fingerprint": "fingerprint",
+    "optim_update_": "optim_update_",
 }
 """Where each operator lives; those of host memory stay with the reference."""
-
-LEFT_TO_REFERENCE = ("optim_update_",)
-"""Operators of device memory that have no Triton kernel yet."""
 
 
 def problem() -> str | None:
     """Return why Triton cannot be used, or None. Reads its version without importing it."""
-    wanted = f"wanted triton >= {'.'.join(map(str, OLDEST))}: pip install -U triton"
+    expected = f"expected triton >= {'.'.join(map(str, OLDEST))}"
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
-        return f"triton is not installed; {wanted}"
+        return f"{expected}, got none; pip install -U triton"
     version = _version_in(Path(spec.origin))
     if version is not None and tuple(map(int, version.split(".")[:2])) < OLDEST:
-        return f"triton {version} is too old; {wanted}"
+        return f"{expected}, got {version}; pip install -U triton"
     return None
 
 
@@ -77,9 +75,8 @@ def implementation_of(name: str, dispatch_key: str) -> Callable[..., Any]:
         ) from error
     if dispatch_key == "CPU" and not knobs.runtime.interpret:
         raise RuntimeError(
-            f"zclip::{name}: ZCLIP_BACKEND=triton, but the tensors are on the CPU, where Triton "
-            "only runs under TRITON_INTERPRET=1, for tests; wanted CUDA or HIP tensors, or "
-            "ZCLIP_BACKEND=auto"
+            f"zclip::{name}: expected CUDA or HIP tensors, got tensors on the CPU; use "
+            "ZCLIP_BACKEND=auto, or TRITON_INTERPRET=1 for tests"
         )
     module = importlib.import_module(f"{__name__}.{MODULE_OF[name]}")
     implementation: Callable[..., Any] = getattr(module, name)

@@ -116,13 +116,13 @@ def check_shapes(grads: list[Tensor], params: list[Tensor]) -> None:
     """Raise RuntimeError unless each gradient has a parameter of its shape."""
     if len(grads) != len(params):
         raise RuntimeError(
-            f"zclip::agc_: wanted one parameter per gradient ({len(grads)}), got {len(params)}"
+            f"zclip::agc_: expected one parameter per gradient ({len(grads)}), got {len(params)}"
         )
     for i, (grad, param) in enumerate(zip(grads, params, strict=True)):
         if grad.shape != param.shape:
             raise RuntimeError(
-                f"zclip::agc_: params[{i}] has shape {tuple(param.shape)}; wanted that of "
-                f"grads[{i}], {tuple(grad.shape)}"
+                f"zclip::agc_: params[{i}]: expected the shape of grads[{i}], "
+                f"{tuple(grad.shape)}, got {tuple(param.shape)}"
             )
 
 

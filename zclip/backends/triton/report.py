@@ -156,8 +156,8 @@ def check_stats(stats: Tensor, state: Tensor, op: str) -> Tensor:
         )
     if stats.device != state.device:
         raise RuntimeError(
-            f"zclip::{op}: stats are on {stats.device} but state is on {state.device}; wanted one "
-            "device"
+            f"zclip::{op}: expected stats and state on one device, got {stats.device} and "
+            f"{state.device}"
         )
     return stats.contiguous()
 

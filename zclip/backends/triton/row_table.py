@@ -91,8 +91,8 @@ class RowList:
         _, overlaps = layout_of(grad)
         if overlaps:
             raise ValueError(
-                f"grads[{i}] of shape {tuple(grad.shape)} has elements that share memory "
-                "(expand()?) and cannot be written in place; wanted a clone()"
+                f"grads[{i}] of shape {tuple(grad.shape)}: expected memory of its own, got "
+                "elements that share memory (expand()?); pass a clone()"
             )
         copy = grad.contiguous()
         self._copies.append((grad, copy))

@@ -40,8 +40,8 @@ class TensorList:
             return tensor
         if write and overlaps:
             raise ValueError(
-                f"grads[{i}] of shape {tuple(tensor.shape)} has elements that share memory "
-                "(expand()?) and cannot be written in place; wanted a clone()"
+                f"grads[{i}] of shape {tuple(tensor.shape)}: expected memory of its own, got "
+                "elements that share memory (expand()?); pass a clone()"
             )
         copy = tensor.contiguous()
         self._copies.append((tensor, copy))
