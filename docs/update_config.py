@@ -10,8 +10,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from heal.config import HealingConfig  # noqa: E402
-from heal.settings import settings_of  # noqa: E402
+from heal.config import OLD, HealingConfig  # noqa: E402
+from heal.settings import Renamed, settings_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "config.md"
 
@@ -37,6 +37,14 @@ The last column shows where a preset differs from the default: **a** for `aggres
 early and often, **c** for `conservative()`, which acts late and rarely.
 """
 
+OLD_HEAD = """
+## Settings of version 0.1
+
+Accepted until 0.3, with a `DeprecationWarning`.
+
+| old setting | now |
+|---|---|"""
+
 
 def page() -> str:
     """Return the text of the page."""
@@ -53,7 +61,16 @@ def page() -> str:
             f"| `{name}` | `{_shown(default)}` | {about.wanted(kind)} | {about.doc} | "
             f"{_presets(name, default)} |"
         )
+    lines += [OLD_HEAD, *map(_old, OLD)]
     return "\n".join(lines) + "\n"
+
+
+def _old(name: str) -> str:
+    entry = OLD[name]
+    if not isinstance(entry, Renamed):
+        return f"| `{name}` | no effect: {entry.instead} |"
+    words = ", ".join(f'`"{old}"` is `"{new}"`' for old, new in entry.values.items())
+    return f"| `{name}` | `{entry.to}`{': ' + words if words else ''} |"
 
 
 def _presets(name: str, default: Any) -> str:

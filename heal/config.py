@@ -3,20 +3,23 @@
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from heal.lab.forecast.score import DEFAULT_SHARE
 from heal.settings import (
     ConfigError,
+    Removed,
+    Renamed,
+    accepts_old,
     check_names,
     checked,
     parsed,
     read_settings,
-    refuses_unknown,
     setting,
     settings_of,
     shown,
     text_of,
+    translated,
     write_settings,
 )
 
@@ -26,7 +29,35 @@ TABLE = "heal"
 """The table of a TOML file that is ours, where the file has others."""
 
 
-@refuses_unknown
+OLD: dict[str, Renamed | Removed] = {
+    "data": Renamed("after_rollback", {"skip": "skip_data", "replay": "replay_data"}),
+    "max_consecutive": Renamed("max_consecutive_skips"),
+    "skip_window": Renamed("skip_window_batches"),
+    "micro_batch_min": Renamed("micro_batch_min_samples"),
+    "snapshot_memory_fraction": Renamed("snapshot_memory_factor"),
+    "snapshot_count": Removed("snapshot_memory_factor limits the number of snapshots"),
+    "divergence_patience": Removed("an experiment decides whether a run has diverged"),
+    "grad_norm_limit": Removed("an experiment decides what follows large gradients"),
+    "grad_norm_patience": Removed("an experiment decides what follows large gradients"),
+    "refused_patience": Removed("it is fixed"),
+    "clip_factor": Removed("it is fixed; a hook may plan TightenClip(factor)"),
+    "loss_spike_patience": Removed("an experiment decides whether weights are damaged"),
+    "lr_spike_factor": Removed("an experiment decides what follows a large rate"),
+    "lr_floor": Removed("it is fixed; a hook may plan ScaleLr(factor, floor)"),
+    "drift_factor": Removed("it is fixed"),
+    "plateau_improvement": Removed("it is fixed; use plateau_steps"),
+    "throughput_factor": Removed('it is fixed; use disabled_detectors="throughput_collapse"'),
+    "throughput_patience": Removed('it is fixed; use disabled_detectors="throughput_collapse"'),
+    "backoff_cap_seconds": Removed("it is fixed; use backoff_seconds and backoff_budget_seconds"),
+    "max_backoffs": Removed("it is fixed; use backoff_budget_seconds"),
+    "max_consecutive_data_errors": Removed("it is fixed; use max_data_errors"),
+    "nccl_timeout_seconds": Removed("it is fixed; use nccl_health_check_interval"),
+    "gpu_health_check_interval": Removed("it is fixed"),
+}
+"""Settings of version 0.1, accepted with a warning until 0.3: their new names, or what to use."""
+
+
+@accepts_old(OLD)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealingConfig:
     """How patient to be, and how hard to push back.
@@ -35,336 +66,308 @@ class HealingConfig:
     value and what was expected. All counts are of optimizer steps, whatever the accumulation.
     """
 
-    # The budget.
+    # Budget: when healing gives up.
     max_recovery_attempts: int = setting(
-        5, "Plans that change training before the run is stopped.", group="budget", least=0
+        5,
+        "Recovery plans that may change training; one more and the run stops.",
+        group="budget",
+        least=0,
     )
     attempts_reset_steps: int = setting(
         1000,
-        "Steps beyond the furthest one reached that win the attempts back; 0: never.",
+        "New steps, beyond the furthest one reached, after which all attempts are available again; "
+        "0: never.",
         group="budget",
         least=0,
     )
     incident_steps: int = setting(
         100,
-        "Clean steps past the trouble until an incident is over and its ladder starts again.",
+        "Clean steps after trouble until it counts as over and the next starts with the mildest "
+        "plan.",
         group="budget",
         least=1,
     )
+    max_consecutive_skips: int = setting(
+        100,
+        "Skipped steps in a row that stop the run, whatever nan_action says.",
+        group="budget",
+        least=1,
+    )
+    max_data_errors: int = setting(
+        100, "Batches of the whole run that may fail to load or to run.", group="budget", least=0
+    )
+    backoff_seconds: float = setting(
+        30.0,
+        "First wait after a network error; each further wait is twice as long, up to ten minutes.",
+        group="budget",
+        least=0,
+        most=600,
+    )
+    backoff_budget_seconds: float = setting(
+        3600.0,
+        "Time to wait in all for a network or a disk before the run stops.",
+        group="budget",
+        least=0,
+    )
 
-    # NaN and Inf.
+    # Detection: what is looked for, and when it is reported.
     nan_action: str = setting(
         "rollback",
         "On NaN or Inf the step is skipped; then go on, with a warning or without (warn, skip), "
         "stop at once (raise), or check the weights after nan_patience of them (rollback).",
-        group="NaN and Inf",
+        group="detection",
         choices=("warn", "skip", "raise", "rollback"),
     )
     nan_patience: int = setting(
-        5, "Skipped steps in a row that start a check of the weights.", group="NaN and Inf", least=1
+        5, "Skipped steps in a row that start a check of the weights.", group="detection", least=1
     )
-    max_consecutive: int = setting(
-        100,
-        "Skipped steps in a row that stop the run, whatever nan_action says.",
-        group="NaN and Inf",
-        least=1,
-    )
-
-    # Clipping.
     zclip_enabled: bool = setting(
-        True, "Clip by z-score (ZClip); off: watch and skip only.", group="clipping"
+        True,
+        "Clip gradients whose norm is unusually large for this run (ZClip); off: gradients are "
+        "measured, never clipped.",
+        group="detection",
     )
     zclip_z_threshold: float = setting(
-        2.5, "z-score from which a gradient norm is clipped.", group="clipping", above=0
+        2.5,
+        "Standard deviations above its mean (z-score) from which a gradient norm is clipped.",
+        group="detection",
+        above=0,
     )
     max_grad_norm: float = setting(
         0.0,
-        "Largest gradient norm after clipping; 0: no fixed limit, only norms out of the ordinary "
-        "are clipped.",
-        group="clipping",
+        "Fixed limit of the gradient norm, besides ZClip; 0: none.",
+        group="detection",
         least=0,
     )
-    grad_norm_limit: float = setting(
-        100.0,
-        "A norm before clipping of more than this many times its recent upper range explodes.",
-        group="clipping",
-        above=1,
-    )
-    grad_norm_patience: int = setting(
-        3, "Explosions in a row that tighten the clip.", group="clipping", least=1
-    )
-    refused_patience: int = setting(
-        20,
-        "Finite gradients skipped in a row, as by a rule that skips spikes, until that rule starts "
-        "over.",
-        group="clipping",
-        least=1,
-    )
-    clip_factor: float = setting(
-        0.5,
-        "Factor on the thresholds of clipping when it is tightened.",
-        group="clipping",
-        above=0,
-        most=1,
-    )
-
-    # The loss.
     loss_spike_factor: float = setting(
         5.0,
-        "A loss of more than this many times its usual level is a spike.",
-        group="loss",
+        "A loss of more than this many times its recent level is a spike.",
+        group="detection",
         above=1,
     )
-    loss_spike_patience: int = setting(
-        5,
-        "Steps in which weights that an experiment found damaged may recover by themselves, twice.",
-        group="loss",
-        least=1,
+    eval_gap: float = setting(
+        2.0,
+        "Evaluation loss minus training loss that is reported as overfitting.",
+        group="detection",
+        above=0,
     )
-    divergence_patience: int = setting(
-        100, "Steps over which the loss must rise to be called divergent.", group="loss", least=20
+    plateau_steps: int = setting(
+        1000,
+        "Steps without improvement of the loss that are reported; 0: never.",
+        group="detection",
+        least=0,
     )
-    lr_spike_factor: float = setting(
-        10.0,
-        "A learning rate of more than this many times its recent peak is a spike.",
-        group="loss",
-        above=1,
+    chance_loss: float = setting(
+        0.6931,
+        "The loss of guessing (DPO: ln 2); a plateau there is reported as such; 0: none.",
+        group="detection",
+        least=0,
+    )
+    check_interval: int = setting(
+        50,
+        "Steps between checks of weights and optimizer state for NaN, resets and leaps; 0: never.",
+        group="detection",
+        least=0,
+    )
+    lag: int = setting(
+        2,
+        "Steps after which the measurements of a step are read, so that the host does not wait for "
+        "the device.",
+        group="detection",
+        least=0,
+        most=64,
+    )
+    disabled_detectors: str = setting(
+        "",
+        "Detectors that are switched off, by name, separated by commas: host_news, skipped_steps, "
+        "gradient_explosion, loss, lr, plateau, not_learning, overfitting_gap, "
+        "throughput_collapse, health.",
+        group="detection",
+    )
+    alert_only_detectors: str = setting(
+        "",
+        "Detectors that report and change nothing, by name, separated by commas.",
+        group="detection",
+    )
+    forecast: bool = setting(
+        False,
+        "Forecast slow failures; a warning takes a snapshot, tightens the clip and checks more "
+        "often.",
+        group="detection",
+    )
+    forecast_false_alarms: float = setting(
+        DEFAULT_SHARE,
+        "Share of healthy stretches of 500 steps in which the forecast may warn by mistake.",
+        group="detection",
+        least=0.01,
+        most=0.5,
     )
 
-    # The cure.
+    # Cure: what a recovery does.
     rollback_depth: int = setting(
         1,
         "Which snapshot from before the trouble to return to: 1 is the newest.",
         group="cure",
         least=1,
     )
-    lr_factor: float = setting(
-        0.5, "Factor on the learning rate after a rollback.", group="cure", above=0, most=1
-    )
-    lr_floor: float = setting(
-        0.01, "Least share of the scheduled learning rate.", group="cure", above=0, most=1
-    )
-    lr_ramp_steps: int = setting(
-        200, "Steps in which the learning rate returns to its schedule.", group="cure", least=0
-    )
-    data: str = setting(
-        "skip",
-        "After a rollback: go on with data not yet seen (skip), or with the same again (replay).",
+    after_rollback: str = setting(
+        "skip_data",
+        "Continue with data that was not seen yet (skip_data), or feed the same data again "
+        "(replay_data).",
         group="cure",
-        choices=("skip", "replay"),
+        choices=("skip_data", "replay_data"),
     )
-    skip_window: int = setting(
+    skip_window_batches: int = setting(
         1,
-        "Batches skipped around those that did harm; doubles with each attempt, up to 500.",
+        "Batches left out after those that did harm; doubles with each attempt, up to 500.",
         group="cure",
         least=0,
     )
+    lr_factor: float = setting(
+        0.5,
+        "Factor on the learning rate, from the second rollback for the same trouble on.",
+        group="cure",
+        above=0,
+        most=1,
+    )
+    lr_ramp_steps: int = setting(
+        200,
+        "Steps over which a lowered learning rate returns to its schedule.",
+        group="cure",
+        least=0,
+    )
+    micro_batch_min_samples: int = setting(
+        1,
+        "Fewest samples of a piece, when memory runs out and batches are cut into pieces.",
+        group="cure",
+        least=1,
+    )
+    micro_batch_grow_steps: int = setting(
+        1000,
+        "Clean steps after which pieces of batches grow again; 0: never.",
+        group="cure",
+        least=0,
+    )
+    activation_checkpointing: bool = setting(
+        True,
+        "Recompute activations if memory runs out with the smallest pieces too.",
+        group="cure",
+    )
     perturb_std: float = setting(
         0.0,
-        "Noise on the weights at the last rung, in units of their spread; 0: never.",
+        "Noise on the weights in the last plan, in standard deviations of each tensor; 0: never.",
         group="cure",
         least=0,
         most=1,
     )
     anchor_strength: float = setting(
         0.0,
-        "Pull of the weights to those of the snapshot after a rollback, the important ones most; "
-        "0: never.",
+        "Pull of the weights towards those of the snapshot after a rollback; 0: none.",
         group="cure",
         least=0,
     )
-    anchor_steps: int = setting(100, "Steps for which that pull holds.", group="cure", least=1)
+    anchor_steps: int = setting(
+        100, "Steps after a rollback for which that pull lasts.", group="cure", least=1
+    )
 
-    # Snapshots.
+    # Durability: copies of the run, and the health of the job.
     snapshot_interval: int = setting(
-        50, "Steps between snapshots in host memory.", group="snapshots", least=1
+        50, "Steps between snapshots in host memory.", group="durability", least=1
     )
-    snapshot_count: int = setting(
-        4, "Most snapshots kept, memory permitting.", group="snapshots", least=1
-    )
-    snapshot_memory_fraction: float = setting(
+    snapshot_memory_factor: float = setting(
         4.0,
-        "Most host memory for snapshots, as a multiple of the trainable state's bytes.",
-        group="snapshots",
+        "Host memory for snapshots, as a multiple of the bytes of the trainable state: about the "
+        "number of snapshots kept.",
+        group="durability",
         above=0,
     )
     quarantine_steps: int = setting(
-        10, "Clean steps after which a snapshot counts as good.", group="snapshots", least=0
-    )
-    lag: int = setting(
-        2, "Steps after which the record of a step is read.", group="snapshots", least=0, most=64
-    )
-
-    # Checks that look further than one step. 0 switches off.
-    check_interval: int = setting(
-        50,
-        "Steps between checks of weights and optimizer state; 0: never.",
-        group="checks",
+        10,
+        "Clean steps after which a snapshot counts as good and may be returned to.",
+        group="durability",
         least=0,
     )
-    drift_factor: float = setting(
-        1.5,
-        "A weight norm that left its course by this factor between two checks has drifted.",
-        group="checks",
-        above=1,
-    )
-    eval_gap: float = setting(
-        2.0, "Evaluation loss minus training loss that is worth an alert.", group="checks", above=0
-    )
-    plateau_steps: int = setting(
+    checkpoint_interval: int = setting(
         1000,
-        "Steps without improvement that are worth an alert; 0: never.",
-        group="checks",
+        "Steps between checkpoints on disk, in the checkpoint_dir of the healer; 0: only at the "
+        "end.",
+        group="durability",
         least=0,
     )
-    plateau_improvement: float = setting(
-        0.005,
-        "Least improvement within plateau_steps, as a share of the loss's own level.",
-        group="checks",
-        least=0,
-        most=1,
+    checkpoint_keep: int = setting(
+        3,
+        "Checkpoints to keep; the newest that was verified is never removed.",
+        group="durability",
+        least=1,
     )
-    chance_loss: float = setting(
-        0.6931,
-        "A loss that says chance; a plateau there is named so (DPO: ln 2). 0: none.",
-        group="checks",
-        least=0,
-    )
-    throughput_factor: float = setting(
-        3.0,
-        "Steps slower than this many times their upper range are worth an alert.",
-        group="checks",
-        above=1,
-    )
-    throughput_patience: int = setting(
-        20, "Slow steps in a row that make the alert.", group="checks", least=1
-    )
-    forecast: bool = setting(
-        False,
-        "Forecast slow failures; a warning takes a snapshot, tightens the clip and checks more "
-        "often.",
-        group="checks",
-    )
-    forecast_false_alarms: float = setting(
-        DEFAULT_SHARE,
-        "Share of healthy stretches of 500 steps that may have a false warning.",
-        group="checks",
-        least=0.01,
-        most=0.5,
+    checkpoint_async: bool = setting(
+        True, "Write checkpoints in a thread while training goes on.", group="durability"
     )
     nccl_health_check_interval: int = setting(
-        100, "Steps between pings of the process group; 0: never.", group="checks", least=0
-    )
-    nccl_timeout_seconds: float = setting(
-        10.0, "How long a ping may take.", group="checks", above=0
-    )
-    gpu_health_check_interval: int = setting(
-        1000, "Steps between checks of the GPU; 0: never.", group="checks", least=0
+        100,
+        "Steps between pings of all ranks, over any backend; 0: never.",
+        group="durability",
+        least=0,
     )
     fingerprint_interval: int = setting(
         100,
-        "Steps between comparisons of the bits of replicas, under DDP and HSDP; 0: never.",
-        group="checks",
+        "Steps between comparisons of the replicas of DDP and HSDP, bit by bit; 0: never.",
+        group="durability",
         least=0,
     )
     hang_timeout_seconds: float = setting(
         600.0,
         "Time without a step, in run() or with, after which all ranks dump their stacks; 0: never.",
-        group="checks",
+        group="durability",
         least=0,
     )
     hang_exit: bool = setting(
         False,
         "End a rank that hangs, with exit code 50, once its stacks are dumped.",
-        group="checks",
+        group="durability",
     )
     shutdown_timeout_sec: float = setting(
         600.0,
-        "Seconds from SIGTERM or SIGUSR1 to save all in, before the process is ended; 0: no limit.",
-        group="checks",
+        "Time to save everything in after SIGTERM or SIGUSR1, before the process is ended; 0: no "
+        "limit.",
+        group="durability",
         least=0,
     )
 
-    disabled_detectors: str = setting(
-        "",
-        "Detectors that are switched off, by name, separated by commas: host_news, skipped_steps, "
-        "gradient_explosion, loss, lr, plateau, not_learning, overfitting_gap, "
-        "throughput_collapse, health.",
-        group="checks",
-    )
-    alert_only_detectors: str = setting(
-        "",
-        "Detectors that only report, by name, separated by commas.",
-        group="checks",
-    )
-
-    # Exceptions.
-    backoff_seconds: float = setting(
-        30.0, "First wait after a network error; doubles each time.", group="exceptions", least=0
-    )
-    backoff_cap_seconds: float = setting(600.0, "Longest single wait.", group="exceptions", least=0)
-    backoff_budget_seconds: float = setting(
-        3600.0, "All waits of one incident together.", group="exceptions", least=0
-    )
-    max_backoffs: int = setting(
-        8, "Waits of one incident before the run is stopped.", group="exceptions", least=0
-    )
-    max_data_errors: int = setting(
-        100, "Batches that may fail in the whole run.", group="exceptions", least=0
-    )
-    max_consecutive_data_errors: int = setting(
-        3,
-        "Batches that may fail in a row: more is a fault of the model, not of the data.",
-        group="exceptions",
-        least=0,
-    )
-    micro_batch_min: int = setting(
-        1, "Smallest micro-batch, in samples.", group="exceptions", least=1
-    )
-    micro_batch_grow_steps: int = setting(
-        1000,
-        "Clean steps after which a shrunk micro-batch grows again; 0: never.",
-        group="exceptions",
-        least=0,
-    )
-    activation_checkpointing: bool = setting(
-        True,
-        "Recompute activations when out of memory at the smallest micro-batch.",
-        group="exceptions",
-    )
-
-    # Checkpoints on disk, where the healer was given a checkpoint_dir.
-    checkpoint_interval: int = setting(
-        1000, "Steps between checkpoints; 0: only at the end.", group="checkpoints", least=0
-    )
-    checkpoint_keep: int = setting(
-        3,
-        "Checkpoints to keep; the newest that was verified is never removed.",
-        group="checkpoints",
-        least=1,
-    )
-    checkpoint_async: bool = setting(
-        True, "Write in a thread, beside the training.", group="checkpoints"
-    )
+    # What nobody had to change: settings of version 0.1 that are fixed.
+    grad_norm_limit: ClassVar[float] = 100.0
+    """A norm before clipping of more than this many times its recent upper range explodes."""
+    grad_norm_patience: ClassVar[int] = 3
+    """Explosions in a row that are suspected."""
+    lr_spike_factor: ClassVar[float] = 10.0
+    """A learning rate of more than this many times its recent peak is suspected."""
+    loss_spike_patience: ClassVar[int] = 5
+    """Steps in which weights that an experiment found damaged may recover by themselves, twice."""
+    drift_factor: ClassVar[float] = 1.5
+    """A weight norm that left its course by this factor between two checks has drifted."""
+    plateau_improvement: ClassVar[float] = 0.005
+    """Least improvement within ``plateau_steps``, as a share of the loss's own level."""
+    throughput_factor: ClassVar[float] = 3.0
+    """Steps slower than this many times their upper range are reported."""
+    throughput_patience: ClassVar[int] = 20
+    """Slow steps in a row that are reported."""
+    gpu_health_check_interval: ClassVar[int] = 1000
+    """Steps between checks of the GPU."""
+    nccl_timeout_seconds: ClassVar[float] = 10.0
+    """How long a ping may take."""
 
     def __post_init__(self) -> None:
         for name, (kind, _, about) in settings_of(type(self)).items():
             object.__setattr__(self, name, checked(name, getattr(self, name), kind, about))
-        if self.backoff_cap_seconds < self.backoff_seconds:
-            raise ConfigError(
-                "backoff_cap_seconds: expected at least backoff_seconds, "
-                f"{self.backoff_seconds!r}, got {self.backoff_cap_seconds!r}"
-            )
 
     @classmethod
     def aggressive(cls, **changes: Any) -> "HealingConfig":
         """Return settings for unstable training: little tolerance, many attempts.
 
-        A bad batch is not a bad model here either. Where one batch in twenty is bad, two follow
-        each other every four hundred steps, three every eight thousand; a model that is broken
-        gives NaN in every step.
+        A first skipped step checks the weights already. A bad batch is not a bad model here either:
+        only weights that hold NaN or Inf, or that an experiment finds damaged, are rolled back.
         """
-        preset = {"nan_patience": 3, "zclip_z_threshold": 2.0, "max_recovery_attempts": 10}
+        preset = {"nan_patience": 1, "zclip_z_threshold": 2.0, "max_recovery_attempts": 10}
         return cls.from_dict({**preset, **changes})
 
     @classmethod
@@ -385,8 +388,8 @@ class HealingConfig:
         Raises:
             ConfigError: a name is unknown or a value is wrong.
         """
-        check_names(cls, values)
-        return cls(**values)
+        check_names(cls, values, OLD)
+        return cls(**translated(values, OLD))
 
     @classmethod
     def from_toml(cls, path_or_text: str | os.PathLike[str]) -> "HealingConfig":
@@ -402,7 +405,9 @@ class HealingConfig:
             OSError: there is no such file.
         """
         text, where = text_of(path_or_text)
-        return cls.from_dict(read_settings(text, TABLE, where, cls))
+        values = read_settings(text, TABLE, where, cls)
+        check_names(cls, values, OLD)
+        return cls(**translated(values, OLD))
 
     def to_toml(self) -> str:
         """Return the settings as TOML, each with a comment; :meth:`from_toml` reads it back."""
@@ -414,15 +419,15 @@ class HealingConfig:
         Raises:
             ConfigError: a word is no assignment, a name is unknown or a value is wrong.
         """
-        known = settings_of(type(self))
         changes: dict[str, Any] = {}
         for word in [assignments] if isinstance(assignments, str) else assignments:
             if not isinstance(word, str) or "=" not in word:
                 raise ConfigError(f"expected key=value, a str, got {shown(word)}")
             name, _, text = (part.strip() for part in word.partition("="))
-            check_names(type(self), {name: text})
-            kind, _, about = known[name]
-            changes[name] = parsed(name, text, kind, about)
+            check_names(type(self), {name: text}, OLD)
+            for present, value in translated({name: text}, OLD).items():
+                kind, _, about = settings_of(type(self))[present]
+                changes[present] = parsed(present, value, kind, about)
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:

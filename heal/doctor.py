@@ -1,5 +1,6 @@
 """What a check of ``heal doctor`` has to say."""
 
+import math
 import os
 import socket
 import stat
@@ -368,12 +369,13 @@ def check_config(path: str | os.PathLike[str]) -> list[Finding]:
 def _pairs(config: HealingConfig) -> list[Finding]:
     """Settings that are right by themselves and wrong together."""
     found = []
-    reach = config.snapshot_interval * config.snapshot_count
+    count = math.ceil(config.snapshot_memory_factor)
+    reach = config.snapshot_interval * count
     if config.quarantine_steps >= reach:
         found.append(
             Finding(
                 "error",
-                f"quarantine_steps = {config.quarantine_steps}, but the {config.snapshot_count} "
+                f"quarantine_steps = {config.quarantine_steps}, but the {count} "
                 f"snapshots reach back {reach} steps: none ever counts as good",
                 f"set quarantine_steps below {reach}",
             )
@@ -395,13 +397,13 @@ def _pairs(config: HealingConfig) -> list[Finding]:
                 "set it to 1 or more, unless that is what you want",
             )
         )
-    if config.nan_action == "rollback" and config.nan_patience >= config.max_consecutive:
+    if config.nan_action == "rollback" and config.nan_patience >= config.max_consecutive_skips:
         found.append(
             Finding(
                 "warn",
-                f"nan_patience = {config.nan_patience} is not below max_consecutive = "
-                f"{config.max_consecutive}: the run stops before it would roll back",
-                "set nan_patience below max_consecutive",
+                f"nan_patience = {config.nan_patience} is not below max_consecutive_skips = "
+                f"{config.max_consecutive_skips}: the run stops before it would roll back",
+                "set nan_patience below max_consecutive_skips",
             )
         )
     if not config.nccl_health_check_interval:

@@ -51,7 +51,9 @@ def dry_run(
         ValueError: there is nothing to try.
     """
     if steps < 1 or accumulate < 1:
-        raise ValueError(f"steps is {steps}, accumulate is {accumulate}; expected 1 or more of each")
+        raise ValueError(
+            f"steps is {steps}, accumulate is {accumulate}; expected 1 or more of each"
+        )
     if hasattr(loader, "__next__"):
         problem = "the loader is an iterator: what a dry run draws from it would be missing later"
         return DryRunReport(problems=[problem])

@@ -38,6 +38,7 @@ from heal.guarded_step import GuardedStep
 from heal.journal import Journal, Notes
 from heal.monitor import Monitor
 from heal.plain import plain
+from heal.policy import MAX_CONSECUTIVE_DATA_ERRORS
 from heal.recovery import Recovery
 from heal.run import TorchRun
 from heal.snapshots import NEVER, Snapshot, next_due
@@ -270,7 +271,7 @@ class Durable:
         self._notes = notes
         self._saved_step = -1
         self._remedies = Remedies(self.store.directory)
-        self._most_in_a_row = config.max_consecutive_data_errors
+        self._most_in_a_row = MAX_CONSECUTIVE_DATA_ERRORS
 
     def is_due(self, step: int) -> bool:
         """Tell whether it is time to save; how earlier saves ended may be told a little later."""

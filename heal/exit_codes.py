@@ -24,7 +24,7 @@ class ExitCode(IntEnum):
     """A rollback was called for and no good snapshot was old enough."""
 
     NONFINITE = 43
-    """NaN or Inf: ``nan_action`` is "raise", or ``max_consecutive`` steps were skipped."""
+    """NaN or Inf: ``nan_action`` is "raise", or ``max_consecutive_skips`` steps were skipped."""
 
     OUT_OF_MEMORY = 44
     """Out of memory at the smallest micro-batch."""

@@ -155,7 +155,7 @@ class Healer:
         )
         ranks, wrapped = self.guarded.ranks, self.guarded.optimizers
         self.schedules = Schedules(
-            scheduler, own_schedulers, wrapped, self.config.data == "replay", note
+            scheduler, own_schedulers, wrapped, self.config.after_rollback == "replay_data", note
         )
         self.state = TrainingState(
             model,
@@ -169,7 +169,7 @@ class Healer:
         self.micro = MicroBatcher(
             model,
             self.state.parameters,
-            self.config.micro_batch_min,
+            self.config.micro_batch_min_samples,
             self.config.micro_batch_grow_steps,
             None,
             buffers,
@@ -537,13 +537,12 @@ class Healer:
     def on_instability(self, hook: Hook) -> Hook:
         """Have ``hook(diagnosis, plan)`` see every plan; what it returns, if not None, is done.
 
-        A plan is a tuple of actions. See :class:`heal.Action` for your own; a plan with one
-        counts as an attempt, and is left out when ``max_recovery_attempts`` are spent. With several
-        ranks the hook must answer alike on each. A halt because a limit is reached (exit codes 41
-        and 43 to 46) is shown to it and cannot be replaced: healing always ends. What was raised
-        and gets a plan without a cure costs the batch, ``max_consecutive_data_errors`` times in a
-        row at most. If the hook raises, or returns what is no plan (or one with NaN in it), the
-        plan is kept and :attr:`notes` says so.
+        A plan is a tuple of actions. See :class:`heal.Action` for your own; a plan with one counts
+        as an attempt, and is left out when ``max_recovery_attempts`` are spent. With several ranks
+        the hook must answer alike on each. A halt because a limit is reached (exit codes 41 and 43
+        to 46) is shown to it and cannot be replaced: healing always ends. What was raised and gets
+        a plan without a cure costs the batch, three times in a row at most. If the hook raises, or
+        returns what is no plan (or one with NaN in it), the plan is kept and :attr:`notes` says so.
         """
         self.recovery.add_hook(hook)
         return hook

@@ -35,6 +35,21 @@ from heal.history import History, Incident
 
 __all__ = ["History", "decide"]
 
+CLIP_FACTOR = 0.5
+"""Factor on the thresholds of clipping when it is tightened."""
+
+LR_FLOOR = 0.01
+"""Least share of the scheduled learning rate."""
+
+SPIKE_PATIENCE = 20
+"""Finite gradients skipped in a row, by a rule that skips spikes, until that rule starts over."""
+
+MAX_CONSECUTIVE_DATA_ERRORS = 3
+"""Batches that may fail in a row: more is a fault of the model, not of the data."""
+
+LONGEST_WAIT_SECONDS, MAX_WAITS = 600.0, 8
+"""Of one incident; ``backoff_budget_seconds`` limits all waits together."""
+
 MAX_HALVINGS = 30
 """No micro-batch has more samples than 2 ** 30; a run that never says no must end too."""
 
@@ -94,7 +109,7 @@ def _brace(history: History, config: HealingConfig) -> Plan:
     incident = history.open_incident(Family.WARNING)
     if incident is not None and incident.count(TightenClip):  # once: limits multiply
         return (TakeSnapshot(), watch)
-    return (TakeSnapshot(), TightenClip(config.clip_factor), watch)
+    return (TakeSnapshot(), TightenClip(CLIP_FACTOR), watch)
 
 
 def _heal_numbers(
@@ -126,11 +141,11 @@ def _contained(diagnosis: Diagnosis, config: HealingConfig) -> Plan | None:
     is_nonfinite = diagnosis.cause.about.is_nonfinite
     if is_nonfinite and config.nan_action == "raise":
         return (_halt(diagnosis, 'nan_action is "raise"', ExitCode.NONFINITE),)
-    if diagnosis.streak >= config.max_consecutive:
+    if diagnosis.streak >= config.max_consecutive_skips:
         why = f"{diagnosis.streak} steps in a row were refused"
         return (_halt(diagnosis, why, ExitCode.NONFINITE),)
     # The state is clean whatever the streak: no rollback could help against NaN in the data.
-    is_patient = is_nonfinite or diagnosis.streak % config.refused_patience
+    is_patient = is_nonfinite or diagnosis.streak % SPIKE_PATIENCE
     return (Skip(),) if is_patient else None
 
 
@@ -181,8 +196,8 @@ def _rungs(
     snapshots: Sequence[int],
 ) -> Iterator[Plan]:
     """Yield plans from mild to drastic."""
-    scale = ScaleLr(config.lr_factor, config.lr_floor, config.lr_ramp_steps)
-    soft: Plan = (TightenClip(config.clip_factor), scale)
+    scale = ScaleLr(config.lr_factor, LR_FLOOR, config.lr_ramp_steps)
+    soft: Plan = (TightenClip(CLIP_FACTOR), scale)
     usable = sorted((step for step in snapshots if step <= diagnosis.bad_step), reverse=True)
     oldest = [min(snapshots)] if snapshots else []
     if not usable and diagnosis.cause.about.is_found_late:
@@ -205,7 +220,7 @@ def _rungs(
         if not tried or is_new_fact:  # a passing fault or a stretch of data needs no lower rate
             yield (*back, *_hold(config))
         yield (*back, scale, *_hold(config))
-        yield (*back, scale, TightenClip(config.clip_factor), *_hold(config))
+        yield (*back, scale, TightenClip(CLIP_FACTOR), *_hold(config))
         if config.perturb_std > 0:
             nudge = PerturbWeights(config.perturb_std, seed=tried)
             yield (*back, scale, nudge, *_hold(config))
@@ -234,10 +249,10 @@ def _skip(diagnosis: Diagnosis, config: HealingConfig, target: int, tried: int) 
     stretch of data and the state together, and a later one may have a bad neighbour.
     """
     is_innocent = diagnosis.cause.about.blames is not Blames.DATA and not tried
-    most = max(config.skip_window, MOST_SKIPPED)
-    window = 0 if is_innocent else min(config.skip_window * 2**tried, most)
+    most = max(config.skip_window_batches, MOST_SKIPPED)
+    window = 0 if is_innocent else min(config.skip_window_batches * 2**tried, most)
     last = max(diagnosis.step, target) + window
-    if config.data == "skip":
+    if config.after_rollback == "skip_data":
         return (SkipBatches(target, last),)
     return () if is_innocent else (SkipBatches(max(diagnosis.bad_step, target), last),)
 
@@ -288,8 +303,8 @@ def _wait(diagnosis: Diagnosis, history: History, config: HealingConfig) -> Plan
         return ()
     waits = incident.count(Backoff) if incident is not None else 0
     waited = incident.waited_seconds if incident is not None else 0.0
-    seconds = min(config.backoff_seconds * 2.0**waits, config.backoff_cap_seconds)
-    if waits >= config.max_backoffs or waited + seconds > config.backoff_budget_seconds:
+    seconds = min(config.backoff_seconds * 2.0**waits, LONGEST_WAIT_SECONDS)
+    if waits >= MAX_WAITS or waited + seconds > config.backoff_budget_seconds:
         why = f"waited {waits} times, {waited:g} seconds in all"
         return (_halt(diagnosis, why, ExitCode.NETWORK),)
     return (Backoff(seconds),)
@@ -299,7 +314,7 @@ def _skip_bad_batch(
     diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
 ) -> Plan:
     """Skip, unless so many fail that it is the model's fault and skipping would hide it."""
-    if history.consecutive_data_errors >= config.max_consecutive_data_errors:
+    if history.consecutive_data_errors >= MAX_CONSECUTIVE_DATA_ERRORS:
         why = f"{history.consecutive_data_errors} batches in a row failed before this one"
         return (_halt(diagnosis, why, ExitCode.BAD_DATA),)
     if history.data_errors >= config.max_data_errors:

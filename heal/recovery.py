@@ -27,7 +27,7 @@ from heal.exit_codes import ExitCode
 from heal.history import History, Incident
 from heal.journal import LEFT_OUT, Journal
 from heal.monitor import Monitor, Seen, is_suspect
-from heal.policy import decide
+from heal.policy import LR_FLOOR, MAX_CONSECUTIVE_DATA_ERRORS, decide
 from heal.run import TorchRun
 
 Hook = Callable[[Diagnosis, Plan], Plan | None]
@@ -260,7 +260,9 @@ class Recovery:
         """Look for NaN in the state where it could be the cause; return whether it is."""
         config = self._config
         stops = config.nan_action == "raise" and diagnosis.cause.about.is_nonfinite
-        if stops or not may_be_the_weights(diagnosis, config.nan_patience, config.max_consecutive):
+        if stops or not may_be_the_weights(
+            diagnosis, config.nan_patience, config.max_consecutive_skips
+        ):
             return diagnosis, False
         # What came by a record is treated by every rank in the same step; an exception is not.
         try:
@@ -316,7 +318,7 @@ class Recovery:
         lowers = any(isinstance(action, (ScaleLr, Halt)) for action in plan)
         if incident is None or not incident.count(ScaleLr) or lowers or self._run.lr_scale >= 1.0:
             return plan
-        return (*plan, ScaleLr(1.0 / self._run.lr_scale, self._config.lr_floor, 0))
+        return (*plan, ScaleLr(1.0 / self._run.lr_scale, LR_FLOOR, 0))
 
     def give_up_batch(self, diagnosis: Diagnosis) -> None:
         """Count a batch that is given up because the plan has no cure for what it raised.
@@ -325,7 +327,7 @@ class Recovery:
             HealingError: so many failed in a row that it is not the batches.
         """
         self._num_given_up += 1
-        most = self._config.max_consecutive_data_errors
+        most = MAX_CONSECUTIVE_DATA_ERRORS
         if self._num_given_up > most:
             raise HealingError(
                 f"{diagnosis.cause.value} at step {diagnosis.step}: {self._num_given_up} batches "

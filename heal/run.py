@@ -86,8 +86,8 @@ class TorchRun:
         self._rollback_callbacks: list[Callable[[int], None]] = []
         self.ring = SnapshotRing(
             config.snapshot_interval,
-            config.snapshot_count,
-            config.snapshot_memory_fraction,
+            math.ceil(config.snapshot_memory_factor),
+            config.snapshot_memory_factor,
             config.quarantine_steps,
         )
         self._state = state
@@ -233,7 +233,7 @@ class TorchRun:
         returned, self._returned_to = self._returned_to, None
         if returned is not None:
             self._state.added.load(returned.values.get("added", {}))
-            if is_drawing and self._config.data == "replay":
+            if is_drawing and self._config.after_rollback == "replay_data":
                 returned.values["rng"].put_back()
 
     @property
@@ -339,7 +339,7 @@ class TorchRun:
         self._guarded.mailbox.clear()
         self.anchor.release()
         self._unfinished, self._returned_to = None, snapshot
-        if self._config.data == "replay":
+        if self._config.after_rollback == "replay_data":
             snapshot.values["rng"].put_back()
             self._stream.rewind(snapshot.values["data"])
         # Else data and generators go on from here: set back, they would shuffle the next epoch

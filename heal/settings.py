@@ -10,9 +10,11 @@ import numbers
 import os
 import sys
 import textwrap
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -65,11 +67,29 @@ def settings_of(kind: type) -> dict[str, tuple[type, Any, Setting]]:
     }
 
 
-def check_names(kind: type, values: Mapping[str, Any]) -> None:
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """A setting that has another name now, and perhaps other words for its values."""
+
+    to: str
+    values: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A setting that has no effect any more, and why or what to use."""
+
+    instead: str
+
+
+Old = Mapping[str, Renamed | Removed]
+
+
+def check_names(kind: type, values: Mapping[str, Any], old: Old = MappingProxyType({})) -> None:
     """Refuse a setting that does not exist, and guess which one was meant.
 
     Raises:
-        ConfigError: there is no setting of that name.
+        ConfigError: there is no setting of that name, and there was none.
     """
     known = settings_of(kind)
     for name, value in values.items():
@@ -77,7 +97,7 @@ def check_names(kind: type, values: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{shown(name)} = {shown(value)}: expected the name of a setting, a str"
             )
-        if name not in known:
+        if name not in known and name not in old:
             near = difflib.get_close_matches(name, known, n=1)
             wanted = near[0] if near else f"one of {', '.join(known)}"
             raise ConfigError(
@@ -85,17 +105,48 @@ def check_names(kind: type, values: Mapping[str, Any]) -> None:
             )
 
 
-def refuses_unknown(kind: Class) -> Class:
-    """Decorate a dataclass of settings: an unknown one is named with its value and a guess."""
-    init = kind.__init__  # type: ignore[misc]
+def translated(values: Mapping[str, Any], old: Old, stacklevel: int = 3) -> dict[str, Any]:
+    """Return settings by their present names; warn once of all that are out of date.
 
-    @functools.wraps(init)
-    def checked_init(self: Any, *values: Any, **settings: Any) -> None:
-        check_names(kind, settings)
-        init(self, *values, **settings)
+    Raises:
+        ConfigError: a setting is given by its old and by its new name.
+    """
+    now: dict[str, Any] = {}
+    advice: list[str] = []
+    for name, value in values.items():
+        entry = old.get(name)
+        if entry is None:
+            now[name] = value
+        elif isinstance(entry, Removed):
+            advice.append(f"{name} has no effect: {entry.instead}")
+        elif entry.to in values:
+            raise ConfigError(
+                f"{name} and {entry.to} are the same setting; expected {entry.to} alone"
+            )
+        else:
+            now[entry.to] = entry.values.get(value, value) if isinstance(value, str) else value
+            advice.append(f"{name} = {shown(value)} is now {entry.to} = {shown(now[entry.to])}")
+    if advice:
+        text = f"settings of version 0.1, an error from 0.3 on: {'; '.join(advice)}"
+        warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
+    return now
 
-    kind.__init__ = checked_init  # type: ignore[misc]
-    return kind
+
+def accepts_old(old: Old) -> Callable[[Class], Class]:
+    """Decorate a dataclass of settings: old names are translated, unknown ones refused by name."""
+
+    def decorate(kind: Class) -> Class:
+        init = kind.__init__  # type: ignore[misc]
+
+        @functools.wraps(init)
+        def checked_init(self: Any, *values: Any, **settings: Any) -> None:
+            check_names(kind, settings, old)
+            init(self, *values, **translated(settings, old))
+
+        kind.__init__ = checked_init  # type: ignore[misc]
+        return kind
+
+    return decorate
 
 
 def shown(value: Any) -> str:

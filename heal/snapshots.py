@@ -371,7 +371,7 @@ class SnapshotRing:
             by_memory = int((FREE_SHARE * free + self.held_bytes()) // num_bytes)
         affordable = min(by_setting, by_memory)
         if affordable < wanted or by_setting == 0:
-            limit = "snapshot_memory_fraction" if by_setting == 0 else "free host memory"
+            limit = "snapshot_memory_factor" if by_setting == 0 else "free host memory"
             self.degraded = (
                 f"{affordable} snapshots of {num_bytes} bytes instead of {max(wanted, 1)}: {limit}"
             )

@@ -117,7 +117,9 @@ def test_bad_arguments_raise_what_the_published_package_raises():
     for error in (AssertionError, ValueError):
         with pytest.raises(error, match="clip_option must be either 'mean' or 'adaptive_scaling'"):
             zclip.ZClip(clip_option="Mean")
-    with pytest.raises(ValueError, match="on_nonfinite is 'ignore'; expected one of skip, official"):
+    with pytest.raises(
+        ValueError, match="on_nonfinite is 'ignore'; expected one of skip, official"
+    ):
         zclip.ZClip(on_nonfinite="ignore")
 
 

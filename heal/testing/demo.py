@@ -133,7 +133,7 @@ def settings() -> HealingConfig:
         max_recovery_attempts=30,
         incident_steps=12,
         snapshot_interval=10,
-        snapshot_memory_fraction=4.0,
+        snapshot_memory_factor=4.0,
         quarantine_steps=4,
         check_interval=5,
         lr_ramp_steps=20,

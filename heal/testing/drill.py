@@ -83,7 +83,9 @@ def parse_fault(word: str) -> Fault:
             return Fault(kind, rate=float(number))
     except ValueError as error:
         raise ValueError(f"{word!r}: {error}") from None
-    raise ValueError(f"{word!r} is no fault; expected kind@attempt, kind@attemptxtimes or kind~rate")
+    raise ValueError(
+        f"{word!r} is no fault; expected kind@attempt, kind@attemptxtimes or kind~rate"
+    )
 
 
 @dataclass(slots=True)

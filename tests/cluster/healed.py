@@ -20,7 +20,7 @@ CONFIG = {
     "check_interval": 0,
     "fingerprint_interval": 5,
     "nccl_health_check_interval": 5,
-    "data": "replay",
+    "after_rollback": "replay_data",
 }
 
 
@@ -93,7 +93,7 @@ def differing_from_the_start(folder):
 def absent_at_the_ping(folder, absent):
     """One rank does not come to the second ping."""
     rank = join().rank
-    healer = build(folder, rank, nccl_timeout_seconds=10.0, fingerprint_interval=0)
+    healer = build(folder, rank, fingerprint_interval=0)
     watch = healer.monitor.cluster
     look = watch.look
     if rank == absent:

@@ -133,8 +133,16 @@ def test_a_good_config_is_read_and_its_changes_are_listed(tmp_path):
         ("quarantine_steps = 200", "error", "none ever counts as good"),
         ("quarantine_steps = 1", "warn", "quarantine_steps = 1 is less than lag = 2"),
         ("max_recovery_attempts = 0", "warn", "the first trouble ends the run"),
-        ("nan_patience = 101", "warn", "nan_patience = 101 is not below max_consecutive = 100"),
-        ("nan_patience = 100", "warn", "nan_patience = 100 is not below max_consecutive = 100"),
+        (
+            "nan_patience = 101",
+            "warn",
+            "nan_patience = 101 is not below max_consecutive_skips",
+        ),
+        (
+            "nan_patience = 100",
+            "warn",
+            "nan_patience = 100 is not below max_consecutive_skips",
+        ),
         ('nan_patience = 101\nnan_action = "skip"', "ok", "nan_action"),
         ("nccl_health_check_interval = 0", "warn", "nccl_health_check_interval = 0"),
     ],

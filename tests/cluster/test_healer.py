@@ -61,7 +61,8 @@ def watch_gpu(monkeypatch, tmp_path, **state):
     monkeypatch.setitem(sys.modules, "pynvml", gpu)
     monkeypatch.setattr(gpu_health, "_watches", {})
     flags, notes = [], []
-    config = HealingConfig(gpu_health_check_interval=1)
+    monkeypatch.setattr(HealingConfig, "gpu_health_check_interval", 1)
+    config = HealingConfig()
     journal = Journal(tmp_path, 0)
     watch = ClusterWatch(torch.nn.Linear(2, 2), config, journal, flags.append, notes.append)
     return watch, gpu.state, flags, notes

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from heal import Healer, HealingConfig
 from heal.actions import HealingError, Rollback, ScaleLr, SkipBatches
+from heal.policy import LR_FLOOR
 from heal.testing import Chaos
 
 torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
@@ -159,11 +160,11 @@ def roll_back_after_skipped(healer: Healer, patience: int = 5) -> None:
         if not diagnosis.cause.about.is_nonfinite or diagnosis.streak % patience or not good:
             return None
         target = max(good)
-        first = target if config.data == "skip" else max(diagnosis.bad_step, target)
+        first = target if config.after_rollback == "skip_data" else max(diagnosis.bad_step, target)
         return (
             Rollback(target),
-            SkipBatches(first, diagnosis.step + config.skip_window),
-            ScaleLr(config.lr_factor, config.lr_floor, config.lr_ramp_steps),
+            SkipBatches(first, diagnosis.step + config.skip_window_batches),
+            ScaleLr(config.lr_factor, LR_FLOOR, config.lr_ramp_steps),
         )
 
 

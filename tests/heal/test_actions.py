@@ -148,7 +148,11 @@ NAN, INF = float("nan"), float("inf")
         (Backoff, (-1,), "Backoff: seconds is -1; expected a finite number >= 0"),
         (Backoff, (object,), "seconds is <class 'object'>"),
         (WatchClosely, ("x",), "WatchClosely: steps is 'x'"),
-        (PerturbWeights, (NAN, 0), "PerturbWeights: std is nan; expected a finite number from 0 to"),
+        (
+            PerturbWeights,
+            (NAN, 0),
+            "PerturbWeights: std is nan; expected a finite number from 0 to",
+        ),
         (PerturbWeights, (0.1, 0.5), "seed is 0.5"),
         (AnchorWeights, ("a", "b"), "AnchorWeights: strength is 'a'"),
         (AnchorWeights, (1.0, NAN), "steps is nan"),

@@ -36,7 +36,7 @@ from heal.diagnose import diagnose
 from heal.history import History
 from heal.policy import decide
 from heal.postmortem import exit_reason
-from heal.report.words import family, title
+from heal.report.words import title
 
 ray, spike = Cause("cosmic_ray"), Cause.LOSS_SPIKE
 seen = {"step": 9, "bad_step": 9, "severity": Severity.FATAL, "evidence": {}}
@@ -45,7 +45,7 @@ found = [Finding(cause=spike, **seen), Finding(cause=ray, **seen)]
 diagnosis = diagnose(found, history)
 (halt,) = decide(diagnosis, history, HealingConfig(), [])
 print(diagnosis.cause.value, diagnosis.reference, diagnosis.confidence, halt.exit_code)
-print(exit_reason(HealingError("over", 40), "cosmic_ray").value, title(ray), family("cosmic_ray"))
+print(exit_reason(HealingError("over", 40), "cosmic_ray").value, title(ray), diagnosis.family.value)
 history.note_findings([Finding(cause=ray, **{**seen, "severity": Severity.WARN})])
 later = {**seen, "step": 11, "severity": Severity.ERROR}
 print(diagnose([Finding(cause=spike, **later)], history).evidence)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from heal import HealingConfig
 from heal.actions import changes_training
 from heal.testing import KINDS, Chaos, Fault
 from tests.heal.runs import language, regression
@@ -130,16 +131,17 @@ def test_one_nan_batch_in_twenty_ends_where_skipping_ends():
 
 def test_a_flipped_bit_in_the_newest_snapshot_makes_the_older_one_serve():
     faults = [Fault("flip_snapshot_bit", at=AT + 3), Fault("corrupt_weight", at=AT + 4)]
-    config = {"snapshot_memory_fraction": 4.0}
+    config = {"snapshot_memory_factor": 4.0}
     setup, healer, _ = struck(regression, faults, **config)
     assert "changed in host memory" in healer.notes[0]
     assert all(torch.isfinite(p).all() for p in setup.model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["slow_step", "slow_rank"])
-def test_slow_steps_are_told_and_nothing_is_done_about_them(kind):
+def test_slow_steps_are_told_and_nothing_is_done_about_them(kind, monkeypatch):
+    monkeypatch.setattr(HealingConfig, "throughput_patience", 3)
     faults = [Fault(kind, at=70, times=4, size=0.5)]
-    _, healer, _ = struck(regression, faults, steps=90, throughput_patience=3)
+    _, healer, _ = struck(regression, faults, steps=90)
     found = [(diagnosis.cause.value, plan) for _, diagnosis, plan in healer.history]
     assert ("throughput_collapse", ()) in found
     assert not any(changes_training(plan) for _, plan in found)

@@ -1,11 +1,14 @@
 import dataclasses
 import math
+import re
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from heal import HealingConfig
+from heal.config import OLD
 from heal.settings import ConfigError, settings_of
 
 SETTINGS = settings_of(HealingConfig)
@@ -18,21 +21,19 @@ def test_the_defaults_are_those_that_were_promised():
         "nan_patience": 5,
         "nan_action": "rollback",
         "loss_spike_factor": 5.0,
-        "divergence_patience": 100,
         "zclip_enabled": True,
         "zclip_z_threshold": 2.5,
-        "grad_norm_limit": 100.0,
         "max_grad_norm": 0.0,
         "rollback_depth": 1,
         "lr_factor": 0.5,
         "eval_gap": 2.0,
         "backoff_seconds": 30.0,
-        "snapshot_memory_fraction": 4.0,
+        "snapshot_memory_factor": 4.0,
         "lag": 2,
-        "data": "skip",
+        "after_rollback": "skip_data",
         "perturb_std": 0.0,
         "anchor_strength": 0.0,
-        "micro_batch_min": 1,
+        "micro_batch_min_samples": 1,
     }
     assert promised.items() <= config.to_dict().items()
 
@@ -43,7 +44,7 @@ def test_presets_differ_from_the_defaults_in_these_values_only():
         return {k: v for k, v in config.to_dict().items() if v != default[k]}
 
     assert changed(HealingConfig.aggressive()) == {
-        "nan_patience": 3,
+        "nan_patience": 1,
         "zclip_z_threshold": 2.0,
         "max_recovery_attempts": 10,
     }
@@ -104,17 +105,14 @@ def test_numbers_of_other_libraries_are_taken_as_plain_ones():
     assert [type(v) for v in (config.lag, config.lr_factor, config.eval_gap)] == [int, float, float]
 
 
-def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(ConfigError, match=r"backoff_cap_seconds: expected at least .*, got 10\.0"):
-        HealingConfig(backoff_cap_seconds=10.0)
-
-
 @pytest.mark.parametrize(
     "config",
     [
         HealingConfig(),
         HealingConfig.aggressive(),
-        HealingConfig(lr_factor=1 / 3, data="replay", zclip_enabled=False, backoff_seconds=1e-9),
+        HealingConfig(
+            lr_factor=1 / 3, after_rollback="replay_data", zclip_enabled=False, backoff_seconds=1e-9
+        ),
     ],
 )
 def test_toml_there_and_back(config, tmp_path):
@@ -136,8 +134,10 @@ def test_toml_comments_every_setting_and_marks_what_was_changed():
 
 
 def test_toml_may_be_a_table_of_a_larger_file():
-    config = HealingConfig.from_toml('[model]\nsize = 3\n[heal]\nlag = 0\ndata = "replay"\n')
-    assert (config.lag, config.data) == (0, "replay")
+    config = HealingConfig.from_toml(
+        '[model]\nsize = 3\n[heal]\nlag = 0\nafter_rollback = "replay_data"\n'
+    )
+    assert (config.lag, config.after_rollback) == (0, "replay_data")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,10 @@ def test_toml_may_be_a_table_of_a_larger_file():
         ("lag = 2.0", "lag: expected a whole number >= 0 and <= 64, got 2.0"),
         ("lr_factor = nan", "lr_factor: expected a number > 0 and <= 1, got nan"),
         ("lr_factor = inf", "lr_factor: expected a number > 0 and <= 1, got inf"),
-        ("data = 'both'", 'data: expected one of "skip", "replay", got \'both\''),
+        (
+            "after_rollback = 'both'",
+            'after_rollback: expected one of "skip_data", "replay_data", got',
+        ),
         ("lag = ", "is not TOML"),
         ("heal = 3", "heal: expected a table, got 3"),
         ("[heal]\nlag = {a = 1}", "lag: expected a whole number"),
@@ -171,7 +174,13 @@ def test_a_file_that_is_not_there_is_an_error_of_the_file():
 
 
 def test_command_lines_override():
-    words = ["lag=0", "lr_factor = 0.25", "zclip_enabled=false", "data=replay", "lag=3"]
+    words = [
+        "lag=0",
+        "lr_factor = 0.25",
+        "zclip_enabled=false",
+        "after_rollback=replay_data",
+        "lag=3",
+    ]
     config = HealingConfig().override(words)
     assert (config.lag, config.lr_factor, config.zclip_enabled) == (3, 0.25, False)
     assert HealingConfig().override([]) == HealingConfig()
@@ -268,3 +277,94 @@ def test_a_setting_outside_of_the_table_is_refused_and_what_is_others_is_not():
         HealingConfig.from_toml("nan_patience = 9\n[heal]\nlr_factor = 0.7")
     theirs = 'data = "/data/books"\nseed = 1\n[lag]\nof = 3\n[heal]\nlr_factor = 0.7'
     assert HealingConfig.from_toml(theirs).lr_factor == 0.7
+
+
+FIRST = """
+nan_patience = 7
+data = "replay"
+max_consecutive = 50
+skip_window = 3
+micro_batch_min = 2
+snapshot_memory_fraction = 6.0
+lr_floor = 0.02
+"""
+"""Settings as a file of version 0.1 has them."""
+
+PRESENT = {
+    "nan_patience": 7,
+    "after_rollback": "replay_data",
+    "max_consecutive_skips": 50,
+    "skip_window_batches": 3,
+    "micro_batch_min_samples": 2,
+    "snapshot_memory_factor": 6.0,
+}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda values: HealingConfig(**values),
+        HealingConfig.from_dict,
+        lambda values: HealingConfig.from_toml(FIRST),
+        lambda values: HealingConfig.from_toml(f"[heal]{FIRST}"),
+        lambda values: HealingConfig().override(FIRST.replace('"', "").split("\n")[1:-1]),
+        lambda values: HealingConfig.conservative(
+            **{**values, "loss_spike_factor": 5.0, "zclip_z_threshold": 2.5},
+            max_recovery_attempts=5,
+        ),
+    ],
+    ids=["constructor", "dict", "TOML", "table", "command line", "preset"],
+)
+def test_settings_of_version_01_are_read_with_a_warning_that_names_what_replaced_them(read):
+    values = {
+        "nan_patience": 7,
+        "data": "replay",
+        "max_consecutive": 50,
+        "skip_window": 3,
+        "micro_batch_min": 2,
+        "snapshot_memory_fraction": 6.0,
+        "lr_floor": 0.02,
+    }
+    with pytest.warns(DeprecationWarning, match="settings of version 0.1") as caught:
+        config = read(values)
+    assert config == HealingConfig(**PRESENT)
+    said = " ".join(str(warning.message) for warning in caught)
+    assert re.search("data = '?replay'? is now after_rollback = '?replay_data", said)
+    assert "max_consecutive = " in said
+    assert "is now max_consecutive_skips" in said
+    assert "lr_floor has no effect: it is fixed; a hook may plan ScaleLr(factor, floor)" in said
+
+
+@pytest.mark.parametrize("name", sorted(OLD))
+def test_every_old_setting_is_gone_and_says_what_to_use(name):
+    assert name not in SETTINGS
+    value = "skip" if name == "data" else 3
+    with pytest.warns(DeprecationWarning, match=f"{name} ") as caught:
+        config = HealingConfig(**{name: value})
+    (warning,) = caught
+    assert warning.filename == __file__
+    replaced = getattr(OLD[name], "to", None)
+    if replaced is None:
+        assert config == HealingConfig()
+    else:
+        assert f"is now {replaced} = " in str(warning.message)
+        assert replaced in SETTINGS
+
+
+def test_an_old_and_a_new_name_for_the_same_setting_are_a_contradiction():
+    with pytest.raises(ConfigError, match="data and after_rollback are the same setting"):
+        HealingConfig(data="skip", after_rollback="replay_data")
+
+
+def test_settings_of_today_warn_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert HealingConfig.from_toml(HealingConfig().to_toml()) == HealingConfig()
+        assert HealingConfig.aggressive().override("lag=1").lag == 1
+
+
+def test_settings_are_few_and_in_four_groups():
+    groups = [about.group for _, _, about in SETTINGS.values()]
+    assert list(dict.fromkeys(groups)) == ["budget", "detection", "cure", "durability"]
+    assert groups == sorted(groups, key=list(dict.fromkeys(groups)).index)
+    assert len(SETTINGS) <= 44

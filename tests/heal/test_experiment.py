@@ -281,7 +281,7 @@ def test_damage_at_any_step_is_rolled_back_and_the_loss_comes_back(damage, step)
 
 
 def test_nan_data_skips_steps_and_never_rolls_back():
-    setup = regression(max_consecutive=20)
+    setup = regression(max_consecutive_skips=20)
     inner, calls = setup.train_step, []
 
     def train_step(batch):

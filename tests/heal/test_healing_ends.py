@@ -15,6 +15,7 @@ from heal.actions import (
 )
 from heal.exceptions import qualified_name
 from heal.exit_codes import ExitCode
+from heal.policy import MAX_CONSECUTIVE_DATA_ERRORS
 from heal.testing import Fault
 from tests.heal.runs import halted, regression, strike
 
@@ -81,7 +82,7 @@ def test_a_step_that_raises_for_nan_is_not_tried_for_ever(words):
     with pytest.raises(HealingError) as caught:
         setup.run(50)
     assert caught.value.exit_code == ExitCode.NONFINITE
-    assert len(calls) == setup.config.max_consecutive
+    assert len(calls) == setup.config.max_consecutive_skips
 
 
 def test_steps_that_raise_for_nan_now_and_then_cost_themselves_only():
@@ -153,11 +154,11 @@ def test_a_mistake_is_raised_whatever_the_hook_answers():
 
     with pytest.raises(Mistake, match="of mine"):
         healer.run(train_step, setup.loader, 5, progress=False)
-    assert len(calls) == setup.config.max_consecutive_data_errors + 1
+    assert len(calls) == MAX_CONSECUTIVE_DATA_ERRORS + 1
 
 
 def test_numbers_that_are_raised_as_an_error_end_the_run_too():
-    setup = regression(max_consecutive=8)
+    setup = regression(max_consecutive_skips=8)
     healer = setup.healer()
     healer.on_instability(lambda diagnosis, plan: ())
 
@@ -179,7 +180,7 @@ def test_batches_that_a_hook_gives_up_count_only_in_a_row():
 
 
 def test_a_spent_budget_is_no_matter_for_the_hook():
-    setup = regression(nan_action="skip", max_consecutive=8)
+    setup = regression(nan_action="skip", max_consecutive_skips=8)
     healer, seen = setup.healer(), []
 
     @healer.on_instability
@@ -228,10 +229,10 @@ def test_a_plan_to_halt_may_come_from_the_hook(tmp_path):
 
 
 def test_a_run_without_snapshots_still_refuses_and_halts_where_it_must():
-    setup = regression(snapshot_memory_fraction=0.5)
+    setup = regression(snapshot_memory_factor=0.5)
     healer = setup.healer()
     strike(setup, [Fault("nan_loss", at=20)], 40, healer)
-    assert "snapshot_memory_fraction" in healer.notes[0]
-    setup = regression(snapshot_memory_fraction=0.5)
+    assert "snapshot_memory_factor" in healer.notes[0]
+    setup = regression(snapshot_memory_factor=0.5)
     with pytest.raises(HealingError):
         strike(setup, [Fault("corrupt_weight", at=20)], 60, setup.healer())

@@ -223,7 +223,7 @@ def test_a_nan_batch_costs_one_step_and_nothing_else(tmp_path):
     assert last_losses(module) < 1.1 * bare_loss()
     page = json.loads((tmp_path / "postmortem.json").read_text())
     assert (page["exit_reason"], page["last_step"]) == ("completed", STEPS - 1)
-    assert [entry["actions"] for entry in page["recovery_actions"]] == [["refuse"]]
+    assert [entry["actions"] for entry in page["recovery_actions"]] == [["skip"]]
 
 
 def test_an_exploding_gradient_is_clipped():
@@ -274,7 +274,7 @@ def test_corrupted_weights_are_rolled_back_and_the_count_goes_back_with_them(sch
 
 
 def test_a_rollback_to_the_very_start_returns_the_schedule_too():
-    callback = healing(max_consecutive=50, snapshot_memory_fraction=9.0, snapshot_count=9)
+    callback = healing(max_consecutive_skips=50, snapshot_memory_factor=9.0)
     make = by_step(lambda o: lr.LambdaLR(o, lambda step: 1 / (1 + step)))
     module = Module(schedule=make, faults={n: nan_loss for n in range(5)})
     trainer = fit(module, callback, RollsBack(callback, 3), steps=20)
@@ -542,7 +542,7 @@ class Two(Module):
     ("module", "callbacks", "message"),
     [
         (Two, [healing()], "2 optimizers.*wanted one"),
-        (Module, [healing(data="replay")], 'wanted data="skip"'),
+        (Module, [healing(after_rollback="replay_data")], 'expected "skip_data"'),
         (Module, [healing(zclip_enabled=True), zclip.ZClipLightningCallback()], "second time"),
     ],
     ids=["two optimizers", "replay", "clipped twice"],

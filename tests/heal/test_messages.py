@@ -132,7 +132,7 @@ def test_after_a_rollback_the_call_and_the_batch_are_those_of_the_loop(caplog):
 
 
 def test_nan_data_is_called_nan_data_in_the_line_and_at_the_halt(caplog):
-    model, optimizer, healer = build(nan_action="skip", max_consecutive=8)
+    model, optimizer, healer = build(nan_action="skip", max_consecutive_skips=8)
     loader = DataLoader(tensors(bad=range(300, 640)), batch_size=10)
     with pytest.raises(HealingError) as caught:
         train(model, optimizer, healer, loader)
@@ -170,7 +170,7 @@ def test_reading_the_batch_again_draws_from_no_generator():
 
 
 def test_nan_in_a_hidden_state_outside_the_model_gets_a_hint():
-    model, optimizer, healer = build(nan_action="skip", max_consecutive=8)
+    model, optimizer, healer = build(nan_action="skip", max_consecutive_skips=8)
 
     def train_with_memory():
         hidden = torch.zeros(10, 1)

@@ -9,7 +9,7 @@ from heal.causes import Cause, Family, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.history import History
-from heal.policy import decide
+from heal.policy import LONGEST_WAIT_SECONDS, decide
 
 TROUBLE = st.tuples(
     st.sampled_from(list(Cause)),
@@ -24,12 +24,12 @@ CONFIGS = st.builds(
     max_recovery_attempts=st.integers(0, 8),
     nan_patience=st.integers(1, 10),
     nan_action=st.sampled_from(["warn", "skip", "raise", "rollback"]),
-    data=st.sampled_from(["skip", "replay"]),
-    skip_window=st.integers(0, 3),
+    after_rollback=st.sampled_from(["skip_data", "replay_data"]),
+    skip_window_batches=st.integers(0, 3),
     rollback_depth=st.integers(1, 4),
     perturb_std=st.sampled_from([0.0, 0.01]),
     anchor_strength=st.sampled_from([0.0, 1.0]),
-    max_backoffs=st.integers(0, 5),
+    backoff_budget_seconds=st.sampled_from([0.0, 100.0, 3600.0]),
     max_data_errors=st.integers(0, 10),
     attempts_reset_steps=st.sampled_from([0, 200]),
     activation_checkpointing=st.booleans(),
@@ -69,7 +69,7 @@ def test_any_sequence_of_trouble_ends_within_the_budget(troubles, config):
             if isinstance(action, SkipBatches):
                 assert 0 <= action.first_step <= action.last_step
             if isinstance(action, Backoff):
-                assert action.seconds <= config.backoff_cap_seconds
+                assert action.seconds <= LONGEST_WAIT_SECONDS
         history.note_plan(diagnosis, plan)
         back = [a.before_step for a in plan if isinstance(a, Rollback)]
         step = back[0] if back else step

@@ -98,7 +98,7 @@ def test_a_tracker_hears_the_numbers_of_the_seed_and_every_decision(tmp_path):
     assert len(decisions) == len(healer.history) >= 1
     assert len(alerts) == len(events) + 1  # the last one tells that the run ended
     assert alerts[0][:2] == (Level.WARN, "healing: nonfinite_loss")
-    assert "refuse" in alerts[0][2]
+    assert "skip" in alerts[0][2]
     assert alerts[-1][:2] == (Level.INFO, "healing: run ended, completed")
     assert tracker.of("start")[0][0]["nan_patience"] == healer.config.nan_patience
 

@@ -387,7 +387,7 @@ def memory_that_runs_out_in_the_step_of_one_rank_returns_all_to_a_snapshot():
 
 @check(2)
 def a_snapshot_that_is_corrupt_on_one_rank_is_used_by_none():
-    setup = Setup(snapshot_memory_fraction=4.0).run(19)
+    setup = Setup(snapshot_memory_factor=4.0).run(19)
     if dist.get_rank() == 0:  # all but the oldest; which of them is chosen is the policy's affair
         for snapshot in setup.healer.training.ring._kept[1:]:
             next(iter(snapshot.tensors.values())).view(-1)[0] += 1.0

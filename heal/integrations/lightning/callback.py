@@ -54,10 +54,10 @@ def check_start(config: HealingConfig, trainer: Any, module: Any) -> None:
     Raises:
         ValueError: names what does not fit, what was wanted, and what to do.
     """
-    if config.data == "replay":
+    if config.after_rollback == "replay_data":
         raise ValueError(
-            'data is "replay", which needs to rewind the loader, and that is Lightning\'s; '
-            'expected data="skip", or Healer.run instead of the Trainer'
+            'after_rollback: expected "skip_data", got "replay_data", which rewinds the loader; '
+            "Lightning owns that, so use Healer.run instead of the Trainer to replay data"
         )
     strategy = type(trainer.strategy).__name__
     if strategy in FOREIGN_STEPS:

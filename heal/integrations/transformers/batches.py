@@ -20,6 +20,7 @@ from heal.data.stream import BatchStream, Place
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
 from heal.integrations.patches import Patches
+from heal.policy import LR_FLOOR
 from heal.recovery import Hook
 from heal.training_state import RngState
 
@@ -56,7 +57,7 @@ def raise_lr_at_chance(factor: float, config: HealingConfig) -> Hook:
 
     def hook(diagnosis: Diagnosis, plan: Plan) -> Plan | None:
         if diagnosis.cause is Cause.PLATEAU and diagnosis.evidence.get("at_chance"):
-            return (ScaleLr(factor, config.lr_floor, config.lr_ramp_steps),)
+            return (ScaleLr(factor, LR_FLOOR, config.lr_ramp_steps),)
         return None
 
     return hook

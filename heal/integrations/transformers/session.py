@@ -160,7 +160,7 @@ class Session:
         self.trainer = trainer
         self.healer = self._make_healer(trainer, config, run_dir, trackers, sleep)
         self.log_watch = LogWatch(config)
-        self.position = TrainerPosition(trainer, replays=config.data == "replay")
+        self.position = TrainerPosition(trainer, replays=config.after_rollback == "replay_data")
         self._failure: Exception | None = None
         self._fresh_snapshot: Snapshot | None = None
         self._posted = False

@@ -202,7 +202,9 @@ def _check_table(levels: Sequence[float], chances: Sequence[float]) -> None:
     rises = all(low < high for low, high in pairwise(levels))
     never_falls = all(low <= high for low, high in pairwise(chances))
     if not levels or len(levels) != len(chances) or not rises or not never_falls:
-        raise ModelError("calibration: expected levels that rise, and a chance for each, never less")
+        raise ModelError(
+            "calibration: expected levels that rise, and a chance for each, never less"
+        )
     if not 0.0 <= chances[0] <= chances[-1] <= 1.0:
         raise ModelError(f"calibration: chances {chances[0]:g} to {chances[-1]:g}; expected 0 to 1")
 

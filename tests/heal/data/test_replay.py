@@ -40,7 +40,7 @@ def trained(epochs, spoil_at, is_over=lambda epoch, step: False):
     """Train by hand with replay; return the batch of every step as it stood in the end."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
-    healer, seen, drawn = make_healer(model, data="replay"), {}, 0
+    healer, seen, drawn = make_healer(model, after_rollback="replay_data"), {}, 0
     for epoch, loader in enumerate(epochs()):
         for (batch,) in healer.batches(loader):
             drawn += 1
@@ -183,12 +183,12 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("data", ["skip", "replay"])
+@pytest.mark.parametrize("data", ["skip_data", "replay_data"])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_after_a_rollback_no_sample_comes_twice_in_an_epoch_and_no_shuffle_repeats(kind, data):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)  # no dropout: only shuffles draw from the generators
-    loader, healer = LOADERS[kind](), make_healer(model, data=data)
+    loader, healer = LOADERS[kind](), make_healer(model, after_rollback=data)
     epochs, drawn = [], 0
     for _ in range(5):
         epochs.append([])
@@ -206,7 +206,7 @@ def test_after_a_rollback_no_sample_comes_twice_in_an_epoch_and_no_shuffle_repea
     assert not more
     assert target < 2 * PER_EPOCH  # before the shuffle of the third epoch
     twice = [i for i, samples in enumerate(epochs) if len(samples) != len(set(samples))]
-    if data == "replay":
+    if data == "replay_data":
         assert twice == [2]  # the epoch of the rollback has the steps that were undone twice
         return
     assert twice == []

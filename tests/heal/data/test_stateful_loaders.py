@@ -41,7 +41,7 @@ class Run:
         torch.manual_seed(0)
         self.model, self.seen = torch.nn.Linear(4, 1), {}
         self.loader = LOADERS[kind]()
-        settings = {"quarantine_steps": 2, "check_interval": 1, "data": "replay"}
+        settings = {"quarantine_steps": 2, "check_interval": 1, "after_rollback": "replay_data"}
         self.healer = Healer(
             self.model,
             torch.optim.SGD(self.model.parameters(), 1e-3, fused=True),

@@ -15,7 +15,9 @@ PLACES = ["sampler", "batch_sampler", "dataset"]
 def trained(loader, steps=3 * PER_EPOCH, on_step=None, spoil_at=None, **options):
     """Train by ``run``; return the batch of every step as it stood in the end, and the healer."""
     model, seen, calls = nn.Linear(4, 1), {}, []
-    config = quick(snapshot_interval=5, quarantine_steps=2, check_interval=1, data="replay")
+    config = quick(
+        snapshot_interval=5, quarantine_steps=2, check_interval=1, after_rollback="replay_data"
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     healer = Healer(model, optimizer, config=config, **options)
     healer.on_instability(lambda d, plan: [a for a in plan if isinstance(a, Rollback)] or None)

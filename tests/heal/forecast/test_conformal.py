@@ -33,7 +33,9 @@ def test_the_limit_is_a_score_of_the_calibration_and_exact_for_few():
 
 
 def test_too_few_runs_promise_nothing():
-    with pytest.raises(ValueError, match=r"18 healthy runs cannot promise a share of 0.05; expected"):
+    with pytest.raises(
+        ValueError, match=r"18 healthy runs cannot promise a share of 0.05; expected"
+    ):
         conformal.limit([0.0] * 18, 0.05)
     with pytest.raises(ValueError, match=r"share is 1.5"):
         conformal.limit([0.0], 1.5)

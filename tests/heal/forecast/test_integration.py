@@ -9,6 +9,7 @@ import pytest
 from heal.actions import HealingError
 from heal.causes import Cause, Finding, Severity
 from heal.lab.forecast import watch as watch_module
+from heal.policy import CLIP_FACTOR
 from heal.testing import Chaos, Fault
 from tests.heal.forecast.models import model_of
 from tests.heal.runs import assert_same, fingerprint, regression
@@ -101,7 +102,7 @@ def test_a_warning_takes_a_snapshot_tightens_the_clip_and_checks_more_often(alar
 
     healer.run(train_step, setup.loader, 60, progress=False)
     assert 23 in healer.snapshots()  # heard two steps after step 20, before step 23
-    usual, tight = limits[0], healer.config.clip_factor * limits[0]
+    usual, tight = limits[0], CLIP_FACTOR * limits[0]
     assert tight < usual
     ramp = healer.config.lr_ramp_steps
     expected = [usual] * 23 + [tight] * ramp + [usual] * (60 - 23 - ramp)

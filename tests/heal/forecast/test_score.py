@@ -85,7 +85,10 @@ def spoiled(**changes):
         (spoiled(format=99), "format is 99; expected 2"),
         (spoiled(names=["charm"]), "feature 'charm' is unknown"),
         (spoiled(means=[0.0, 1.0]), "one mean and one scale per feature"),
-        (spoiled(layers=[{"weights": [[1.0, 2.0]], "biases": [0.0]}]), "layer 0: expected rows of 1"),
+        (
+            spoiled(layers=[{"weights": [[1.0, 2.0]], "biases": [0.0]}]),
+            "layer 0: expected rows of 1",
+        ),
         (spoiled(layers=[{"weights": [[math.nan]], "biases": [0.0]}]), "a weight is NaN or Inf"),
         (spoiled(layers=7), "not a model of heal"),
         (

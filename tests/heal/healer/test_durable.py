@@ -205,10 +205,10 @@ def spoil_memory(healer):
 
 
 def test_without_an_intact_snapshot_the_run_returns_to_its_checkpoint(tmp_path):
-    undisturbed = regression(data="replay")
+    undisturbed = regression(after_rollback="replay_data")
     undisturbed.run(60)
     expected = fingerprint(undisturbed)
-    setup = regression(data="replay", checkpoint_interval=20, **SYNC)
+    setup = regression(after_rollback="replay_data", checkpoint_interval=20, **SYNC)
     healer = setup.healer(checkpoint_dir=tmp_path)
     healer.exits.dismiss()
     healer.on_instability(lambda diagnosis, plan: plan[:1])  # the rollback, and nothing else
@@ -230,7 +230,7 @@ def test_without_an_intact_snapshot_the_run_returns_to_its_checkpoint(tmp_path):
 
 
 def test_damaged_checkpoints_are_passed_over_by_the_last_rung_too(tmp_path):
-    setup = regression(data="replay", checkpoint_interval=10, **SYNC)
+    setup = regression(after_rollback="replay_data", checkpoint_interval=10, **SYNC)
     healer = setup.healer(checkpoint_dir=tmp_path)
     healer.exits.dismiss()
 

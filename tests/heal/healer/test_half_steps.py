@@ -5,6 +5,7 @@ import torch
 
 from heal.actions import HealingError, Rollback
 from heal.exit_codes import ExitCode
+from heal.policy import MAX_CONSECUTIVE_DATA_ERRORS
 from tests.heal.runs import regression
 
 
@@ -52,4 +53,4 @@ def test_steps_that_fail_again_and_again_end_the_run_at_the_limit_in_a_row():
     with pytest.raises(HealingError) as halt:
         healer.run(setup.train_step, setup.loader, 200, progress=False)
     assert halt.value.exit_code == ExitCode.BAD_DATA
-    assert len(healer.history) == setup.config.max_consecutive_data_errors + 1
+    assert len(healer.history) == MAX_CONSECUTIVE_DATA_ERRORS + 1

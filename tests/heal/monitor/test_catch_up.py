@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from heal import HealingConfig
 from heal.actions import Rollback
 from heal.causes import Cause, Finding, Severity
 from heal.monitor import Seen
@@ -19,7 +20,7 @@ def test_a_check_that_finds_damage_knows_of_every_clean_step(
     """The snapshot that it returns to is out of its quarantine only by records that waited."""
     model, optimizer, healer = build(
         snapshot_interval=interval,
-        snapshot_memory_fraction=places,
+        snapshot_memory_factor=places,
         check_interval=check,
         quarantine_steps=quarantine,
     )
@@ -183,8 +184,9 @@ def test_parameters_that_freeze_have_a_snapshot_taken_in_that_step():
     assert healer.training.ring.newest_step() == 14
 
 
-def test_the_hardware_is_looked_at_when_that_is_due():
-    model, _, healer = build(gpu_health_check_interval=7)
+def test_the_hardware_is_looked_at_when_that_is_due(monkeypatch):
+    monkeypatch.setattr(HealingConfig, "gpu_health_check_interval", 7)
+    model, _, healer = build()
     looked = []
     healer.monitor.cluster._look_at_gpu = looked.append
     step_of(model, healer, 23)

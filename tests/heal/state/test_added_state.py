@@ -9,7 +9,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from heal import Healer, HealingConfig
 
 STEPS = 80
-QUICK = {"snapshot_interval": 10, "check_interval": 10, "quarantine_steps": 4, "data": "replay"}
+QUICK = {
+    "snapshot_interval": 10,
+    "check_interval": 10,
+    "quarantine_steps": 4,
+    "after_rollback": "replay_data",
+}
 
 
 class Run:

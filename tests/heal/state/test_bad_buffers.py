@@ -60,14 +60,14 @@ def done(healer):
     return [(entry["failure"], entry["actions"]) for entry in healer.recoveries]
 
 
-@pytest.mark.parametrize("data", ["skip", "replay"])
+@pytest.mark.parametrize("data", ["skip_data", "replay_data"])
 def test_a_batch_that_overflows_statistics_under_a_finite_loss_costs_one_step(data):
     torch.manual_seed(0)
     model = normed()
-    healer, losses = train(model, spoil=1e25, epochs=2, data=data)
+    healer, losses = train(model, spoil=1e25, epochs=2, after_rollback=data)
     assert torch.tensor(losses).isfinite().all()
     assert model[1].running_var.isfinite().all()
-    assert done(healer) == [("nonfinite_gradient", ["refuse"])] * 2
+    assert done(healer) == [("nonfinite_gradient", ["skip"])] * 2
     assert "running statistics" in healer.recoveries[0]["evidence"]["blames"]
     assert 600 in healer.recoveries[0]["evidence"]["samples"]
     assert healer.last_step == 199
@@ -79,7 +79,7 @@ def test_a_batch_that_leaves_nan_in_a_moving_average_of_ones_own_costs_one_step(
     model = Averager(0.0)
     healer, _ = train(model, spoil=float("nan"))
     assert model.average.isfinite().all()
-    assert done(healer) == [("nonfinite_gradient", ["refuse"])]
+    assert done(healer) == [("nonfinite_gradient", ["skip"])]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -99,7 +99,7 @@ def test_parameters_of_an_optimizer_that_lost_its_state_are_still_in_the_run():
 
 
 def test_a_quantised_base_is_neither_in_snapshots_nor_copied_beside_the_model():
-    setup = regression(model=Quantized, snapshot_memory_fraction=2.0)
+    setup = regression(model=Quantized, snapshot_memory_factor=2.0)
     healer = setup.run(45)
     trainable = 3 * sum(p.nbytes for p in setup.model.parameters())
     counters = healer.guarded.watch.state.nbytes + 2 * 4  # of the loss, and Adam's steps

@@ -52,9 +52,9 @@ def nested(kind):
 
 
 def test_a_replayed_rollback_is_exact_for_modules_with_extra_state():
-    calm = regression(model=nested(Counting), data="replay")
+    calm = regression(model=nested(Counting), after_rollback="replay_data")
     calm.bare(STEPS)
-    hurt = regression(model=nested(Counting), data="replay")
+    hurt = regression(model=nested(Counting), after_rollback="replay_data")
     healer = hurt.healer()
     healer.on_instability(
         lambda _, plan: tuple(action for action in plan if isinstance(action, Rollback)) or None

@@ -120,4 +120,4 @@ def test_memory_that_is_short_for_the_second_leaves_one(monkeypatch):
 def test_a_fraction_below_one_means_no_snapshots_and_says_so():
     state, ring = build(memory_fraction=0.5)
     assert not take(state, ring, 0)
-    assert "snapshot_memory_fraction" in ring.degraded
+    assert "snapshot_memory_factor" in ring.degraded

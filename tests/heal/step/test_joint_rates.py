@@ -156,8 +156,8 @@ def test_lightnings_schedule_of_epochs_does_not_take_back_the_turns_of_another(h
 
 @pytest.mark.parametrize("own", [plateau, per_epoch])
 def test_with_replay_both_return_and_every_step_has_the_rate_that_it_had(own):
-    calm = Loop(warm_up, own, data="replay").train()
-    hurt = Loop(warm_up, own, data="replay", bad=BAD).train()
+    calm = Loop(warm_up, own, after_rollback="replay_data").train()
+    hurt = Loop(warm_up, own, after_rollback="replay_data", bad=BAD).train()
     assert len(hurt.causes) > 1
     # The epoch that failed is shorter by the batches left out, and so the next begins sooner.
     for step in range(BAD.stop):

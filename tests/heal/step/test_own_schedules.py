@@ -49,7 +49,14 @@ class Loop:
     """A hand-written loop over a few epochs, whose caller steps the scheduler."""
 
     def __init__(
-        self, make, bad=(), per_epoch=True, given="own", data="skip", tensor_lr=False, also=None
+        self,
+        make,
+        bad=(),
+        per_epoch=True,
+        given="own",
+        data="skip_data",
+        tensor_lr=False,
+        also=None,
     ):
         torch.manual_seed(0)
         self.model = nn.Linear(4, 1)
@@ -61,7 +68,7 @@ class Loop:
             quarantine_steps=4,
             lr_factor=FACTOR,
             lr_ramp_steps=RAMP,
-            data=data,
+            after_rollback=data,
         )
         given_as = {"own": "own_schedulers", "given": "scheduler"}.get(given)
         options = {given_as: self.scheduler} if given_as else {}
@@ -181,7 +188,7 @@ def assert_same_at_every_step(hurt, calm, before=TOTAL):
 def test_with_replay_every_step_has_the_rate_that_it_had(name, per_epoch):
     make = (PER_EPOCH if per_epoch else PER_STEP)[name]
     calm = undisturbed(name, per_epoch)
-    hurt = Loop(make, BAD, per_epoch=per_epoch, data="replay").train()
+    hurt = Loop(make, BAD, per_epoch=per_epoch, data="replay_data").train()
     assert len(hurt.rollbacks) == 1
     # Of the epoch that failed some batches are left out, so that the next begins some steps sooner.
     assert_same_at_every_step(hurt, calm, before=BAD.stop if per_epoch else TOTAL)
@@ -229,7 +236,7 @@ def test_one_that_was_given_is_not_asked_for(given):
 
 @pytest.mark.parametrize("name", ["step", "cosine restarts"])
 def test_with_replay_too_one_that_was_not_given_goes_on(name):
-    hurt = Loop(PER_EPOCH[name], BAD, given="not given", data="replay").train()
+    hurt = Loop(PER_EPOCH[name], BAD, given="not given", data="replay_data").train()
     assert len(hurt.rollbacks) == 1
     assert hurt.wanted == undisturbed(name).wanted
 

@@ -75,7 +75,7 @@ def test_nan_under_the_second_optimizer_is_subject_to_nan_action_and_counted():
     with pytest.raises(HealingError) as halt:
         pair.run(disturb=spoil(pair.model["b"]))
     assert halt.value.exit_code == ExitCode.NONFINITE
-    pair = Pair(max_consecutive=3)
+    pair = Pair(max_consecutive_skips=3)
     with pytest.raises(HealingError, match="3 steps in a row") as halt:
         pair.run(disturb=spoil(pair.model["b"], range(BAD, BAD + 3)))
     assert halt.value.exit_code == ExitCode.NONFINITE

@@ -17,10 +17,8 @@ LAST = 10  # logged losses whose mean is the final loss
 CONFIG = {
     "zclip_enabled": True,
     "snapshot_interval": 10,
-    "snapshot_count": 6,  # tiny models: memory for snapshots of every age
-    "snapshot_memory_fraction": 8.0,
+    "snapshot_memory_factor": 8.0,  # tiny models: memory for snapshots of every age
     "quarantine_steps": 5,
-    "divergence_patience": 20,
     "check_interval": 10,
     "lr_ramp_steps": 10,
     "plateau_steps": 0,

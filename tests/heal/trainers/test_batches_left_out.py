@@ -37,7 +37,11 @@ class Fed:
 def resumed_after_harm(folder, samples, data, accumulate):
     """Have two batches do harm, roll back, crash, and resume; return what came of it."""
     settings = {**SAVING, "data": tiny.tokens(samples), "gradient_accumulation_steps": accumulate}
-    config = {"rolls_back_after": 2, "data": data, "snapshot_interval": 5}  # saves 6 once more
+    config = {
+        "rolls_back_after": 2,
+        "after_rollback": data,
+        "snapshot_interval": 5,
+    }  # saves 6 once more
     undisturbed = Fed(tiny.plain(folder / "undisturbed", **settings))
     Healed(undisturbed.trainer)
     bad = {undisturbed.seen[8 * accumulate], undisturbed.seen[9 * accumulate]}
@@ -52,7 +56,7 @@ def resumed_after_harm(folder, samples, data, accumulate):
     return again, resumed.healer
 
 
-@pytest.mark.parametrize("data", ["replay", "skip"])
+@pytest.mark.parametrize("data", ["replay_data", "skip_data"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_batches_that_did_harm_do_not_come_again_after_a_resume(data, accumulate, tmp_path):
     again, healer = resumed_after_harm(tmp_path, 512, data, accumulate)
@@ -100,7 +104,7 @@ def test_batches_to_leave_out_are_counted_from_the_first_of_the_training():
 
 
 def test_a_resumed_run_goes_on_if_all_of_its_first_epoch_did_harm(tmp_path):
-    again, healer = resumed_after_harm(tmp_path, 64, "skip", 3)
+    again, healer = resumed_after_harm(tmp_path, 64, "skip_data", 3)
     assert again.fed == []
     assert healer.metrics()["healing/recovery_attempts"] == 1
 

@@ -74,7 +74,7 @@ def test_a_rollback_with_replay_gives_the_run_that_never_failed(tmp_path):
     alone = bare(tiny.plain(tmp_path / "alone", max_steps=20))
     trainer = tiny.plain(tmp_path / "healed", max_steps=20)
     corrupt(trainer)
-    healed = Healed(trainer, check_interval=1, data="replay")
+    healed = Healed(trainer, check_interval=1, after_rollback="replay_data")
     assert healed.told[-1] == ("weight_corruption", ["Rollback"])
     assert_same(fingerprint(alone), fingerprint(trainer))
     assert log(trainer) == log(alone)
@@ -172,7 +172,7 @@ def test_memory_that_runs_out_within_the_optimizer_rolls_back(tmp_path):
 def test_nan_that_never_ends_ends_the_run_with_sound_weights(tmp_path):
     trainer = tiny.plain(tmp_path, max_steps=60)
     failures.nan_loss(trainer, at=9, times=10**6)
-    healed = Healed(trainer, nan_patience=1, max_consecutive=20)
+    healed = Healed(trainer, nan_patience=1, max_consecutive_skips=20)
     assert isinstance(healed.error, HealingError)
     assert healed.error.exit_code == ExitCode.NONFINITE
     assert is_finite(trainer)

@@ -13,10 +13,10 @@ BATCHES_PER_EPOCH = 16
 
 def both(build, tmp_path, at, **settings):
     """Return a healed run whose weights were corrupted, and one that was not."""
-    sound = Healed(build(tmp_path / "sound"), data="replay", **settings)
+    sound = Healed(build(tmp_path / "sound"), after_rollback="replay_data", **settings)
     trainer = build(tmp_path / "healed")
     failures.corrupts_weights(trainer, at=at)
-    healed = Healed(trainer, data="replay", **settings)
+    healed = Healed(trainer, after_rollback="replay_data", **settings)
     assert healed.error is None
     assert healed.told == [("weight_corruption", ["Rollback"])]
     return healed.trainer, sound.trainer

@@ -45,7 +45,7 @@ def test_a_rollback_after_a_resume_finds_its_data_again(tmp_path):
     again = tiny.plain(tmp_path / "run", **settings)
     failures.corrupts_weights(again, at=8)
     checkpoint = str(tmp_path / "run" / "checkpoint-6")
-    resumed = Healed(again, resume=checkpoint, check_interval=1, data="replay")
+    resumed = Healed(again, resume=checkpoint, check_interval=1, after_rollback="replay_data")
     assert resumed.told[-1] == ("weight_corruption", ["Rollback"])
     assert_same(fingerprint(whole)[:-2], fingerprint(again)[:-2])
     assert [line["step"] for line in log(again)] == [*range(1, 29), 28]
