@@ -414,7 +414,7 @@ class GuardedStep:
             if optimizer.needs_closure:
                 raise TypeError(
                     f"{type(optimizer.inner).__name__} calls a closure several times within one "
-                    "step, which cannot be refused or repeated as a whole; expected another optimizer"
+                    "step, which cannot be skipped or repeated whole; expected another optimizer"
                 )
         self.buffers = BufferCopies(torch.nn.Module()) if buffers is None else buffers
         self.scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None

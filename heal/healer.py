@@ -793,8 +793,8 @@ class Healer:
             return f"the loader has no batches; {done}"
         return (
             f"the loader gave {self.stream.ordinal} batches and then none; {done}. Iterables that "
-            "can be passed over once, such as generators, end a run with their first epoch: expected "
-            "a loader that begins anew, or fewer steps"
+            "can be passed over once, such as generators, end a run with their first epoch: give a "
+            "loader that starts again, or ask for fewer steps"
         )
 
     def dry_run(

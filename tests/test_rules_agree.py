@@ -165,7 +165,7 @@ def shapes(results):
 def test_fake_cuda_tensors_pass_through_every_operator():
     real = [shapes(getattr(torch.ops.zclip, name)(*args)) for name, args in operator_calls("cpu")]
     with FakeTensorMode():
-        for (name, args), expected in zip(operator_calls("cuda"), real, strict=True):
+        for (name, args), wanted in zip(operator_calls("cuda"), real, strict=True):
             results = getattr(torch.ops.zclip, name)(*args)
             assert shapes(results) == wanted, name
             for result in results if isinstance(results, tuple) else (results,):

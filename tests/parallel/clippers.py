@@ -52,7 +52,7 @@ def _compare(name, make_clipper, layout):
         with CountCollectives() as counted:
             norm = together.step(layout.params, loss=loss)
         assert len(counted.names) == layout.collectives, (name, counted.names)
-        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, msg=f"{name} step {step}")
+        torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0, msg=f"{name} step {step}")
         torch.testing.assert_close(together.result.coefs, alone.result.coefs, rtol=1e-6, atol=0)
         torch.testing.assert_close(
             together.result.verdict, alone.result.verdict, rtol=2e-6, atol=1e-6, equal_nan=True
