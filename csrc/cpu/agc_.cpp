@@ -25,8 +25,9 @@ std::vector<GradStats> measure_rows(const TensorList& list) {
 }
 
 void check_same_shapes(const std::vector<Tensor>& grads, const std::vector<Tensor>& params) {
-  STD_TORCH_CHECK(grads.size() == params.size(), "zclip::agc_: wanted one parameter per gradient (",
-                  grads.size(), "), got ", params.size());
+  STD_TORCH_CHECK(grads.size() == params.size(),
+                  "zclip::agc_: expected one parameter per gradient (", grads.size(), "), got ",
+                  params.size());
   for (size_t i = 0; i < grads.size(); ++i) {
     const auto have = params[i].sizes(), want = grads[i].sizes();
     STD_TORCH_CHECK(

@@ -70,7 +70,7 @@ void check_pair(const Tensor& target, const Tensor& source, size_t i) {
 Tensor copy_and_hash_(std::vector<Tensor> targets, std::vector<Tensor> sources) {
   STD_TORCH_CHECK(!sources.empty() && targets.size() == sources.size(),
                   "zclip::copy_and_hash_: got ", targets.size(), " targets for ", sources.size(),
-                  " sources; wanted one for each, and at least one");
+                  " sources; expected one for each, and at least one");
   const auto count = static_cast<int64_t>(sources.size());
   for (size_t i = 0; i < sources.size(); ++i) check_pair(targets[i], sources[i], i);
   Tensor rows =

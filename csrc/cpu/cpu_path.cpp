@@ -25,7 +25,7 @@ bool use_avx2() {
   if (wanted == nullptr || std::strcmp(wanted, "auto") == 0) return machine_has_avx2();
   if (std::strcmp(wanted, "portable") == 0) return false;
   STD_TORCH_CHECK(std::strcmp(wanted, "avx2") == 0, "ZCLIP_CPU is '", wanted,
-                  "'; wanted auto, avx2 or portable");
+                  "'; expected auto, avx2 or portable");
   STD_TORCH_CHECK(machine_has_avx2(), "ZCLIP_CPU=avx2, but this machine has no AVX2 and F16C");
   return true;
 }

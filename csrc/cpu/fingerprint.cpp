@@ -12,7 +12,7 @@
 namespace zclip::cpu {
 
 Tensor fingerprint(std::vector<Tensor> tensors) {
-  STD_TORCH_CHECK(!tensors.empty(), "zclip::fingerprint: wanted at least one tensor");
+  STD_TORCH_CHECK(!tensors.empty(), "zclip::fingerprint: expected at least one tensor");
   Tensor hashes = torch::stable::new_empty(tensors[0], {static_cast<int64_t>(tensors.size())},
                                            torch::headeronly::ScalarType::Long);
   auto* hash_of = static_cast<uint64_t*>(hashes.mutable_data_ptr());

@@ -24,7 +24,7 @@ TensorList::TensorList(const std::vector<Tensor>& tensors, Access access, const 
                     "] is not on the CPU like the others; give one call one device");
     STD_TORCH_CHECK(find_format(tensor.scalar_type(), &span.format), "zclip::", op, ": ", argument,
                     "[", i,
-                    "] has an unsupported dtype; wanted float32, bfloat16, float16 or "
+                    "] has an unsupported dtype; expected float32, bfloat16, float16 or "
                     "float64");
     span.data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
     span.numel = tensor.numel();
@@ -45,7 +45,7 @@ TensorList::TensorList(const std::vector<Tensor>& tensors, Access access, const 
     STD_TORCH_CHECK(access == Access::kRead || !layout.overlaps, "zclip::", op, ": ", argument, "[",
                     i,
                     "] has elements that share memory (expand()?) and cannot be written in "
-                    "place; wanted a clone()");
+                    "place; expected a clone()");
   }
   cut_into_chunks();
 }

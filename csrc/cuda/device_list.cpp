@@ -23,7 +23,7 @@ DeviceList::DeviceList(const std::vector<Tensor>& tensors, const Place& place, A
                     place.name(), " like the others; give one call one device");
     STD_TORCH_CHECK(find_format(tensor.scalar_type(), &entry.format), "zclip::", op, ": ", argument,
                     "[", i,
-                    "] has an unsupported dtype; wanted float32, bfloat16, float16 or "
+                    "] has an unsupported dtype; expected float32, bfloat16, float16 or "
                     "float64");
     const int64_t numel = tensor.numel();
     entry.address = const_cast<void*>(tensor.const_data_ptr());
@@ -38,7 +38,7 @@ DeviceList::DeviceList(const std::vector<Tensor>& tensors, const Place& place, A
     STD_TORCH_CHECK(access == Access::kRead || !layout.overlaps, "zclip::", op, ": ", argument, "[",
                     i,
                     "] has elements that share memory (expand()?) and cannot be written in "
-                    "place; wanted a clone()");
+                    "place; expected a clone()");
     const bool rows_are_runs = entry.rows == 1 || strides[0] * entry.rows == numel;
     if (layout.dense && rows_are_runs) continue;
     const Tensor copy = torch::stable::contiguous(tensor);
@@ -46,7 +46,7 @@ DeviceList::DeviceList(const std::vector<Tensor>& tensors, const Place& place, A
     copies_.push_back({tensor, copy});
   }
   STD_TORCH_CHECK(rows_ < kRowLimit, "zclip::", op, ": ", argument, " has ", rows_,
-                  " rows; wanted fewer than ", kRowLimit);
+                  " rows; expected fewer than ", kRowLimit);
 }
 
 Tensor DeviceList::scratch(const Tensor& like) const {

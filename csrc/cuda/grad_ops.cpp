@@ -78,7 +78,7 @@ void clamp_(std::vector<Tensor> grads, double limit) {
 }
 
 Tensor fingerprint(std::vector<Tensor> tensors) {
-  STD_TORCH_CHECK(!tensors.empty(), "zclip::fingerprint: wanted at least one tensor");
+  STD_TORCH_CHECK(!tensors.empty(), "zclip::fingerprint: expected at least one tensor");
   const Place place(tensors[0]);
   std::vector<DeviceTensor> bytes(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {

@@ -24,7 +24,7 @@ DeviceNumber loss_of(const Tensor& loss, const Place& place, const char* op) {
   if (loss.numel() == 0) return {nullptr, Format::kFloat32};
   DeviceNumber number = {loss.const_data_ptr(), Format::kFloat32};
   STD_TORCH_CHECK(find_format(loss.scalar_type(), &number.format), "zclip::", op,
-                  ": loss[0] has an unsupported dtype; wanted float32, bfloat16, float16 or "
+                  ": loss[0] has an unsupported dtype; expected float32, bfloat16, float16 or "
                   "float64");
   return number;
 }

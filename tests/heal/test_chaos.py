@@ -261,5 +261,5 @@ def test_a_fault_that_could_never_strike_is_refused(told, message):
 def test_an_unknown_fault_is_named():
     with pytest.raises(ValueError, match="'sharknado' is unknown; expected one of nan_gradient"):
         Fault("sharknado", at=1)
-    with pytest.raises(ValueError, match="wanted a step, or a rate"):
+    with pytest.raises(ValueError, match="expected a step, or a rate"):
         Fault("nan_loss")

@@ -64,5 +64,5 @@ def test_junk_in_the_plan_of_a_hook_is_noted_and_the_plan_is_done(junk, tmp_path
     assert healer.last_step == 79
     assert len(healer.stream.unwanted()) < 100
     assert all(torch.isfinite(p).all() for p in setup.model.parameters())
-    assert "wanted" in healer.notes[0]
+    assert "expected" in healer.notes[0]
     assert "hook_failed" in (tmp_path / "events.jsonl").read_text()

@@ -541,7 +541,7 @@ class Two(Module):
 @pytest.mark.parametrize(
     ("module", "callbacks", "message"),
     [
-        (Two, [healing()], "2 optimizers.*wanted one"),
+        (Two, [healing()], "2 optimizers.*expected one"),
         (Module, [healing(after_rollback="replay_data")], 'expected "skip_data"'),
         (Module, [healing(zclip_enabled=True), zclip.ZClipLightningCallback()], "second time"),
     ],

@@ -89,7 +89,7 @@ def test_a_dry_run_of_nothing_is_refused(told):
     setup = regression()
     healer = setup.healer()
     healer.exits.dismiss()
-    with pytest.raises(ValueError, match="wanted 1 or more of each"):
+    with pytest.raises(ValueError, match="expected 1 or more of each"):
         healer.dry_run(setup.train_step, setup.loader, **told)
 
 

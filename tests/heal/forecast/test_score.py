@@ -97,13 +97,13 @@ def spoiled(**changes):
         ),
         (
             spoiled(calibration={"levels": [0.0, 0.0], "chances": [0.0, 1.0]}),
-            "wanted levels that rise",
+            "expected levels that rise",
         ),
         (
             spoiled(calibration={"levels": [0.0, 1.0], "chances": [0.5, 0.4]}),
             "a chance for each, never less",
         ),
-        (spoiled(calibration={"levels": [], "chances": []}), "wanted levels that rise"),
+        (spoiled(calibration={"levels": [], "chances": []}), "expected levels that rise"),
         (
             spoiled(calibration={"levels": [0.0, 1.0], "chances": [0.0, 1.5]}),
             "chances 0 to 1.5; expected 0 to 1",
@@ -121,7 +121,7 @@ def test_a_file_that_is_not_json_is_refused(tmp_path):
     with pytest.raises(ModelError, match="not JSON"):
         read(path)
     path.write_text("[1]")
-    with pytest.raises(ModelError, match="wanted a JSON object"):
+    with pytest.raises(ModelError, match="expected a JSON object"):
         read(path)
 
 
