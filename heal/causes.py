@@ -159,7 +159,7 @@ class Cause(str, Enum):
 
     # fmt: off
     PREEMPTED = "preempted", About(
-        title="The job was told to stop",
+        title="The job was asked to stop",
         summary="The job received a signal to stop.",
         family=Family.STOP, severity=Severity.FATAL, blames=Blames.SCHEDULER, proof=Proof.FACT,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
@@ -173,7 +173,7 @@ class Cause(str, Enum):
         exit_code=ExitCode.HARDWARE, exit_reason=None, reference=UNICRON,
     )
     COLLECTIVE_ERROR = "collective_error", About(
-        title="Ranks lost each other",
+        title="Ranks lost contact",
         summary="A collective failed or timed out; the process group is broken.",
         family=Family.STOP, severity=Severity.FATAL, blames=Blames.RANKS, proof=Proof.SIGNS,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=None,
@@ -209,21 +209,21 @@ class Cause(str, Enum):
         reference=SILENT_ERRORS,
     )
     OPTIMIZER_CORRUPTION = "optimizer_corruption", About(
-        title="The optimizer's memory was damaged",
+        title="The optimizer's state was damaged",
         summary="The optimizer's state holds NaN or Inf.",
         family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.STATE, proof=Proof.FACT,
         onset=Onset.CHECKED, needs_snapshot=True, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=SILENT_ERRORS,
     )
     OPTIMIZER_RESET = "optimizer_reset", About(
-        title="The optimizer lost its memory",
+        title="The optimizer lost its state",
         summary="The optimizer lost its moments or its step count.",
         family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.STATE, proof=Proof.SIGNS,
         onset=Onset.CHECKED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=SILENT_ERRORS,
     )
     INSTABILITY_AHEAD = "instability_ahead", About(
-        title="Trouble was foreseen",
+        title="Instability was forecast",
         summary="The forecast expects the loss to double soon; nothing is damaged yet.",
         family=Family.WARNING, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
@@ -239,14 +239,14 @@ class Cause(str, Enum):
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=OPT,
     )
     NONFINITE_LOSS = "nonfinite_loss", About(
-        title="The loss was not a number",
+        title="The loss was NaN or Inf",
         summary="The loss is NaN or Inf; the device skipped the step.",
         family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.FACT,
         onset=Onset.SKIPPED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.NONFINITE, exit_reason=ExitReason.NAN, reference=ZCLIP,
     )
     NONFINITE_GRADIENT = "nonfinite_gradient", About(
-        title="Gradients were not numbers",
+        title="Gradients held NaN or Inf",
         summary="NaN or Inf in the gradients; the device skipped the step.",
         family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.FACT,
         onset=Onset.SKIPPED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
