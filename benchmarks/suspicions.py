@@ -16,7 +16,6 @@ from heal.causes import Finding
 from heal.config import HealingConfig
 from heal.detectors import robust
 from heal.detectors.gradients import GradientExplosion, SkippedSteps
-from heal.detectors.health import StateHealth
 from heal.detectors.learning_rate import LrChange
 from heal.detectors.likelihood import LikelihoodCollapse
 from heal.detectors.loss import LossChange
@@ -25,6 +24,7 @@ from heal.detectors.preference import ChancePlateau, PreferenceInversion
 from heal.detectors.progress import NotLearning, OverfittingGap, Plateau
 from heal.detectors.rewards import KlBlowUp, RewardCollapse
 from heal.detectors.telemetry import ForeignWrites
+from heal.detectors.weights import StateHealth
 from tests.heal.detectors import streams
 
 SEEDS = 10

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from heal.exit_codes import ExitCode
 from heal.json_lines import encodable
-from heal.plain import plain
+from heal.plain_values import plain
 
 RENAMED = {"CannotHeal": "HealingError", "Refuse": "Skip"}
 """Names of version 0.1: importable until 0.3, and read in old journals for good."""

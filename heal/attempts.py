@@ -17,11 +17,11 @@ from heal.actions import (
     is_custom,
 )
 from heal.causes import Cause, Family
+from heal.checkpointing import Durable, Remedy
 from heal.cluster import watchdog as last_message
 from heal.data.loader_pass import AfterError
 from heal.data.stream import BatchStream, StepBatches, own_copy
 from heal.diagnose import Diagnosis, diagnose_exception
-from heal.durable import Durable, Remedy
 from heal.exceptions import message_of, qualified_name
 from heal.exit_codes import ExitCode
 from heal.experiment import Experiment

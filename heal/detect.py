@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Protocol
 from heal.causes import Finding, Severity
 from heal.config import ConfigError, HealingConfig
 from heal.detectors.gradients import GradientExplosion, SkippedSteps
-from heal.detectors.health import StateHealth
 from heal.detectors.learning_rate import LrChange
 from heal.detectors.loss import LossChange
 from heal.detectors.pace import HostNews, ThroughputCollapse
 from heal.detectors.progress import NotLearning, OverfittingGap, Plateau
 from heal.detectors.telemetry import ForeignWrites
+from heal.detectors.weights import StateHealth
 from heal.lab.forecast.watch import ForecastWatch
 from heal.verdict import HealthRow, Record
 

@@ -299,7 +299,7 @@ def check_backend(env: Environment) -> list[Finding]:
 
 def check_gpu() -> list[Finding]:
     """What does the driver say?"""
-    from heal.cluster.health import check_gpu_health
+    from heal.cluster.hardware import check_gpu_health
 
     health = check_gpu_health()
     if not health.available:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from heal.plain import plain_name
+from heal.plain_values import plain_name
 
 KEPT_MAPPINGS = (dict, OrderedDict)
 

@@ -19,6 +19,7 @@ from heal.actions import HealingError, Plan
 from heal.attempts import Attempts
 from heal.buffers import BufferCopies
 from heal.causes import Finding
+from heal.checkpointing import Durable, HealingMemory
 from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.data.loader_pass import AfterError
@@ -26,10 +27,9 @@ from heal.data.stream import BatchStream, NoMoreBatches, StepBatches
 from heal.detect import Detector, Watch
 from heal.diagnose import Diagnosis
 from heal.dry_run import DryRunReport, dry_run
-from heal.durable import Durable, HealingMemory
 from heal.exit_codes import ExitCode
 from heal.exits import Exits
-from heal.experiment import Experiment
+from heal.experiment import BodyTrials, Experiment
 from heal.extra_state import note_rewriting, note_stateless
 from heal.guarded_step import GuardedStep, judgeable
 from heal.integrations.trackers import attach
@@ -47,7 +47,6 @@ from heal.recovery import Hook, Recovery
 from heal.run import TorchRun
 from heal.snapshots import Snapshot
 from heal.training_state import TrainingState
-from heal.trials import BodyTrials
 from heal.verdict import Flag, Record
 from zclip import ClippedOptimizer
 

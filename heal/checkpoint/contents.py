@@ -24,7 +24,7 @@ from heal.checkpoint.files import CannotEncode, CheckpointError
 from heal.checkpoint.manifest import committed
 from heal.checkpoint.plan import Ranks
 from heal.checkpoint.reading import CheckpointReader, Restored
-from heal.plain import plain_name
+from heal.plain_values import plain_name
 from heal.training_state import StateMismatch, TrainingState
 
 

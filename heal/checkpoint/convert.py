@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from heal.checkpoint.api import save
 from heal.checkpoint.contents import state_dicts
 from heal.checkpoint.files import TEMPORARY, CheckpointError, flush_folder
-from heal.plain import plain_name
+from heal.plain_values import plain_name
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizers", "optimizer", "optimizer_state_dict", "optim")

@@ -11,8 +11,8 @@ from heal.cluster.slurm import SLURMInfo, get_slurm_info, log_job_info, resolve_
 
 NEEDS_TORCH: dict[str, str] = {
     "Attempt": "heal.cluster.launch",
-    "GpuHealth": "heal.cluster.health",
-    "GroupHealth": "heal.cluster.health",
+    "GpuHealth": "heal.cluster.hardware",
+    "GroupHealth": "heal.cluster.hardware",
     "HangReport": "heal.cluster.watchdog",
     "HangWatchdog": "heal.cluster.watchdog",
     "Mismatch": "heal.cluster.fingerprints",
@@ -20,8 +20,8 @@ NEEDS_TORCH: dict[str, str] = {
     "ShutdownHandler": "heal.cluster.shutdown",
     "Straggler": "heal.cluster.watch",
     "StragglerWatch": "heal.cluster.watch",
-    "check_gpu_health": "heal.cluster.health",
-    "check_nccl_health": "heal.cluster.health",
+    "check_gpu_health": "heal.cluster.hardware",
+    "check_nccl_health": "heal.cluster.hardware",
     "init_process_group": "heal.cluster.launch",
 }
 """Names that need torch, and their modules: loaded on first use."""

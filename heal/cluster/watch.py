@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from heal.causes import Cause, Finding, Severity
 from heal.cluster.fingerprints import Mismatch, ReplicaCheck
 from heal.cluster.groups import has_peers, side_group
-from heal.cluster.health import GroupPing, check_gpu_health
+from heal.cluster.hardware import GroupPing, check_gpu_health
 from heal.cluster.launch import cannot_come_back
 from heal.cluster.watchdog import HangReport, HangWatchdog
 from heal.config import HealingConfig

@@ -86,7 +86,7 @@ WAITING = (
     "torch/nn/parallel/",
     "torch/cuda/",
     "heal/cluster/groups.py",
-    "heal/cluster/health.py",
+    "heal/cluster/hardware.py",
     "zclip/mailbox.py",
 )
 """Where a rank is that waits for others, or for its device."""

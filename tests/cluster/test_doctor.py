@@ -8,7 +8,7 @@ import pytest
 
 from heal import HealingConfig
 from heal.cli import main
-from heal.cluster import health as gpu_health
+from heal.cluster import hardware as gpu_health
 from heal.doctor import (
     Finding,
     check_backend,

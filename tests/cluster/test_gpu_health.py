@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from heal.cluster import check_gpu_health
-from heal.cluster import health as gpu_health
-from heal.cluster.health import GpuWatch
+from heal.cluster import hardware as gpu_health
+from heal.cluster.hardware import GpuWatch
 from tests.cluster.fake_nvml import FakeNvml
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from heal import HealingConfig
-from heal.cluster import health as gpu_health
+from heal.cluster import hardware as gpu_health
 from heal.cluster.watch import ClusterWatch, find_replicas
 from heal.detectors.pace import HostNews
 from heal.exit_codes import ExitCode

@@ -5,7 +5,7 @@ import torch
 
 from heal.cluster import ReplicaCheck, StragglerWatch, check_nccl_health, fingerprints
 from heal.cluster.fingerprints import odd_ranks
-from heal.cluster.health import GroupPing
+from heal.cluster.hardware import GroupPing
 from tests.cluster import ranks
 from tests.cluster.jobs import Job, read_json
 from tests.fake_cuda import fake_cuda, fake_parameters

@@ -24,7 +24,7 @@ PURE = [
     "detect",
     "detectors/__init__",
     "detectors/gradients",
-    "detectors/health",
+    "detectors/weights",
     "detectors/learning_rate",
     "detectors/likelihood",
     "detectors/loss",

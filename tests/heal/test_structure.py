@@ -9,8 +9,8 @@ from tools import trace_calls
 
 ROOT = Path(__file__).parents[2]
 CORE = (
-    *("attempts", "durable", "experiment", "guarded_step", "healer", "monitor"),
-    *("recovery", "run", "snapshots", "trials"),
+    *("attempts", "checkpointing", "experiment", "guarded_step", "healer", "monitor"),
+    *("recovery", "run", "snapshots"),
 )
 """The modules that a step, a rollback and a checkpoint pass through."""
 

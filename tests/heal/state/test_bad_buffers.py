@@ -9,11 +9,11 @@ import zclip
 from heal import Healer, HealingConfig
 from heal.buffers import BufferCopies
 from heal.causes import Cause
-from heal.detectors.health import StateHealth
-from heal.health import HealthCheck
+from heal.detectors.weights import StateHealth
 from heal.ranks import Ranks
 from heal.snapshots import SnapshotRing
 from heal.training_state import TrainingState
+from heal.weight_checks import HealthCheck
 
 QUICK = {"snapshot_interval": 10, "check_interval": 10, "quarantine_steps": 4}
 

@@ -37,7 +37,7 @@ from heal.exit_codes import ExitCode
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal, Notes
 from heal.monitor import Monitor
-from heal.plain import plain
+from heal.plain_values import plain
 from heal.policy import MAX_CONSECUTIVE_DATA_ERRORS
 from heal.recovery import Recovery
 from heal.run import TorchRun
