@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
+    bf16_compress_hook,
     fp16_compress_hook,
 )
 from torch.distributed.fsdp import fully_shard
@@ -177,13 +178,18 @@ def buckets_are_measured_after_the_all_reduce():
                     assert early > 0, scenario.__name__
 
 
+def bf16_hook(state, bucket):
+    """Compress to bfloat16; under torch's own name DDP accepts it with NCCL only."""
+    return bf16_compress_hook(state, bucket)
+
+
 @check(2)
 def compression_hooks_work_as_before():
     for views in (False, True):
         make = functools.partial(
             replicated, gradient_as_bucket_view=views, find_unused_parameters=True
         )
-        for hook in (fp16_compress_hook, allreduce_hook):
+        for hook in (fp16_compress_hook, bf16_hook, allreduce_hook):
             assert compare(make, accumulate, comm_hook=(None, hook)) > 0
         assert compare(make, accumulate, comm_hook=("state", own_memory_hook)) == 0
 
