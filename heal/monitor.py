@@ -424,7 +424,7 @@ class Monitor:
 
     def poll_last(self) -> Iterator[Seen]:
         """Yield what the last records show, when no step is to come that a plan could serve."""
-        for step, row in self._guarded.mailbox.drain():
+        for step, row in self._guarded.mailbox.poll(lag=0):
             (findings,) = self.watch.observe_all([self._decode(step, row)])
             known = [f for f in findings if not f.wants_proof or f.cause.about.is_nonfinite]
             yield Seen(step, known)

@@ -68,17 +68,14 @@ class Mailbox:
             self._make_room()
         self._sent.append(_Letter(step, row, None))
 
-    def poll(self) -> list[tuple[int, list[float]]]:
-        """Return ``(step, verdict)`` for every verdict that is ``lag`` posts old, oldest first."""
-        return self._taken(self.lag)
+    def poll(self, lag: int | None = None) -> list[tuple[int, list[float]]]:
+        """Return ``(step, verdict)`` for every verdict that is ``lag`` posts old, oldest first.
 
-    def drain(self) -> list[tuple[int, list[float]]]:
-        """Return ``(step, verdict)`` for every verdict there is; waits for the newest ones."""
-        return self._taken(0)
-
-    def _taken(self, lag: int) -> list[tuple[int, list[float]]]:
+        Args:
+            lag: of this poll, if not that of the mailbox; 0 waits for the newest ones.
+        """
         arrived = []
-        while len(self._sent) > lag:
+        while len(self._sent) > (self.lag if lag is None else lag):
             letter = self._sent.popleft()
             if letter.landed is not None:
                 letter.landed.synchronize()
