@@ -35,10 +35,10 @@ class Reads(TorchDispatchMode):
             monkeypatch.setattr(owner, name, self._quiet(getattr(owner, name)))
 
     def _quiet(self, method):
-        def quiet(*args):
+        def quiet(*args, **kwargs):
             before, self._is_quiet = self._is_quiet, True
             try:
-                return method(*args)
+                return method(*args, **kwargs)
             finally:
                 self._is_quiet = before
 
