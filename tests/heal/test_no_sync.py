@@ -38,10 +38,9 @@ def device(monkeypatch):
     """Stand-ins for what no fake device has: streams, events, pinned memory and late mail."""
     Event.host_waits = 0
 
-    def poll(self):
-        arrived = [(letter.step, [0.0] * self.width) for letter in list(self._sent)[: -self.lag]]
-        if self.lag == 0:
-            arrived = [(letter.step, [0.0] * self.width) for letter in self._sent]
+    def poll(self, lag=None):
+        due = len(self._sent) - (self.lag if lag is None else lag)
+        arrived = [(letter.step, [0.0] * self.width) for letter in list(self._sent)[: max(0, due)]]
         for _ in arrived:
             self._sent.popleft()
         return arrived
