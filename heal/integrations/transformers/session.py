@@ -15,7 +15,6 @@ from heal.checkpoint.files import put_aside
 from heal.config import HealingConfig
 from heal.detectors.preference import ACCURACY, MARGIN
 from heal.detectors.progress import Plateau
-from heal.detectors.rewards import REWARD
 from heal.healer import Healer
 from heal.integrations.patches import Patches, hold_models_of
 from heal.integrations.transformers.attempts import (
@@ -262,10 +261,6 @@ class Session:
             plateau = detectors.get("plateau")
             if isinstance(plateau, Plateau):
                 plateau.chance = 0.0
-        if REWARD in logs:
-            # A policy loss is zero on average, exactly zero without advantages, and leaps with
-            # every group that has some. Rewards, divergence and gradients tell more.
-            detectors.pop("loss_spike", None)
         healer.contained(lambda: healer.treat(self.log_watch.observe(healer.training.step, logs)))
 
     def close(self, error: BaseException | None = None) -> None:
