@@ -30,6 +30,7 @@ class Run:
 
     def train(self, count):
         batches = [torch.randn(64, 8, generator=self.data) for _ in range(count)]
+        loss = torch.tensor(math.nan)  # after a rollback all of these batches may be dropped
         for x in self.healer.batches(batches):
             loss = self.forward(x)
             loss.backward()
@@ -114,3 +115,24 @@ def test_gradients_are_clipped_once(clipper):
     assert run.optimizer.clipper is None
     assert run.healer.optimizers[0].clipper is not None
     assert run.healer.optimizers[0].steps == 30
+
+
+def test_what_a_rollback_wrote_is_no_suspicion():
+    run = Run()
+    run.train(150)
+    run.healer.training.restore(run.healer.snapshots()[0])
+    run.train(30)
+    assert any(record.has(Flag.FOREIGN_WRITE) for record in run.records)
+    assert run.healer.experiment.forwards == 0
+
+
+def test_an_infinite_moment_is_found_where_foreign_writes_are_a_habit():
+    run = Run()
+    for step in range(125):  # checks come at powers of two
+        run.train(1)
+        with torch.no_grad():
+            run.weight.clamp_(-0.3, 0.3)
+        if step == 110:
+            run.optimizer.state[run.weight]["exp_avg_sq"][0, 0] = math.inf
+    causes = [diagnosis.cause.value for _, diagnosis, _ in run.healer.history]
+    assert "optimizer_corruption" in causes

@@ -101,6 +101,19 @@ def test_a_probe_looks_after_every_so_many_steps():
     assert not any(name.startswith("probe/") for name in healer.metrics())  # None: nothing to tell
 
 
+def test_a_probe_that_joins_in_mid_run_looks_when_it_is_due():
+    setup = regression()
+    healer = setup.healer()
+    seen = []
+
+    def join(step):
+        if step == 22:
+            healer.add_probe("step", lambda: seen.append(healer.last_step), every=1)
+
+    healer.run(setup.train_step, setup.loader, 26, progress=False, on_step=join)
+    assert seen == [23, 24, 25]
+
+
 def test_its_numbers_are_in_the_journal_and_in_the_metrics(tmp_path):
     setup = regression()
     healer = setup.healer(run_dir=tmp_path)
