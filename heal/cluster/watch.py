@@ -72,7 +72,7 @@ class ClusterWatch:
         self._ping_read_at: int | None = None
         replicated, over = find_replicas(model, group)
         self._replicas = ReplicaCheck(replicated, group=over, lag=config.lag)
-        self._compares = bool(replicated and config.fingerprint_interval)
+        self._compares = bool(replicated and config.nccl_health_check_interval)
         self._ecc_errors: int | None = None
         self._before_exit: Callable[[int], object] = lambda code: None
         trouble = cannot_come_back(os.environ) if not journal.rank else ""
@@ -92,9 +92,10 @@ class ClusterWatch:
         """Do what is due before ``step``; return what must be treated here and now."""
         if _is_due(step, self._config.gpu_health_check_interval):
             self._look_at_gpu(step)
-        if self._compares:
+        found = self._ping_ranks(step)
+        if self._compares and not found:  # a comparison would wait for a rank that is gone
             self._compare(step)
-        return self._ping_ranks(step)
+        return found
 
     def clear(self) -> None:
         """Forget what is under way: after a rollback it speaks of no state."""
@@ -144,7 +145,7 @@ class ClusterWatch:
         return found
 
     def _compare(self, step: int) -> None:
-        if _is_due(step, self._config.fingerprint_interval):
+        if _is_due(step, self._config.nccl_health_check_interval):
             self._replicas.post(step)
         mismatches = self._replicas.read()
         if not mismatches:
