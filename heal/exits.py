@@ -212,9 +212,9 @@ class Exits:
         if self._closed or os.getpid() != self._process:
             return
         if not healer.has_others:  # else to hear is to wait for ranks that may be elsewhere
-            healer.hear_the_rest(hurries=True)
+            healer.finish(hurries=True)
         self._facts = _facts_of(healer)
-        if not healer.left_loop_early:
+        if not healer.stream.was_left:
             self._finish(Ending.by(None))
             return
         self._journal.draft_postmortem(**self._page(EXITED))
@@ -228,7 +228,7 @@ class Exits:
             return Ending.by(error)
         if self._unanswered:
             return Ending(None, ExitReason.SIGTERM, None)
-        is_over = healer is not None and not healer.left_loop_early
+        is_over = healer is not None and not healer.stream.was_left
         return Ending.by(None) if is_over else EXITED
 
     def _finish(self, ending: Ending) -> None:
@@ -244,7 +244,7 @@ class Exits:
         healer, error = self._healer(), ending.error
         if healer is not None:
             sudden = isinstance(error, Exception) and not isinstance(error, HealingError)
-            healer.hear_the_rest(hurries=sudden)
+            healer.finish(hurries=sudden)
             self._facts = _facts_of(healer)
         if self._facts:
             self._is_written = True

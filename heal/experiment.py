@@ -127,6 +127,8 @@ class Settled:
 
     Attributes:
         finding: the suspicion; if the weights are damaged, as a proven finding to act upon.
+        findings: what is known now: damage, or what no experiment could settle.
+        takes_level: whether the present level becomes the baseline of the detectors.
         answer: what was shown.
         why: the answer in words.
         pairs: all losses that were compared, today's first.
@@ -140,6 +142,8 @@ class Settled:
     pairs: tuple[Pair, ...] = ()
     snapshots: tuple[int, ...] = ()
     forwards: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    takes_level: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return what the journal writes."""
@@ -221,6 +225,7 @@ class Experiment:
         self._held_lr = held_lr
         self._note = note
         self._question: _Question | None = None
+        self._unprovable: set[Cause] = set()  # reported once for lack of a forward pass
         self._spent: deque[int] = deque()
         self._recent: deque[float] = deque(maxlen=LATEST)
         self.forwards = 0
@@ -394,12 +399,26 @@ class Experiment:
         self._question = None
         self._run.ring.pin(set())
         self.settled += 1
-        finding = question.finding
+        finding, cause = question.finding, question.finding.cause
         snapshots = tuple(dict.fromkeys(s for s, _ in question.arms[: question.arm + 1]))
-        pairs = tuple(question.all_pairs)
+        findings: list[Finding] = []
+        takes_level = answer is Answer.OTHER_DATA and cause is not Cause.NOT_LEARNING
         if answer is Answer.DAMAGED:
             finding = self._proven(question, snapshots[-1])
-        return Settled(finding, answer, why, pairs, snapshots, question.forwards)
+            findings = [finding]
+        elif why is NOT_LEARNING:
+            findings = [replace(finding, wants_proof=False)]
+        elif why is NO_FORWARD and cause is not Cause.NOT_LEARNING:
+            self._note(why)
+            if not cause.about.is_nonfinite:  # else each skipped step was reported already
+                takes_level = True  # unexplained; later ones are measured against it
+                if cause not in self._unprovable:
+                    findings = [replace(finding, wants_proof=False)]
+                self._unprovable.add(cause)
+        pairs = tuple(question.all_pairs)
+        return Settled(
+            finding, answer, why, pairs, snapshots, question.forwards, findings, takes_level
+        )
 
     def _proven(self, question: _Question, snapshot_step: int) -> Finding:
         """Return the suspicion as a fact; blamed on the learning rate if nothing explains that."""

@@ -186,8 +186,8 @@ class Journal:
                 self.report_failure(self.run_dir, error)
 
     @property
-    def is_heard(self) -> bool:
-        """Whether a line goes anywhere: to a file, or to somebody who subscribed."""
+    def has_readers(self) -> bool:
+        """Whether lines go anywhere: to a file, or to a subscriber."""
         return self.run_dir is not None or bool(self._subscribers)
 
     def path(self, name: str) -> Path | None:

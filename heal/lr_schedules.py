@@ -232,7 +232,7 @@ class Schedules:
         for joint in self._joint.values():
             joint.after_turns()
 
-    def wanted(self, optimizer: Optimizer) -> Sequence[Any]:
+    def expected(self, optimizer: Optimizer) -> Sequence[Any]:
         """Return what the groups of a bare optimizer were last set to; empty if not known."""
         joint = self._joint.get(id(optimizer))
         if joint is not None:

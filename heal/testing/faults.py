@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from heal.actions import check_count
+from heal.actions import check_number
 from heal.buffers import Key
 from heal.testing import slow_faults
 
@@ -87,17 +87,17 @@ class Fault:
         if self.kind not in KINDS:
             raise ValueError(f"fault {self.kind!r} is unknown; expected one of {', '.join(KINDS)}")
         if self.at is not None:
-            check_count(self, "at")
+            check_number(self, "at", int)
         elif not isinstance(self.rate, (int, float)) or not 0 < self.rate <= 1:
             raise ValueError(
                 f"fault {self.kind}: rate is {self.rate!r}; expected a step, or a rate above 0 and "
                 "at most 1"
             )
-        check_count(self, "times", least=1)
+        check_number(self, "times", int, least=1)
         if self.size is not None and not isinstance(self.size, (int, float)):
             raise ValueError(f"fault {self.kind}: size is {self.size!r}; expected a number or None")
         if self.rank is not None:
-            check_count(self, "rank")
+            check_number(self, "rank", int)
 
     def __str__(self) -> str:
         """As the command line has it."""

@@ -80,7 +80,9 @@ def test_it_survives_json():
 def test_records_that_were_under_way_when_a_plan_was_made_late_are_old_news():
     history = History()
     first = trouble(step=82)
-    history.note_plan(first, (ScaleLr(0.5),), unheard=98)  # heard of at step 100, two steps of lag
+    history.note_plan(
+        first, (ScaleLr(0.5),), first_pending=98
+    )  # heard of at step 100, two steps of lag
     assert history.incidents[0].resume_step == 98
-    history.note_plan(trouble(step=120), (Rollback(50),), unheard=118)
+    history.note_plan(trouble(step=120), (Rollback(50),), first_pending=118)
     assert history.incidents[0].resume_step == 50
