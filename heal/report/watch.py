@@ -182,7 +182,7 @@ class LiveRun:
         return self._tails.setdefault(name, Tail(self.folder / f"{name}.jsonl"))
 
     def _add_event(self, rank: int, line: dict[str, Any]) -> list[str]:
-        event = Event.of_line(rank, line)
+        event = Event(rank, line)
         if event.name == "goal":
             self.goal = whole(line.get("steps"))
             return []
@@ -322,7 +322,7 @@ def step_of(curves: RankCurves) -> int | None:
 
 def rate_of(curves: RankCurves) -> float | None:
     """Return the steps per second, by the median step."""
-    seconds = curves.usual_seconds()
+    seconds = curves.median_seconds()
     return 1.0 / seconds if seconds else None
 
 
