@@ -196,7 +196,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     from heal.report.collect import read_run
     from heal.report.data import report_data
     from heal.report.page import make_page
-    from heal.report.read import NotARun, replace_text
+    from heal.report.read import NotARun, write_report
     from heal.report.text import make_text
 
     try:
@@ -219,7 +219,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         return 0
     path = Path(arguments.output) if arguments.output else arguments.run_dir / PAGE
     try:
-        replace_text(path, made)
+        write_report(path, made)
     except OSError as error:
         return fail("report", f"{error}; --output says where to write instead", 1)
     is_page = not (arguments.text or arguments.json)
