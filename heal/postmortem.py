@@ -6,7 +6,6 @@ Field names as in the first seed of this project, so that tools made for it can 
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +19,7 @@ from heal.diagnose import Diagnosis
 from heal.exceptions import classify, message_of, qualified_name
 from heal.exit_codes import ExitCode
 from heal.exit_codes import ExitReason as ExitReason
-from heal.json_lines import dumps, encodable, now
+from heal.json_lines import dumps, encodable, now, replace_text
 
 SCHEMA_VERSION = 1
 POSTMORTEM = "postmortem.json"
@@ -151,25 +150,12 @@ def write_postmortem(
     for folder in folders:
         try:
             folder.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-            return _replace(folder.absolute() / name, dumps({**additions, **page}))
+            path = folder.absolute() / name
+            replace_text(path, dumps({**additions, **page}) + "\n")
+            return path
         except Exception as error:
             journal.report_failure(folder / name, error)
     return None
-
-
-def _replace(path: Path, text: str) -> Path:
-    """Write beside the old file, make it durable, rename: a crash leaves the old or the new."""
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
-    return path
 
 
 # Where a run runs and what it trains, for the first event of the journal.
