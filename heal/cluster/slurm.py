@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from heal.checkpoint.manifest import COMMIT, committed
+from heal.checkpoint.folders import committed
+from heal.checkpoint.manifest import COMMIT
 
 # Reads SLURM's short form of many host names: ``gpu[01-03,07],login``.
 
