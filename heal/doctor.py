@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from heal.checkpoint.files import CheckpointError, free_bytes
-from heal.checkpoint.manifest import ABANDONED, NAME, StepFolder, committed, list_folders
+from heal.checkpoint.folders import ABANDONED, NAME, StepFolder, committed, list_folders
 from heal.cluster.slurm import get_slurm_info
 from heal.config import ConfigError, HealingConfig
 

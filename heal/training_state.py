@@ -278,7 +278,7 @@ class TrainingState:
 
     def tensors(self) -> dict[Key, Tensor]:
         """Return all tensors that steps may change, each part of memory once."""
-        return without_duplicates(self._named_tensors())
+        return without_duplicates(self.named_tensors())
 
     def without_nan(self) -> dict[Key, Tensor]:
         """Return the keys of buffers that NaN has no place in, and whether they held it before."""
@@ -287,7 +287,7 @@ class TrainingState:
 
     def everything(self) -> dict[Key, Tensor]:
         """Return the same and all other buffers, as a checkpoint has them."""
-        return without_duplicates(self._named_tensors(all_buffers=True))
+        return without_duplicates(self.named_tensors(all_buffers=True))
 
     def values(self) -> dict[str, Any]:
         """Return copies of all plain values; clip statistics stay tensors on the device."""
@@ -429,7 +429,7 @@ class TrainingState:
         set_extra_states(self.model, copied(values.get("modules", {})), self._note)
         self.added.load(values.get("added", {}))
 
-    def _named_tensors(self, all_buffers: bool = False) -> Iterator[tuple[Key, Tensor]]:
+    def named_tensors(self, all_buffers: bool = False) -> Iterator[tuple[Key, Tensor]]:
         for i, param in enumerate(self.parameters()):
             if self.is_trainable(param):
                 yield ("parameter", i), param
@@ -475,14 +475,14 @@ class TrainingState:
                     f"{_shown(key)} was {tensor.dtype} {tuple(tensor.shape)} when it was saved "
                     f"and is {now}"
                 )
-            device = self._device_of(key) if there is None else there.device
+            device = self.device_of(key) if there is None else there.device
             created[key] = torch.empty_like(tensor, device=device)
         for key in live:
             if key[0] == "parameter" and key not in saved:
                 raise StateMismatch(f"{_shown(key)} is new since the state was saved")
         return created
 
-    def _device_of(self, key: Key) -> torch.device:
+    def device_of(self, key: Key) -> torch.device:
         """Moments live beside their parameter; ``step`` does only where the optimizer wants it."""
         if key[0] == "buffer":
             return next((p.device for p in self.parameters()), torch.device("cpu"))

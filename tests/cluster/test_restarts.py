@@ -101,9 +101,7 @@ def test_a_run_goes_on_with_more_ranks_and_with_fewer(tmp_path):
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize(
-    ("victim", "where"), [(0, "_write_own"), (1, "_write_own"), (0, "_commit")]
-)
+@pytest.mark.parametrize(("victim", "where"), [(0, "write_own"), (1, "write_own"), (0, "commit")])
 def test_a_rank_that_dies_while_saving_keeps_nobody_waiting(tmp_path, victim, where):
     with Job(tmp_path, 2, ranks.die_while_saving, victim, where) as job:
         codes = job.wait()
