@@ -202,7 +202,7 @@ class Cause(str, Enum):
     )
     WEIGHT_CORRUPTION = "weight_corruption", About(
         title="Weights were damaged",
-        summary="Weights hold NaN or Inf, or leapt as no update could.",
+        summary="Weights hold NaN or Inf, or changed as no update could change them.",
         family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.STATE,
         proof=Proof.EXPERIMENT, onset=Onset.CHECKED, needs_snapshot=True, explains=(),
         sent_as=Flag.UNKNOWN_ERROR, exit_code=ExitCode.UNRECOVERABLE, exit_reason=None,
@@ -261,7 +261,7 @@ class Cause(str, Enum):
     )
     LOSS_SPIKE = "loss_spike", About(
         title="The loss jumped",
-        summary="The loss leapt far above its level.",
+        summary="The loss jumped far above its level.",
         family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.EXPERIMENT,
         onset=Onset.GRADUAL, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=ExitReason.DIVERGENCE, reference=PALM,

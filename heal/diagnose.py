@@ -48,7 +48,7 @@ class Diagnosis:
         told = self.cause.about.summary
         blames, where = self.evidence.get("blames"), self.evidence.get("tensor")
         if blames:
-            return f"{told} To blame is {blames}."
+            return f"{told} The cause is {blames}."
         return f"{told} Tensor: {where}." if where else told
 
     def to_json(self) -> dict[str, Any]:
