@@ -269,8 +269,5 @@ def find_corruption(state: TrainingState) -> dict[str, Any] | None:
 
 def _shown(state: TrainingState, key: Key) -> str:
     if key[0] == "state":
-        groups = state.optimizers[int(key[1])].param_groups
-        param = [p for group in groups for p in group["params"]][int(key[2])]
-        names = (name for name, p in state.model.named_parameters() if p is param)
-        return f"{key[3]} of {next(names, f'parameter {key[2]}')}"
+        return f"{key[3]} of {key[2]}"
     return state.name_of(key).removeprefix("parameter ")

@@ -25,6 +25,9 @@ from heal.checkpoint.shards import checksum_text, dtype_name
 from heal.plain_values import plain_name
 from heal.training_state import StateMismatch, TrainingState
 
+NAMED = {"parameter": 0, "buffer": 0, "state": 1}
+"""Kinds of keys that hold the name of a parameter or buffer, and where after the kind."""
+
 
 @dataclass(slots=True)
 class Contents:
@@ -56,39 +59,25 @@ class Contents:
 
 
 class Names:
-    """The names of a run's parameters.
-
-    Attributes:
-        state: the run.
-        parameters: of model and optimizers, each once.
-        names: of these, in the same order.
-        optimized: the parameters of each optimizer, in its own order.
-    """
+    """Names of a run's tensors on disk: keys as text, without the wrappers around the model."""
 
     def __init__(self, state: TrainingState) -> None:
-        known = {id(p): plain_name(name) for name, p in state.model.named_parameters()}
         self.state = state
-        self.parameters = state.parameters()
-        self.names = [known.get(id(p), f"unnamed.{i}") for i, p in enumerate(self.parameters)]
-        self.optimized = [
-            [p for group in optimizer.param_groups for p in group["params"]]
-            for optimizer in state.optimizers
-        ]
-        self.by_id = {id(p): name for p, name in zip(self.parameters, self.names, strict=True)}
-        self._index = _numbered(self.names)
-        self._optimized_index = [_numbered([self.by_id[id(p)] for p in o]) for o in self.optimized]
-        self._buffers = {plain_name(name): name for name, _ in state.model.named_buffers()}
+        self.parameters = state.named_parameters()
+        self._full = {
+            kind: {plain_name(name): name for name in found}
+            for kind, found in (
+                ("parameter", self.parameters),
+                ("buffer", dict(state.model.named_buffers())),
+            )
+        }
+        self._optimized = [state.optimized_by_name(o) for o in range(len(state.optimizers))]
 
     def text(self, key: Key) -> str:
         """Return the name of a tensor of the run."""
         kind, *rest = key
-        if kind == "parameter":
-            rest = [self.names[int(rest[0])]]
-        elif kind == "buffer":
-            rest = [plain_name(str(rest[0]))]
-        elif kind == "state":
-            o, i, name = rest
-            rest = [o, self.by_id[id(self.optimized[int(o)][int(i)])], name]
+        if kind in NAMED:
+            rest[NAMED[kind]] = plain_name(str(rest[NAMED[kind]]))
         return "/".join([str(kind), *(quote(str(part), safe=".") for part in rest)])
 
     def key(self, text: str) -> Key | None:
@@ -96,12 +85,13 @@ class Names:
         kind, *rest = (unquote(part) for part in text.split("/"))
         try:
             if kind == "parameter":
-                return (kind, self._index[rest[0]])
+                return (kind, self._full[kind][rest[0]])
             if kind == "buffer":
-                return (kind, self._buffers.get(rest[0], rest[0]))
+                return (kind, self._full[kind].get(rest[0], rest[0]))
             if kind == "state":
-                o, name, what = rest
-                return (kind, int(o), self._optimized_index[int(o)][name], what)
+                o, name, slot = rest
+                full = self._full["parameter"][name]
+                return (kind, int(o), full, slot) if full in self._optimized[int(o)] else None
             if kind == "group":
                 return (kind, int(rest[0]), int(rest[1]), rest[2])
         except (KeyError, ValueError, IndexError):
@@ -117,15 +107,11 @@ class Names:
         if key is None or key[0] not in ("parameter", "state"):
             return None
         if key[0] == "parameter":
-            live = self.parameters[int(key[1])]
+            live = self.parameters[str(key[1])]
         else:
-            param = self.optimized[int(key[1])][int(key[2])]
+            param = self._optimized[int(key[1])][str(key[2])]
             live = self.state.optimizers[int(key[1])].state.get(param, {}).get(key[3], param)
         return chunk_of(live) or _all_of(live)
-
-
-def _numbered(names: list[str]) -> dict[str, int]:
-    return {name: i for i, name in enumerate(names)}
 
 
 def _all_of(tensor: Tensor) -> Chunk:
@@ -175,17 +161,17 @@ def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
     names = Names(state)
     originals = dict(state.named_tensors(all_buffers=True))
     local = state.everything()
-    for i, param in enumerate(names.parameters):
+    for name, param in names.parameters.items():
         if not state.is_trainable(param):
-            originals["parameter", i] = param
-            local["parameter", i] = local_part(param)
+            originals["parameter", name] = param
+            local["parameter", name] = local_part(param)
     contents = Contents({})
     for key, tensor in local.items():
-        name = names.text(key)
-        contents.tensors[name] = tensor
+        text = names.text(key)
+        contents.tensors[text] = tensor
         chunk = chunk_of(originals[key])
         if chunk is not None and chunk.shape == tuple(tensor.shape):
-            contents.chunks[name] = chunk
+            contents.chunks[text] = chunk
     training = state.values()
     training["modules"] = _encodable(training["modules"])
     values = {"training": training, "names": _names_for_torch(names), **extra}
@@ -207,12 +193,13 @@ def _encodable(states: Mapping[str, Any]) -> dict[str, Any]:
 def _names_for_torch(names: Names) -> dict[str, Any]:
     """What a state_dict of torch has and our names do not: order, aliases, what it leaves out."""
     model = names.state.model
+    by_id = {id(p): plain_name(name) for name, p in names.parameters.items()}
     named = model.named_parameters(remove_duplicate=False)
-    aliases = {plain_name(name): names.by_id[id(p)] for name, p in named}
+    aliases = {plain_name(name): by_id[id(p)] for name, p in named}
     return {
         "optimizers": _kinds(names.state),
         "groups": [
-            [[names.by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
             for optimizer in names.state.optimizers
         ],
         "aliases": {name: target for name, target in aliases.items() if name != target},
@@ -261,8 +248,9 @@ def matched(
     }
     live = names.state.tensors()
     frozen: list[tuple[Tensor, Tensor]] = []
-    for i, (param, name) in enumerate(zip(names.parameters, names.names, strict=True)):
-        key: Key = ("parameter", i)
+    for full_name, param in names.parameters.items():
+        key: Key = ("parameter", full_name)
+        name = plain_name(full_name)
         is_trained = key in live
         there = live.get(key, getattr(param, "_local_tensor", param))
         if key not in saved:
@@ -329,11 +317,11 @@ def _make_sharded_state(names: Names, saved: Mapping[Key, Tensor]) -> None:
         if key[0] != "state":
             continue
         optimizer = names.state.optimizers[int(key[1])]
-        param: Any = names.optimized[int(key[1])][int(key[2])]
+        param: Any = names.parameters[str(key[2])]
         local = getattr(param, "_local_tensor", None)
         if local is None or key[3] in optimizer.state.get(param, {}):
             continue
-        made: Any = torch.empty_like(tensor, device=names.state.device_of(key))
+        made: Any = torch.empty_like(tensor, device=names.state.device_of(key, names.parameters))
         if tensor.shape == local.shape and tensor.dim():
             from torch.distributed.tensor import DTensor
 
