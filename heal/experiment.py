@@ -278,6 +278,14 @@ class Experiment:
         finally:
             trial.end()
 
+    def compare(self, compute: Callable[[], Tensor | float]) -> None:
+        """Run a whole trial: note the loss with the old weights, and that with today's."""
+        with self.trial() as trial:
+            old = trial.forward(compute)
+            trial.put_back()
+            now = trial.forward(compute)
+        self.note_losses(old, now)
+
     def begin_trial(self) -> "Trial":
         """Put the old weights in place until :meth:`Trial.end`. Only where :attr:`is_due`."""
         question = self._question
