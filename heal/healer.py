@@ -337,7 +337,7 @@ class Healer:
         if self._wants_snapshot or self.recovery.late:
             return step + 1
         due = [self.monitor.next_due(step), self.training.ring.next_due(step)]
-        if self.journal.is_heard:
+        if self.journal.has_readers:
             due.append(step - step % METRICS_INTERVAL + METRICS_INTERVAL)
         if self.durable is not None:
             due.append(self.durable.next_due(step))
@@ -387,7 +387,7 @@ class Healer:
         forecast = self.monitor.watch.forecast
         if forecast is not None and forecast.is_silent:
             self.note(SILENT)
-        if self.journal.is_heard:
+        if self.journal.has_readers:
             self.journal.metrics(self.training.step - 1, self.numbers())
 
     def _halt(self, halt: HealingError) -> None:

@@ -451,7 +451,7 @@ class Recovery:
             )
             self.num_changes += changes_training(plan)
         except Exception as error:
-            self._journal.event("telling_failed", self._run.step, error=repr(error))
+            self._journal.event("logging_failed", self._run.step, error=repr(error))
 
 
 def _is_budget_spent(plan: Plan) -> bool:
