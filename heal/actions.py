@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -49,20 +49,6 @@ class Run(Protocol):
 
     def restore(self, step: int) -> None:
         """Return to the snapshot of ``step``: all of it, or raise and change nothing."""
-
-    def corruption(self, is_shared: bool, with_frozen: bool) -> Mapping[str, Any] | None:
-        """Look for NaN and Inf in weights, buffers and optimizer state; None if there are none.
-
-        Args:
-            is_shared: whether every rank asks now; else ranks that have peers do not look.
-            with_frozen: whether frozen weights are read too, which may be most of the model.
-        """
-
-    def whereabouts(self, step: int, with_samples: bool) -> Mapping[str, Any]:
-        """Return the number of the call of ``step`` and the batch that a step had, if known."""
-
-    def data_fault(self, step: int) -> str | None:
-        """Read the batch of a step again: what is NaN in it, "" if nothing is, None if unknown."""
 
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:
         """Multiply ``lr_scale``, no lower than ``floor``; return to 1 over ``ramp_steps`` steps."""

@@ -356,9 +356,8 @@ class Attempts:
             return diagnosis, error
         if file:
             self._bad_files.add(file)  # no wait for it in the next epoch
-        cause, evidence = Cause.DATA_ERROR, {**diagnosis.evidence, "waits": self._read_waits}
-        reference = cause.about.reference
-        return replace(diagnosis, cause=cause, evidence=evidence, reference=reference), error
+        evidence = {**diagnosis.evidence, "waits": self._read_waits}
+        return replace(diagnosis, cause=Cause.DATA_ERROR, evidence=evidence), error
 
     def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
         """Carry out the plan; True if the same batches should be tried again."""

@@ -32,7 +32,6 @@ class Diagnosis:
     cause: Cause
     evidence: dict[str, Any]
     confidence: float
-    reference: str
     severity: Severity
     bad_step: int
     step: int = -1
@@ -41,6 +40,10 @@ class Diagnosis:
     @property
     def family(self) -> Family:
         return self.cause.about.family
+
+    @property
+    def reference(self) -> str:
+        return self.cause.about.reference
 
     @property
     def summary(self) -> str:
@@ -95,7 +98,6 @@ def diagnose(findings: Sequence[Finding], history: History) -> Diagnosis | None:
         cause=chosen.cause,
         evidence=evidence,
         confidence=confidence,
-        reference=chosen.cause.about.reference,
         severity=worst,
         bad_step=bad_step,
         step=chosen.step,
@@ -130,7 +132,6 @@ def diagnose_exception(
         cause=cause,
         evidence=evidence,
         confidence=confidence,
-        reference=cause.about.reference,
         severity=severity,
         bad_step=step,
         step=step,
@@ -176,7 +177,6 @@ def diagnose_corruption(diagnosis: Diagnosis, found: Mapping[str, Any], step: in
         cause=cause,
         evidence=evidence,
         confidence=MEASURED,
-        reference=cause.about.reference,
         severity=Severity.ERROR,
         bad_step=step,
         step=step,

@@ -36,7 +36,7 @@ from heal.integrations.trackers import attach
 from heal.journal import LEFT_OUT, Journal, Notes
 from heal.lab.attached_probes import AttachedProbe, AttachedProbes
 from heal.lab.forecast.watch import SILENT
-from heal.lr_schedules import LearningRates, Schedules
+from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, TrainStep
 from heal.monitor import Monitor
 from heal.postmortem import describe_machine, describe_training
@@ -183,12 +183,11 @@ class Healer:
         self.trials = BodyTrials(self.experiment, self.guarded, self.schedules, forward, note)
         reported: deque[Flag] = deque()  # signal handlers and threads append while a step reads
         cluster = ClusterWatch(model, config, self.journal, reported.append, note, process_group)
-        rates = LearningRates(optimizers, self.schedules.expected, note)
         self.monitor = Monitor(
             self.training,
             self.guarded,
             config,
-            rates,
+            self.schedules,
             watch,
             self.experiment,
             cluster,

@@ -18,7 +18,7 @@ from heal.experiment import Answer, Experiment, Settled
 from heal.guarded_step import NO_LOSS_SCALE, TOGETHER, GuardedStep
 from heal.journal import LEFT_OUT
 from heal.lab.forecast.features import CHECK_INTERVAL
-from heal.lr_schedules import LearningRates
+from heal.lr_schedules import Schedules
 from heal.ranks import HostFacts
 from heal.run import TorchRun
 from heal.snapshots import NEVER, is_due, next_due
@@ -172,7 +172,7 @@ class Monitor:
         run: its snapshots are promoted by clean steps; a rollback of it clears the mailbox.
         guarded: whose mailbox is read.
         config: intervals and limits.
-        rates: the learning rates, and those of the schedules.
+        schedules: know the learning rates that should be.
         watch: the detectors.
         experiment: settles what they suspect.
         cluster: looks after other ranks and the hardware.
@@ -191,7 +191,7 @@ class Monitor:
         run: TorchRun,
         guarded: GuardedStep,
         config: HealingConfig,
-        rates: LearningRates,
+        schedules: Schedules,
         watch: Watch,
         experiment: Experiment,
         cluster: ClusterWatch,
@@ -206,7 +206,7 @@ class Monitor:
         self._run = run
         self._guarded = guarded
         self._config = config
-        self._rates = rates
+        self._schedules = schedules
         self._experiment = experiment
         self._reported = reported
         self._clock = clock
@@ -238,7 +238,7 @@ class Monitor:
         self._health.post_if_written(self._run.step)
         now = self._clock()
         seconds, self._step_began = now - self._step_began, now
-        lr, scheduled = self._rates.now()
+        lr, scheduled = self._schedules.rates()
         flags = NO_FLAG
         while self._reported:
             flags |= self._reported.popleft()

@@ -6,7 +6,7 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,20 +25,10 @@ from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
 from heal.training_state import RestoreFailed, RngState, StateMismatch, TrainingState
 from heal.weight_checks import find_corruption
 
+if TYPE_CHECKING:
+    from heal.checkpointing import Durable
+
 TRIES = 2  # to write a snapshot before an older one is used
-
-
-class Checkpoints(Protocol):
-    """What the run needs of checkpoints on disk."""
-
-    def steps(self) -> list[int]:
-        """Return the steps of finished ones, newest first."""
-
-    def snapshot(self, step: int) -> Snapshot | None:
-        """Return one in the form of a snapshot; None if it is damaged."""
-
-    def abandon_after(self, step: int) -> None:
-        """Put those of later steps aside."""
 
 
 class TorchRun:
@@ -71,7 +61,7 @@ class TorchRun:
         stream: BatchStream,
         micro: MicroBatcher,
         schedules: Schedules,
-        durable: Checkpoints | None,
+        durable: "Durable | None",
         note: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -385,11 +375,20 @@ class TorchRun:
         return {**found, "epoch": place.epoch, "batch": place.number}
 
     def data_fault(self, step: int) -> str | None:
+        """Read the batch of a step again: what is NaN in it, "" if nothing is, None if unknown."""
         place = self._stream.batch_of(step)
         return None if place is None else place.bad_numbers()
 
     def corruption(self, is_shared: bool, with_frozen: bool) -> Mapping[str, Any] | None:
-        """Look for NaN and Inf in the state, on every rank; waits for the device."""
+        """Look for NaN and Inf in weights, buffers and optimizer state; waits for the device.
+
+        Args:
+            is_shared: whether every rank asks now; else ranks that have peers do not look.
+            with_frozen: whether frozen weights are read too, which may be most of the model.
+
+        Returns:
+            The cause and the tensor; None if all is finite.
+        """
         if self._ranks.has_others and not is_shared:
             return None
         found = find_corruption(self._state)

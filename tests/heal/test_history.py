@@ -10,7 +10,7 @@ CONFIG = HealingConfig(incident_steps=100)
 
 
 def trouble(cause=Cause.DIVERGENCE, step=90, bad_step=80):
-    return Diagnosis(cause, {}, 0.9, "", Severity.ERROR, bad_step, step)
+    return Diagnosis(cause, {}, 0.9, Severity.ERROR, bad_step, step)
 
 
 def warning(cause=Cause.LR_SPIKE, step=1):

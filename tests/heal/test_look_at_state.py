@@ -88,7 +88,7 @@ class QuietMonitor:
 
 
 def diagnosis(cause, step, severity=Severity.ERROR):
-    return Diagnosis(cause, {}, 0.9, "", severity, bad_step=step, step=step)
+    return Diagnosis(cause, {}, 0.9, severity, bad_step=step, step=step)
 
 
 def test_the_lower_rate_of_a_misdiagnosis_is_taken_back():
@@ -110,7 +110,7 @@ def test_nan_is_not_searched_elsewhere_once_an_experiment_has_found_the_weights_
     run = FakeRun(snapshots=[90])
     recovery = Recovery(run, QuietMonitor(), HealingConfig(nan_patience=5), Journal(None))
     found = dict(proof)
-    nan = Diagnosis(Cause.NONFINITE_LOSS, found, 0.9, "", Severity.ERROR, 90, step=100, streak=5)
+    nan = Diagnosis(Cause.NONFINITE_LOSS, found, 0.9, Severity.ERROR, 90, step=100, streak=5)
     recovery.carry_out(nan)
     ((_, diagnosis, _),) = recovery.log
     assert ("hint" in diagnosis.evidence) == (not proof)

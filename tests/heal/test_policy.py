@@ -37,7 +37,6 @@ def sick(cause, step=90, bad_step=85, streak=1, severity=None, **evidence):
         cause=cause,
         evidence=evidence,
         confidence=0.9,
-        reference="",
         severity=severity or usual or Severity.ERROR,
         bad_step=bad_step,
         step=step,

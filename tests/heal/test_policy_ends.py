@@ -39,7 +39,7 @@ def test_any_sequence_of_trouble_ends_within_the_budget(troubles, config):
         step += 1
         furthest = max(furthest, step)
         diagnosis = Diagnosis(
-            cause, {"applied": applied}, 0.9, "", severity, max(step - age, 0), step, streak
+            cause, {"applied": applied}, 0.9, severity, max(step - age, 0), step, streak
         )
         snapshots = [s for s in (0, 20, 40, 80) if s <= step]
         incident = history.open_incident(cause.about.family)
@@ -84,9 +84,7 @@ def test_the_same_trouble_for_ever_ends(cause, config, streak):
     """No progress at all: every cause halts, or never changed anything in the first place."""
     history = History()
     for attempt in range(400):
-        diagnosis = Diagnosis(
-            cause, {}, 0.9, "", Severity.ERROR, 50, 50 + attempt, streak + attempt
-        )
+        diagnosis = Diagnosis(cause, {}, 0.9, Severity.ERROR, 50, 50 + attempt, streak + attempt)
         plan = decide(diagnosis, history, config, [50, 40, 20])
         if any(isinstance(action, Halt) for action in plan):
             return
