@@ -982,6 +982,7 @@ class Healer:
         metrics = {
             "healing/recovery_attempts": float(history.total_attempts),
             "healing/nan_count": float(history.nan_count),
+            "healing/snapshot_bytes": float(self.training.ring.held_bytes()),
             **self.monitor.watch.metrics(self.monitor.pending),
             **self.probes.metrics(),
         }

@@ -104,6 +104,7 @@ def test_a_quantised_base_is_neither_in_snapshots_nor_copied_beside_the_model():
     trainable = 3 * sum(p.nbytes for p in setup.model.parameters())
     counters = healer.guarded.watch.state.nbytes + 2 * 4  # of the loss, and Adam's steps
     assert healer.training.ring.held_bytes() <= 2 * (trainable + counters)
+    assert healer.metrics()["healing/snapshot_bytes"] == healer.training.ring.held_bytes() > 0
     assert healer.micro._buffers._groups == []
     assert healer.notes == []
 
