@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import zclip
-from heal.buffers import BufferCopies, Key, local_part, version_of
+from heal.buffers import BufferCopies, Key, local_part
 from heal.causes import Cause
 from heal.integrity import MEASURED
 from heal.ranks import Ranks
@@ -103,9 +103,9 @@ class HealthCheck:
 
     def _writes(self) -> list[tuple[int, int]]:
         """Return identity and version of the first moments: what loses them loses all."""
-        firsts = [next(iter(optimizer.state.values()), None) for optimizer in self._optimizers]
+        firsts = [next(iter(o.inner.state.values()), None) for o in self._optimizers]
         return [
-            (id(value), version_of(value))
+            (id(value), value._version)
             for first in firsts
             if isinstance(first, dict)
             for value in first.values()
