@@ -165,7 +165,7 @@ def blame_state(diagnosis: Diagnosis, found: Mapping[str, Any], step: int) -> Di
 
     Args:
         diagnosis: what it was taken for.
-        found: where NaN or Inf was found, see :func:`heal.weight_checks.find_corruption`.
+        found: where NaN or Inf was found, see :func:`heal.integrity.find_corruption`.
         step: the step that comes next. Good snapshots never hold NaN, so that any of them will do.
     """
     cause = Cause(found["cause"])

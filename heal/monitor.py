@@ -17,6 +17,7 @@ from heal.detectors.preference import ChancePlateau, PreferenceInversion
 from heal.detectors.rewards import KlBlowUp, RewardCollapse
 from heal.experiment import NO_FORWARD, NOT_LEARNING, Answer, Experiment, Settled
 from heal.guarded_step import NO_LOSS_SCALE, TOGETHER, GuardedStep
+from heal.integrity import HealthCheck
 from heal.journal import LEFT_OUT
 from heal.lab.forecast.features import CHECK_INTERVAL
 from heal.lr_schedules import LearningRates
@@ -24,7 +25,6 @@ from heal.ranks import HostFacts
 from heal.run import TorchRun
 from heal.snapshots import NEVER, is_due, next_due
 from heal.verdict import NO_FLAG, Flag, Record
-from heal.weight_checks import HealthCheck
 from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS, LOSS_RATIO, NORM, NUM_VERDICT, SPIKE
 
 # Lets the records of calm steps wait for each other, so that several are heard at once.

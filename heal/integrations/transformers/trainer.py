@@ -19,12 +19,12 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from heal.actions import Backoff, Halt, Rollback, ScaleLr, ShrinkBatch, Skip, SkipBatches
 from heal.config import HealingConfig
-from heal.dry_run import DryRunReport
 from heal.healer import Healer, checked_config
 from heal.integrations.patches import Patches
 from heal.integrations.trackers import make_trackers
 from heal.integrations.transformers.session import Session, checkpoint_folder
 from heal.training_state import RngState
+from heal.undone_steps import DryRunReport
 
 # What can be known to be wrong before training begins, said clearly and with nothing touched.
 
