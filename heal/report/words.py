@@ -34,7 +34,7 @@ EVIDENCE = {
 HIDDEN = {"tensor_index", "matched", "measured", "also", "applied", "blames"}
 KINDS_OF_NUMBER = {"HAS_NAN": "NaN", "HAS_INF": "Inf", "OVERFLOW": "overflow", "LOSS_NAN": "NaN"}
 UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of Unicode
-MAX_TEXT = 400  # characters of any one thing that a journal says
+MAX_TEXT = 400  # characters of any one value of a journal
 
 
 def title(failure: str) -> str:
@@ -168,7 +168,7 @@ def clean(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span as people say it."""
+    """Return a time span for people."""
     if seconds < 1:
         return f"{seconds:.2f} s"
     if seconds < 120:

@@ -211,9 +211,7 @@ def _print_losses(console: Console, found: Demonstration) -> None:
 def _without_protection(steps: int, seed: int, faults: list[Fault]) -> str:
     """Train the bare loop until a fault ends it; return how."""
     model, optimizer, scheduler, loader = build(seed, steps)
-    bystander = Healer(
-        model, optimizer, scheduler, settings()
-    )  # for chaos, which asks it for model and optimizer
+    bystander = Healer(model, optimizer, scheduler, settings())  # chaos needs one
     bystander.exits.dismiss()
     chaos = Chaos(bystander, faults, seed)
     train_step, broken = chaos.wrap(model.loss), chaos.wrap_loader(loader)

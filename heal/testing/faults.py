@@ -200,10 +200,6 @@ def _oom_in_forward(chaos: "Chaos", fault: Fault) -> None:
     raise _out_of_memory()
 
 
-def _oom_in_backward(chaos: "Chaos", fault: Fault) -> LossChange:
-    return _on_the_way_back(1.0, _out_of_memory())
-
-
 def _oom_in_step(chaos: "Chaos", fault: Fault) -> None:
     """Let the optimizer update one parameter, then fail: the worst moment there is."""
     inner: Any = chaos.healer.optimizers[0].inner
@@ -226,14 +222,10 @@ def _corrupt_weight(chaos: "Chaos", fault: Fault) -> None:
 
 @torch.no_grad()
 def _scale_weights(chaos: "Chaos", factor: float) -> None:
+    """Silent, finite, and nothing an update could do."""
     for param in chaos.healer.model.parameters():
         if param.requires_grad:
             param.mul_(factor)
-
-
-def _drift_weights(chaos: "Chaos", fault: Fault) -> None:
-    """Multiply all weights: silent, finite, and nothing an update could do."""
-    _scale_weights(chaos, fault.strength)
 
 
 def _reset_optimizer(chaos: "Chaos", fault: Fault) -> None:
@@ -261,10 +253,6 @@ def _scale_lr(chaos: "Chaos", factor: float) -> None:
             group["lr"] = group["lr"] * factor
 
 
-def _spike_lr(chaos: "Chaos", fault: Fault) -> None:
-    _scale_lr(chaos, fault.strength)
-
-
 def _bad_batch(chaos: "Chaos", fault: Fault) -> BatchFault:
     """Give the model a batch of another shape than it can use."""
     return BatchFault(lambda t: t[..., :0] if t.dim() and t.numel() else t)
@@ -278,10 +266,6 @@ def _nan_batch(chaos: "Chaos", fault: Fault) -> BatchFault:
         return torch.full_like(tensor, NAN) if is_float else tensor
 
     return BatchFault(spoil)
-
-
-def _loader_error(chaos: "Chaos", fault: Fault) -> None:
-    """Nothing here: :class:`heal.testing.chaos.BrokenLoader` raises it."""
 
 
 def _network_error(chaos: "Chaos", fault: Fault) -> None:
@@ -328,7 +312,7 @@ def drift(since: float, rate: float) -> float:
 
 
 def grow_lr(chaos: "Chaos", fault: Fault) -> None:
-    """Multiply the rate. A schedule that sets it anew every step takes that back."""
+    """Multiply the rate. A schedule that sets it at every step takes that back."""
     since, rate = chaos.since(fault), fault.strength
     _scale_lr(chaos, grown(since, rate) / grown(max(since - 1, 0), rate))
 
@@ -362,11 +346,6 @@ def creep_noise(chaos: "Chaos", fault: Fault) -> None:
             handles[param] = param.register_post_accumulate_grad_hook(disturb)
 
 
-def creep_drift(chaos: "Chaos", fault: Fault) -> None:
-    """Multiply all weights, a little more every time."""
-    _scale_weights(chaos, drift(chaos.since(fault), fault.strength))
-
-
 Kind = Callable[["Chaos", Fault], LossChange | BatchFault | None]
 
 KINDS: dict[str, Kind] = {
@@ -376,16 +355,16 @@ KINDS: dict[str, Kind] = {
     "nan_loss": _scale_loss,
     "loss_spike": _scale_loss,
     "corrupt_weight": _corrupt_weight,
-    "weight_drift": _drift_weights,
+    "weight_drift": lambda chaos, fault: _scale_weights(chaos, fault.strength),
     "corrupt_optimizer": _corrupt_optimizer,
     "reset_optimizer": _reset_optimizer,
-    "lr_spike": _spike_lr,
+    "lr_spike": lambda chaos, fault: _scale_lr(chaos, fault.strength),
     "oom_forward": _oom_in_forward,
-    "oom_backward": _oom_in_backward,
+    "oom_backward": lambda chaos, fault: _on_the_way_back(1.0, _out_of_memory()),
     "oom_step": _oom_in_step,
     "bad_batch": _bad_batch,
     "nan_batch": _nan_batch,
-    "loader_error": _loader_error,
+    "loader_error": lambda chaos, fault: None,  # BrokenLoader raises it
     "network_error": _network_error,
     "flip_snapshot_bit": _flip_bit,
     "slow_step": _slow_down,
@@ -394,7 +373,9 @@ KINDS: dict[str, Kind] = {
     "oscillating_lr": oscillate_lr,
     "creeping_scale": creep_scale,
     "creeping_noise": creep_noise,
-    "creeping_drift": creep_drift,
+    "creeping_drift": lambda chaos, fault: _scale_weights(
+        chaos, drift(chaos.since(fault), fault.strength)
+    ),
     "sigterm": _send_signal,
     "sigkill": _send_signal,
 }
