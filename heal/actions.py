@@ -220,7 +220,7 @@ class ScaleLr(BuiltIn):
 
 @dataclass(frozen=True, slots=True)
 class HoldLr(BuiltIn):
-    """Hold the learning rate at ``limit``, until it comes to that or less by itself.
+    """Hold the learning rate at ``limit``, until the incident is over and it is no higher.
 
     For a rate that something other than a schedule has changed, and changes again after a rollback.
     """

@@ -112,7 +112,7 @@ class Attempts:
                     return False
             failure = self._try_step(step, loss)
             if failure is None:
-                self._worked()
+                self.worked()
                 return True
             self.heal(*failure)  # never tried again: some weights may be updated already
             return False
@@ -136,7 +136,7 @@ class Attempts:
             is_in_step = was_stepping()
             failure = self.judge(error, "step" if is_in_step else "forward")
         if failure is None:
-            self._worked()
+            self.worked()
             return
         diagnosis = failure[0]
         if diagnosis.family is Family.DATA:
@@ -212,7 +212,7 @@ class Attempts:
                 if at == batches.count - 1:
                     self._experiment.note_losses(_mean(old_losses), _mean(now_losses))
             if at == 0:
-                self._micro.begin_step(rng)
+                self._micro.begin(rng)
             else:
                 self._micro.note_drawn(rng)
             loss, failure = self._try_add(train_step, batches.drawn[: at + 1], batches)
@@ -392,7 +392,8 @@ class Attempts:
         is_cure = any(isinstance(action, cures) or is_custom(action) for action in plan)
         return is_cure and not is_endless
 
-    def _worked(self) -> None:
+    def worked(self) -> None:
+        """Count a step that was taken without an error."""
         self._micro.note_clean()
         self._recovery.note_batch_worked()
 

@@ -189,7 +189,7 @@ class Cause(str, Enum):
     )
     WEIGHT_CORRUPTION = "weight_corruption", About(
         title="Weights were damaged",
-        summary="Weights hold NaN or Inf, or leapt as no update could.",
+        summary="Weights hold NaN or Inf, or changed as no update could change them.",
         family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.STATE, is_fact=False,
         onset=Onset.CHECKED, needs_snapshot=True, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=SILENT_ERRORS,
@@ -247,7 +247,7 @@ class Cause(str, Enum):
     )
     LOSS_SPIKE = "loss_spike", About(
         title="The loss jumped",
-        summary="The loss leapt far above its level.",
+        summary="The loss jumped far above its level.",
         family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=False,
         onset=Onset.GRADUAL, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=ExitReason.DIVERGENCE, reference=PALM,

@@ -86,7 +86,7 @@ class Watch:
             if name not in {*self.detectors, "health"}:
                 known = ", ".join([*self.detectors, "health"])
                 raise ConfigError(f"expected detectors among {known}, got {name!r}")
-        self.forecast = ForecastWatch.of(config) if config.forecast else None
+        self.forecast = ForecastWatch() if config.forecast else None
         if self.forecast is not None:
             self.detectors["forecast"] = self.forecast
 

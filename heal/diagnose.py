@@ -51,7 +51,7 @@ class Diagnosis:
         summary = self.cause.about.summary
         blames, where = self.evidence.get("blames"), self.evidence.get("tensor")
         if blames:
-            return f"{summary} To blame is {blames}."
+            return f"{summary} The cause is {blames}."
         return f"{summary} Tensor: {where}." if where else summary
 
     def to_json(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import fmean, median
@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 
 from heal.buffers import Key, local_part
 from heal.causes import Cause, Finding, Severity
@@ -275,6 +277,14 @@ class Experiment:
             yield trial
         finally:
             trial.end()
+
+    def compare(self, compute: Callable[[], Tensor | float]) -> None:
+        """Run a whole trial: note the loss with the old weights, and that with today's."""
+        with self.trial() as trial:
+            old = trial.forward(compute)
+            trial.put_back()
+            now = trial.forward(compute)
+        self.note_losses(old, now)
 
     def begin_trial(self) -> "Trial":
         """Put the old weights in place until :meth:`Trial.end`. Only where :attr:`is_due`."""
@@ -549,7 +559,8 @@ class Trial:
         self._state = state
         self._live = state.everything()
         held = [key for key in self._live if key[0] in ("parameter", "buffer")]
-        self._saved = {key: self._live[key].detach().clone() for key in held}
+        # On the host: the body may need all the memory that the device has.
+        self._saved = {key: self._live[key].detach().to("cpu", copy=True) for key in held}
         self._grads = [(p, p.grad) for p in state.parameters()]
         self._modes = [(module, module.training) for module in state.model.modules()]
         self._values = state.values()
@@ -660,9 +671,10 @@ Forward = Callable[[Any], Tensor | float]
 class BodyTrials:
     """Gives batches out, and once more where an experiment is due.
 
-    A body that steps other optimizers than the healer's, or a scheduler that was not given, would
-    step them in a trial as well; there no trial is run, unless ``forward`` says how to compute a
-    loss without the body.
+    What the body writes after its step in a trial, such as a moving average of the weights, is
+    undone. A body that steps other optimizers than the healer's, or a scheduler that was not given,
+    would step them in a trial as well; there no trial is run, unless ``forward`` says how to
+    compute a loss without the body.
 
     Args:
         experiment: says when a trial is due, and takes its loss.
@@ -689,6 +701,8 @@ class BodyTrials:
         self._forward = forward
         self._note = note
         self._trial: Trial | None = None
+        self._writes = Writes()
+        self._outer: object = None
         self.is_open = False
         self._others = OtherOptimizers(o.inner for o in guarded.optimizers)
         self._repeats = True
@@ -721,6 +735,7 @@ class BodyTrials:
         if self._guarded.scaler is not None:
             self._guarded.forget_scaling()
         self._experiment.note_losses(loss if trial.is_possible else None)
+        self._writes.watch(self._outer)
 
     def abandon(self) -> None:
         """Give up the trial that is under way: its body could not be run to its step."""
@@ -749,6 +764,7 @@ class BodyTrials:
         """Yield the batches of one step for the trial, then again for real."""
         trial = self._trial = self._experiment.begin_trial()
         self.is_open = True
+        self._outer = _get_current_dispatch_mode()
         drawn: list[tuple[Any, RngState]] = [(batch, RngState.now())]
         del batch
         try:
@@ -760,7 +776,9 @@ class BodyTrials:
                     break
                 drawn.append((following, RngState.now()))
                 yield own_copy(following)
+            self._writes.undo()
         finally:  # also if the loop was left, by a break or by an exception
+            self._writes.leave()
             if self._trial is trial:
                 self.abandon()
             trial.end()  # once more: the body may have gone on after its step
@@ -770,3 +788,68 @@ class BodyTrials:
 
 
 _END = object()
+
+
+class Writes(TorchDispatchMode):
+    """Keeps what tensors held before they were written in place, in the rest of a trial's body.
+
+    Tensors that were made meanwhile are left out: an evaluation writes many, and keeps none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._made: set[int] = set()
+        self._entered = ExitStack()
+
+    def watch(self, outer: object) -> None:
+        """Watch the writes of this thread from now on.
+
+        Args:
+            outer: the dispatch mode before the body. If that has entered another one, nothing is
+                watched: modes must be left in order.
+        """
+        if _get_current_dispatch_mode() is outer:
+            self._entered.enter_context(self)
+
+    def leave(self) -> None:
+        """Watch no longer, and forget what there was."""
+        self._entered.close()
+        self._before.clear()
+        self._made.clear()
+
+    def undo(self) -> None:
+        """Watch no longer, and put back what was written, the last write first."""
+        written = list(self._before.values())
+        self.leave()
+        with torch.inference_mode():  # also tensors that were made in it
+            for tensor, before in reversed(written):
+                if tensor.shape == before.shape:
+                    tensor.data.copy_(before)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._keep(args[place] if place < len(args) else kwargs.get(argument.name))
+        found = func(*args, **kwargs)
+        self._made |= _storages(found) - _storages((args, kwargs))
+        return found
+
+    def _keep(self, written: Any) -> None:
+        for tensor in tree_leaves(written):
+            if _storages(tensor) - self._made:
+                place = *_storages(tensor), tensor.storage_offset(), tensor.shape
+                if place not in self._before:
+                    self._before[place] = tensor, tensor.detach().to("cpu", copy=True)
+
+
+def _storages(values: Any) -> set[int]:
+    tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}

@@ -156,14 +156,7 @@ class Healer:
         )
         least, grow_steps = config.micro_batch_min_samples, config.micro_batch_grow_steps
         self.micro = MicroBatcher(model, self.state.parameters, least, grow_steps, None, buffers)
-        self.stream = BatchStream(
-            self._loader_failed,
-            self._next_step,
-            self._begin_epoch,
-            self._before_draw,
-            keeps_last=ranks.has_others,
-            note=note,
-        )
+        self.stream = BatchStream(self._loader_failed, keeps_last=ranks.has_others, note=note)
         self.durable = None if checkpoint_dir is None else self._open(checkpoint_dir, process_group)
         self.training = TorchRun(
             self.state,
@@ -233,7 +226,26 @@ class Healer:
 
         For training only, and one loop at a time. Iterate a loader for evaluation directly.
         """
-        return self.trials.batches(self.stream.epoch(loader))
+        return self.trials.batches(self.epoch(loader))
+
+    def epoch(self, loader: Any, *, sets_epoch: bool = False) -> Iterator[Any]:
+        """Yield the batches of one epoch, for integrations; :meth:`batches` adds experiments.
+
+        Args:
+            loader: what is passed over.
+            sets_epoch: call ``set_epoch`` of its samplers and dataset, unless you do.
+        """
+        number = self.stream.begin(loader, sets_epoch=sets_epoch)
+        try:
+            self._begin_epoch()
+            while True:
+                self._between_steps(is_drawing=True)
+                # Not by way of a name: it would keep the batch while the next one is read.
+                yield self.stream.draw(loader, number, self.training.step)
+        except NoMoreBatches:
+            return
+        finally:
+            self.stream.leave(number)
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Clip, step the optimizer unless the device skips it, step the scheduler, and recover.
@@ -433,9 +445,6 @@ class Healer:
             self.contained(self.training.buffers.restored)
         self.contained(self._first_snapshot)
 
-    def _before_draw(self) -> None:
-        self._between_steps(is_drawing=True)
-
     def _between_steps(self, is_drawing: bool) -> None:
         """Finish what had to wait for the user's code after the last step."""
         self.contained(lambda: self.training.between_steps(is_drawing))
@@ -484,6 +493,21 @@ class Healer:
         """Return whether the optimizer was stepping when something was raised."""
         was, self._is_stepping = self._is_stepping, False
         return was
+
+    def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
+        """Carry out the plan for what a step raised; True if its batches should be tried again.
+
+        For integrations with a loop of their own; :meth:`attempt` calls it for you.
+
+        Args:
+            diagnosis: from ``healer.retries.judge(error, phase)``.
+            error: that returned it too, without the memory that it held.
+
+        Raises:
+            HealingError: the run must stop; the postmortem is written.
+        """
+        with self.halting():
+            return self.retries.heal(diagnosis, error)
 
     def pieces(self, batch: Any) -> list[tuple[Any, float]]:
         """Cut a batch into pieces that fit into memory, with the share of each in the mean loss.
@@ -761,7 +785,7 @@ class Healer:
         before = -1
         while self.stream.ordinal != before:
             before = self.stream.ordinal
-            yield from self.stream.epoch(loader, tells_epoch=True)
+            yield from self.epoch(loader, sets_epoch=True)
 
     def _shortfall(self, steps: int) -> str:
         done = f"{self.training.step} of {steps} steps were done"
@@ -798,8 +822,26 @@ class Healer:
         self.trials.close()
         self.exits.close(error)
 
+    def enter(self, *, catches_signals: bool = True) -> None:
+        """Have a halt end the process with its own exit code, until :meth:`leave`.
+
+        For integrations; ``with healer:`` does it for you.
+
+        Args:
+            catches_signals: stop all ranks after a step when one gets SIGTERM or SIGUSR1.
+        """
+        if catches_signals:
+            self.exits.catch_signals()
+        else:
+            self.exits.enter()
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Close the run, and end what :meth:`enter` began."""
+        self.close(error)
+        self.exits.leave()
+
     def __enter__(self: Entered) -> Entered:
-        self.exits.catch_signals()
+        self.enter()
         self.monitor.cluster.start(self.exits.leaving)
         return self
 
@@ -812,8 +854,7 @@ class Healer:
                 halt = self.durable.saved_before(
                     halt, self.training.step, self.memory.values, may_save=not self.has_others
                 )
-        self.close(error if halt is None else halt)
-        self.exits.leave()
+        self.leave(error if halt is None else halt)
         if halt is not None:
             raise halt
 
@@ -941,6 +982,7 @@ class Healer:
         metrics = {
             "healing/recovery_attempts": float(history.total_attempts),
             "healing/nan_count": float(history.nan_count),
+            "healing/snapshot_bytes": float(self.training.ring.held_bytes()),
             **self.monitor.watch.metrics(self.monitor.pending),
             **self.probes.metrics(),
         }

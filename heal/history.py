@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 MAX_SUSPECTS = 32
 """Warnings kept for the diagnosis of what follows them."""
 
+ATTEMPTS_RESET_STEPS = 1000
+"""New steps, beyond the furthest one reached, after which all attempts are available again."""
+
 
 @dataclass(slots=True)
 class Incident:
@@ -101,8 +104,7 @@ class History:
             over = [i for i in self.incidents if step >= i.last_step + config.incident_steps]
             self.closed_incidents += len(over)
             self.incidents = [i for i in self.incidents if i not in over]
-        reset = config.attempts_reset_steps
-        if self.attempts and reset and step >= self.attempt_mark + reset:
+        if self.attempts and step >= self.attempt_mark + ATTEMPTS_RESET_STEPS:
             self.attempts = 0
         return over
 

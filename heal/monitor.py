@@ -235,6 +235,7 @@ class Monitor:
 
     def facts(self) -> HostFacts:
         """Return what the host knows of the step that is about to be taken."""
+        self._health.post_if_written(self._run.step)
         now = self._clock()
         seconds, self._step_began = now - self._step_began, now
         lr, scheduled = self._schedules.rates()
@@ -268,6 +269,7 @@ class Monitor:
         Returns:
             Whether all is calm, so that records may wait for each other.
         """
+        self._health.note_stepped()
         watchdog = self.cluster.watchdog
         if watchdog is not None:
             watchdog.beat(done)

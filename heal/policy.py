@@ -9,13 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from heal.actions import (
     Action,
-    AnchorWeights,
     Backoff,
     CheckpointActivations,
     ClearCache,
     Halt,
     HoldLr,
-    PerturbWeights,
     Plan,
     RelearnClip,
     Rollback,
@@ -48,7 +46,7 @@ MAX_CONSECUTIVE_DATA_ERRORS = 3
 """Batches that may fail in a row: more is a fault of the model, not of the data."""
 
 LONGEST_WAIT_SECONDS, MAX_WAITS = 600.0, 8
-"""Of one incident; ``backoff_budget_seconds`` limits all waits together."""
+"""Limits of one incident."""
 
 MAX_HALVINGS = 30
 """No micro-batch has more samples than 2 ** 30; a run that claims to shrink for ever must end."""
@@ -208,18 +206,15 @@ def _rungs(
     if not usable and not diagnosis.cause.about.needs_snapshot and not was_applied:
         yield soft
     if usable:
-        target = usable[min(config.rollback_depth - 1 + tried, len(usable) - 1)]
+        target = usable[min(tried, len(usable) - 1)]
         back: tuple[Action, ...] = (Rollback(target), *_skip(diagnosis, config, target, tried))
         back += _held_rate(diagnosis)
         known = () if incident is None else incident.causes
         is_new_fact = diagnosis.cause.about.is_found_late and diagnosis.cause.value not in known
         if not tried or is_new_fact:  # a transient fault or bad data needs no lower rate
-            yield (*back, *_hold(config))
-        yield (*back, scale, *_hold(config))
-        yield (*back, scale, TightenClip(CLIP_FACTOR), *_hold(config))
-        if config.perturb_std > 0:
-            nudge = PerturbWeights(config.perturb_std, seed=tried)
-            yield (*back, scale, nudge, *_hold(config))
+            yield back
+        yield (*back, scale)
+        yield (*back, scale, TightenClip(CLIP_FACTOR))
 
 
 def _held_rate(diagnosis: Diagnosis) -> Plan:
@@ -231,13 +226,6 @@ def _held_rate(diagnosis: Diagnosis) -> Plan:
     return (HoldLr(held),)
 
 
-def _hold(config: HealingConfig) -> Plan:
-    """Return the end of every plan with a rollback, if ``anchor_strength`` is set."""
-    if config.anchor_strength <= 0:
-        return ()
-    return (AnchorWeights(config.anchor_strength, config.anchor_steps),)
-
-
 def _skip(diagnosis: Diagnosis, config: HealingConfig, target: int, tried: int) -> Plan:
     """Return which batches to skip: all since the snapshot, or the offending ones.
 
@@ -245,8 +233,7 @@ def _skip(diagnosis: Diagnosis, config: HealingConfig, target: int, tried: int) 
     and the state together.
     """
     is_innocent = diagnosis.cause.about.blames is not Blames.DATA and not tried
-    most = max(config.skip_window_batches, MOST_SKIPPED)
-    window = 0 if is_innocent else min(config.skip_window_batches * 2**tried, most)
+    window = 0 if is_innocent else min(2**tried, MOST_SKIPPED)
     last = max(diagnosis.step, target) + window
     if config.after_rollback == "skip_data":
         return (SkipBatches(target, last),)
@@ -266,9 +253,7 @@ def _make_room(
     plan: Plan
     if not is_smallest and halving <= MAX_HALVINGS:
         plan = (ClearCache(), ShrinkBatch(halving))
-    elif config.activation_checkpointing and not (
-        incident is not None and incident.count(CheckpointActivations)
-    ):
+    elif incident is None or not incident.count(CheckpointActivations):
         plan = (ClearCache(), CheckpointActivations())
     else:
         reason = diagnosis.evidence.get("cannot_be_cut")
@@ -280,7 +265,7 @@ def _make_room(
     target = _before_half_step(diagnosis, snapshots)
     if isinstance(target, Halt):
         return (target,)
-    return (*plan, Rollback(target), *_skip(diagnosis, config, target, 0), *_hold(config))
+    return (*plan, Rollback(target), *_skip(diagnosis, config, target, 0))
 
 
 def _before_half_step(diagnosis: Diagnosis, snapshots: Sequence[int]) -> int | Halt:
@@ -300,7 +285,7 @@ def _wait(diagnosis: Diagnosis, history: History, config: HealingConfig) -> Plan
     waits = incident.count(Backoff) if incident is not None else 0
     waited = incident.waited_seconds if incident is not None else 0.0
     seconds = min(config.backoff_seconds * 2.0**waits, LONGEST_WAIT_SECONDS)
-    if waits >= MAX_WAITS or waited + seconds > config.backoff_budget_seconds:
+    if waits >= MAX_WAITS:
         why = f"waited {waits} times, {waited:g} seconds in all"
         return (_halt(diagnosis, why, ExitCode.NETWORK),)
     return (Backoff(seconds),)
@@ -321,4 +306,4 @@ def _skip_bad_batch(
     target = _before_half_step(diagnosis, snapshots)
     if isinstance(target, Halt):
         return (target,)
-    return (Rollback(target), SkipBatches(diagnosis.bad_step, diagnosis.step), *_hold(config))
+    return (Rollback(target), SkipBatches(diagnosis.bad_step, diagnosis.step))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 import zclip
 from heal.buffers import Key
-from heal.checkpoint import strict_json
 from heal.checkpoint.plan import Ranks
 from heal.guarded_step import GuardedStep
 from heal.integrity import fingerprints
@@ -120,10 +118,7 @@ class Replay:
             lost = differing is not None or set(first.hashes) != set(there)
             other_losses = known is not None and not _same(known, first.losses)
             word = [lost, other_losses, _same_rng(first.rng, generators)]
-            said = [
-                strict_json.from_bytes(w, Path("ranks"))
-                for w in self.ranks.gather(strict_json.to_bytes(word))
-            ]
+            said = self.ranks.gather_json(word)
             suspicious = any(lost or other for lost, other, _ in said)
             agrees = True
             if suspicious:

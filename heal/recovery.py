@@ -383,7 +383,7 @@ class Recovery:
             )
             self.num_changes += changes_training(plan)
         except Exception as error:
-            self._journal.event("telling_failed", self._run.step, error=repr(error))
+            self._journal.event("logging_failed", self._run.step, error=repr(error))
 
     def _write_overflows(self) -> None:
         """Write the overflows of a scaler that has found its scale, as one entry."""

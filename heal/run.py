@@ -88,6 +88,7 @@ class TorchRun:
         self._lr_scale = 1.0
         self._ramp: tuple[float, int, int] | None = None  # start, steps done, steps in all
         self._lr_limit: float | None = None
+        self._lr_limit_until = 0
         self.clip_limits = ClipLimits(guarded.optimizers, config.lr_ramp_steps, note)
         self.close_watch_until = 0
         self.anchor = WeightAnchor(guarded.optimizers, guarded.ranks)
@@ -177,7 +178,12 @@ class TorchRun:
         return math.nan
 
     def hold_lr(self, limit: float) -> None:
+        """Hold the learning rate at ``limit`` until the incident is over and it is no higher.
+
+        A rollback has just put it back: that it is no higher now says nothing about what raised it.
+        """
         self._lr_limit = limit
+        self._lr_limit_until = self.step + self._config.incident_steps
 
     def apply_lr_limit(self) -> None:
         """Scale the rate of the next step down to the limit of :meth:`hold_lr`, if there is one."""
@@ -185,8 +191,9 @@ class TorchRun:
             return
         lr = self.learning_rate()
         if lr == 0.0 or 0.0 < lr <= self._lr_limit * (1.0 + 1e-6):
-            self._lr_limit = None
             self.lr_scale = self._lr_scale
+            if self.step >= self._lr_limit_until:
+                self._lr_limit = None
             return
         for optimizer in self._guarded.optimizers:
             # A negative rate changes its sign: no schedule ascends.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import zclip
-from heal.buffers import BufferCopies, Key, local_part
+from heal.buffers import BufferCopies, Key, local_part, version_of
 from heal.causes import Cause
 from heal.integrity import MEASURED
 from heal.ranks import Ranks
@@ -52,6 +52,8 @@ class HealthCheck:
         self._lag = lag
         self._ranks = ranks
         self._sent: list[tuple[int, int, zclip.Mailbox, _Layout]] = []
+        self._written: list[tuple[int, int]] | None = None
+        self._next_look = 0
 
     @torch.no_grad()
     def post(self, step: int) -> None:
@@ -82,6 +84,34 @@ class HealthCheck:
         layout = _Layout(owners, names, tuple(checked))
         self._sent.append((step, due, mailbox, layout))
 
+    def note_stepped(self) -> None:
+        """Note which moments the optimizers have written, and how often."""
+        self._written = self._writes()
+
+    def post_if_written(self, step: int) -> None:
+        """Measure before ``step`` if something other than the optimizer has written its moments.
+
+        Moments that were lost are back within a few steps. Where such writes are a habit, few are
+        looked at: after a look in step n the next is in step 2 n at the earliest. Only where there
+        are no other ranks, which would have to measure too.
+        """
+        if self._written is None or self._ranks.has_others or step < self._next_look:
+            return
+        if self._writes() != self._written:
+            self._next_look = 2 * step
+            self.post(step)
+
+    def _writes(self) -> list[tuple[int, int]]:
+        """Return identity and version of the first moments: what loses them loses all."""
+        firsts = [next(iter(optimizer.state.values()), None) for optimizer in self._optimizers]
+        return [
+            (id(value), version_of(value))
+            for first in firsts
+            if isinstance(first, dict)
+            for value in first.values()
+            if isinstance(value, Tensor)
+        ]
+
     def read(self, step: int) -> list[HealthRow]:
         """Return the rows that are due by now."""
         rows = []
@@ -99,6 +129,7 @@ class HealthCheck:
     def clear(self) -> None:
         """Forget what is under way: after a rollback it speaks of no state."""
         self._sent.clear()
+        self._written = None
 
     def _named_parameters(self) -> list[tuple[str, Tensor]]:
         """Those that are trained; the name tells each from all others, frozen ones too."""
@@ -238,8 +269,5 @@ def find_corruption(state: TrainingState) -> dict[str, Any] | None:
 
 def _shown(state: TrainingState, key: Key) -> str:
     if key[0] == "state":
-        groups = state.optimizers[int(key[1])].param_groups
-        param = [p for group in groups for p in group["params"]][int(key[2])]
-        names = (name for name, p in state.model.named_parameters() if p is param)
-        return f"{key[3]} of {next(names, f'parameter {key[2]}')}"
+        return f"{key[3]} of {key[2]}"
     return state.name_of(key).removeprefix("parameter ")

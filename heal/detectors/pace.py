@@ -62,7 +62,11 @@ class HostNews:
     DAMAGE = Flag.WEIGHTS_BAD | Flag.OPTIMIZER_STATE_BAD
 
     def __init__(self, config: HealingConfig) -> None:
-        compared = config.fingerprint_interval + config.lag if config.fingerprint_interval else 0
+        compared = (
+            config.nccl_health_check_interval + config.lag
+            if config.nccl_health_check_interval
+            else 0
+        )
         self.interval = max(config.check_interval, compared, 1)
 
     def observe(self, record: Record) -> Finding | None:

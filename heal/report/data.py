@@ -229,7 +229,7 @@ def _rank(report: RunReport, rank: int, began: float) -> dict[str, Any]:
         "rank": rank,
         "records": curves.count if curves else 0,
         "last_step": curves.last_step if curves else None,
-        "usual_seconds": curves.usual_seconds() if curves else None,
+        "usual_seconds": curves.median_seconds() if curves else None,
         "nonfinite": curves.nonfinite if curves else 0,
         "ending": None if page is None else words.shorten(str(page.get("exit_reason")), 40),
         "columns": {},

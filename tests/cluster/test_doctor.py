@@ -77,7 +77,7 @@ def test_a_master_that_listens_is_told_from_one_that_does_not():
         assert levels(check_master({**RANKS, "MASTER_PORT": port})) == ["ok"]
     (refused,) = check_master({**RANKS, "MASTER_PORT": port})
     assert refused.level == "warn"
-    assert "nobody listens" in refused.what
+    assert "no process listens" in refused.what
 
 
 def test_an_interface_that_is_not_there_is_named():

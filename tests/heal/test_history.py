@@ -6,7 +6,7 @@ from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.history import MAX_SUSPECTS, History
 
-CONFIG = HealingConfig(incident_steps=100, attempts_reset_steps=1000)
+CONFIG = HealingConfig(incident_steps=100)
 
 
 def trouble(cause=Cause.DIVERGENCE, step=90, bad_step=80):
@@ -36,14 +36,6 @@ def test_attempts_are_won_back_by_new_ground_only():
     assert history.attempts == 1
     history.note_step(1400, CONFIG)
     assert (history.attempts, history.total_attempts) == (0, 1)
-
-
-def test_attempts_are_kept_for_ever_if_so_told():
-    config = HealingConfig(attempts_reset_steps=0)
-    history = History()
-    history.note_plan(trouble(), (Rollback(50),))
-    history.note_step(10**9, config)
-    assert history.attempts == 1
 
 
 def test_a_refused_step_is_no_attempt():

@@ -75,6 +75,25 @@ def test_without_a_schedule_a_leap_is_only_reported():
     healer.exits.dismiss()
 
 
+def test_a_held_rate_is_held_though_it_rises_only_after_the_first_step():
+    setup = regression(incident_steps=20)
+    healer, seen = setup.healer(), []
+    usual = setup.optimizer.param_groups[0]["lr"]
+    setup.optimizer.register_step_pre_hook(
+        lambda o, args, kwargs: seen.append(o.param_groups[0]["lr"])
+    )
+
+    def on_step(step):
+        if step == 9:
+            healer.training.hold_lr(usual)
+        raised = 12 <= step < 40 or step >= 50
+        setup.optimizer.param_groups[0]["lr"] = usual * (8.0 if raised else 1.0)
+
+    healer.run(setup.train_step, setup.loader, 60, progress=False, on_step=on_step)
+    assert seen[:51] == pytest.approx([usual] * 51)
+    assert seen[51:] == pytest.approx([8.0 * usual] * 9)  # it came down by itself in between
+
+
 def test_the_group_furthest_above_its_schedule_is_reported():
     setup = regression()
     params = list(setup.model.parameters())
