@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import zclip
-from heal.buffers import BufferCopies, Key, local_part, version_of
+from heal.buffers import BufferCopies, Key, local_part
 from heal.causes import Cause
 from heal.integrity import MEASURED
 from heal.ranks import Ranks
@@ -52,8 +52,6 @@ class HealthCheck:
         self._lag = lag
         self._ranks = ranks
         self._sent: list[tuple[int, int, zclip.Mailbox, _Layout]] = []
-        self._written: list[tuple[int, int]] | None = None
-        self._next_look = 0
 
     @torch.no_grad()
     def post(self, step: int) -> None:
@@ -84,34 +82,6 @@ class HealthCheck:
         layout = _Layout(owners, names, tuple(checked))
         self._sent.append((step, due, mailbox, layout))
 
-    def note_stepped(self) -> None:
-        """Note which moments the optimizers have written, and how often."""
-        self._written = self._writes()
-
-    def post_if_written(self, step: int) -> None:
-        """Measure before ``step`` if something other than the optimizer has written its moments.
-
-        Moments that were lost are back within a few steps. Where such writes are a habit, few are
-        looked at: after a look in step n the next is in step 2 n at the earliest. Only where there
-        are no other ranks, which would have to measure too.
-        """
-        if self._written is None or self._ranks.has_others or step < self._next_look:
-            return
-        if self._writes() != self._written:
-            self._next_look = 2 * step
-            self.post(step)
-
-    def _writes(self) -> list[tuple[int, int]]:
-        """Return identity and version of the first moments: what loses them loses all."""
-        firsts = [next(iter(optimizer.state.values()), None) for optimizer in self._optimizers]
-        return [
-            (id(value), version_of(value))
-            for first in firsts
-            if isinstance(first, dict)
-            for value in first.values()
-            if isinstance(value, Tensor)
-        ]
-
     def read(self, step: int) -> list[HealthRow]:
         """Return the rows that are due by now."""
         rows = []
@@ -129,7 +99,6 @@ class HealthCheck:
     def clear(self) -> None:
         """Forget what is under way: after a rollback it speaks of no state."""
         self._sent.clear()
-        self._written = None
 
     def _named_parameters(self) -> list[tuple[str, Tensor]]:
         """Those that are trained; the name tells each from all others, frozen ones too."""
