@@ -330,10 +330,8 @@ class Experiment:
     def _next(self, question: _Question, step: int) -> Settled | None:
         """Go on to the next batch, the next arm or the answer."""
         if question.finding.cause is Cause.NOT_LEARNING:
-            if len(question.pairs) < BATCHES:
-                return None
-            mean = _mean(question.pairs)
-            if mean.now < mean.old - LEARNED_NOISE * question.noise:
+            pair = question.pairs[-1]
+            if pair.now < pair.old - LEARNED_NOISE * question.noise:
                 return self._settle(Answer.OTHER_DATA, "today's weights do better than the first")
             return self._settle(Answer.UNDECIDED, NOT_LEARNING)
         answer = judge(question.pairs, question.noise, question.usual)
