@@ -118,12 +118,12 @@ def watch_screen(folder: Path) -> str:
     """Return what ``heal watch`` shows of a run, as text."""
     from rich.console import Console
 
-    from heal.report.screen import Screen
+    from heal.report.watch import screen_of
 
     run = LiveRun(folder)
     run.poll()
     console = Console(width=78, file=io.StringIO(), record=True)
-    console.print(Screen(run, console).view())
+    console.print(screen_of(run))
     return console.export_text()
 
 

@@ -80,7 +80,7 @@ def poisoned(at=20, **options):
 
 
 def diagnosis(severity):
-    return Diagnosis(Cause.DIVERGENCE, {}, 0.9, "a paper", severity, 80, 90)
+    return Diagnosis(Cause.DIVERGENCE, {}, 0.9, severity, 80, 90)
 
 
 def test_a_tracker_hears_the_numbers_of_the_seed_and_every_decision(tmp_path):
@@ -319,7 +319,7 @@ def run(notes=[]):
     attach(journal, "trackio", {"nan_patience": 5}, notes.append)
     journal.metrics(9, {"healing/nan_count": 0.0, "zclip/z_score": 1.5})
     for step, severity in enumerate(list(Severity)):
-        trouble = Diagnosis(Cause.DIVERGENCE, {}, 0.9, "a paper", severity, step, step)
+        trouble = Diagnosis(Cause.DIVERGENCE, {}, 0.9, severity, step, step)
         journal.recovery(trouble, [{"action": "Rollback"}])
     journal.metrics(5, {"healing/nan_count": 2.0})
     journal.postmortem(last_step=9)
