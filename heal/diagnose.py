@@ -166,8 +166,8 @@ def diagnose_corruption(diagnosis: Diagnosis, found: Mapping[str, Any], step: in
 
     Args:
         diagnosis: what it was taken for.
-        found: where it is, see :func:`heal.weight_checks.find_corruption`.
-        step: that comes next. Good snapshots never hold NaN, so that any of them will do.
+        found: where NaN or Inf was found, see :func:`heal.integrity.find_corruption`.
+        step: the step that comes next. Good snapshots never hold NaN, so that any of them will do.
     """
     raised = ("type", "message")
     seen: dict[str, Any] = {k: v for k, v in diagnosis.evidence.items() if k in raised}

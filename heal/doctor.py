@@ -186,7 +186,9 @@ def check_cluster(
 
 
 def check_launcher(env: Environment) -> list[Finding]:
-    """Who started this process, and does what it says make sense?"""
+    """Does what the launcher set make sense?"""
+    from heal.cluster.launch import find_place
+
     slurm = get_slurm_info(env)
     found = []
     if slurm is not None:
@@ -195,22 +197,16 @@ def check_launcher(env: Environment) -> list[Finding]:
         if env.get("SLURM_JOB_ID") and slurm.rank < 0 and "RANK" not in env:
             todo = "start the program by srun, or torchrun by srun on every node"
             found.append(Finding("warn", "this is the batch script, not a task", todo))
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    there = [name for name in names if env.get(name)]
-    if not there:
+    if not any(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         if slurm is None:
             todo = "start by torchrun or srun for more than one process"
             found.append(Finding("ok", "no launcher: a single process", todo))
         return found
-    missing = [name for name in names if name not in there]
-    if missing:
-        what = f"{', '.join(there)} set, but not {', '.join(missing)}"
-        return [*found, Finding("error", what, "let torchrun set all of them, or none")]
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"):
-        if not env.get(name, "0").isdecimal():
-            what = f"{name} is {env[name]!r}, not a number"
-            return [*found, Finding("error", what, "let torchrun set it")]
-    rank, size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    try:
+        place = find_place(env)
+    except RuntimeError as error:
+        return [*found, Finding("error", str(error), "let torchrun set all of them, or none")]
+    rank, size, port = place.rank, place.world_size, place.master_port
     if rank >= size:
         what = f"RANK {rank} is not below WORLD_SIZE {size}"
         found.append(Finding("error", what, "ranks count from 0; let torchrun set both"))
@@ -272,7 +268,7 @@ def check_backend(env: Environment) -> list[Finding]:
 
 
 def check_gpu() -> list[Finding]:
-    """What does the driver say?"""
+    """Does the driver report faults?"""
     from heal.cluster.hardware import check_gpu_health
 
     health = check_gpu_health()

@@ -26,7 +26,6 @@ from heal.data.loader_pass import AfterError
 from heal.data.stream import BatchStream, NoMoreBatches, StepBatches
 from heal.detect import Detector, Watch
 from heal.diagnose import Diagnosis
-from heal.dry_run import DryRunReport, dry_run
 from heal.exit_codes import ExitCode
 from heal.exits import Exits
 from heal.experiment import BodyTrials, Experiment
@@ -42,11 +41,11 @@ from heal.monitor import Monitor
 from heal.postmortem import describe_machine, describe_training
 from heal.progress import Progress
 from heal.ranks import HostFacts
-from heal.recompute import Recomputation, recompute
 from heal.recovery import Hook, Recovery
 from heal.run import TorchRun
 from heal.snapshots import Snapshot
 from heal.training_state import TrainingState
+from heal.undone_steps import DryRunReport, Recomputation, dry_run, recompute
 from heal.verdict import Flag, Record
 from zclip import ClippedOptimizer
 

@@ -16,6 +16,7 @@ from heal.detectors.preference import ChancePlateau, PreferenceInversion
 from heal.detectors.rewards import KlBlowUp, RewardCollapse
 from heal.experiment import Answer, Experiment, Settled
 from heal.guarded_step import NO_LOSS_SCALE, TOGETHER, GuardedStep
+from heal.integrity import HealthCheck
 from heal.journal import LEFT_OUT
 from heal.lab.forecast.features import CHECK_INTERVAL
 from heal.lr_schedules import Schedules
@@ -23,7 +24,6 @@ from heal.ranks import HostFacts
 from heal.run import TorchRun
 from heal.snapshots import NEVER, is_due, next_due
 from heal.verdict import NO_FLAG, Flag, Record
-from heal.weight_checks import HealthCheck
 from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS, NORM, NUM_VERDICT, SPIKE
 
 ORDINARY = (0.0, CLIPPED, SPIKE, CLIPPED | SPIKE)

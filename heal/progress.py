@@ -48,7 +48,7 @@ class Progress:
             begun = self._healer.last_step + 1
             self._changes_before = self._healer.recovery.num_changes
             self._bar = tqdm(total=self._steps, initial=begun, unit="step", file=sys.stderr)
-            if not LOG.hasHandlers():  # else the lines go where the program wants them
+            if not LOG.hasHandlers():  # else the lines go where the program sends them
                 self._lines = _AboveBar(self._bar)
                 LOG.addHandler(self._lines)
         return self

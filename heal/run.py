@@ -17,13 +17,12 @@ from heal.config import HealingConfig
 from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
 from heal.guarded_step import ClipLimits, GuardedStep
-from heal.integrity import Constants
+from heal.integrity import Constants, find_corruption
 from heal.lab.weight_anchor import WeightAnchor
 from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, checkpoint_activations
 from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
 from heal.training_state import RestoreFailed, RngState, StateMismatch, TrainingState
-from heal.weight_checks import find_corruption
 
 if TYPE_CHECKING:
     from heal.checkpointing import Durable

@@ -6,6 +6,7 @@ file, and flushes the folder before it returns. Reading follows no links.
 
 import contextlib
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -160,8 +161,7 @@ def read_into(descriptor: int, target: memoryview, offset: int, path: Path) -> N
 
 def free_bytes(path: Path) -> int:
     """Return how many bytes an ordinary user may still write to the disk of ``path``."""
-    there = os.statvfs(path)
-    return there.f_bavail * there.f_frsize
+    return shutil.disk_usage(path).free
 
 
 def _grouped(parts: Iterable[memoryview | bytes]) -> Iterable[list[memoryview]]:

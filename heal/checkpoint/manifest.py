@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from heal.checkpoint.files import CheckpointCorrupt, read_file
-from heal.checkpoint.strict_json import FORMAT, VERSION, Page, to_bytes
+from heal.checkpoint.strict_json import Page, page_bytes
 
 COMMIT = "COMMIT"
 MAX_MANIFEST = 256 * 2**20  # bytes; a thousand times what a large model needs
@@ -152,18 +152,15 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
-        page = {
-            "format": FORMAT,
-            "version": VERSION,
-            "save_id": self.save_id,
-            "step": self.step,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "file": shard_name(self.rank),
-            "tensors": {name: entry.to_json() for name, entry in self.entries.items()},
-            "values": self.values,
-        }
-        return to_bytes(page)
+        return page_bytes(
+            save_id=self.save_id,
+            step=self.step,
+            rank=self.rank,
+            world_size=self.world_size,
+            file=shard_name(self.rank),
+            tensors={name: entry.to_json() for name, entry in self.entries.items()},
+            values=self.values,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +174,12 @@ class Commit:
 
     def to_bytes(self) -> bytes:
         """Return the file's content: a line of JSON, and a line with its checksum."""
-        page = {
-            "format": FORMAT,
-            "version": VERSION,
-            "save_id": self.save_id,
-            "step": self.step,
-            "world_size": self.world_size,
-            "manifests": {
-                manifest_name(rank): checksum for rank, checksum in enumerate(self.checksums)
-            },
-        }
-        line = to_bytes(page)
+        line = page_bytes(
+            save_id=self.save_id,
+            step=self.step,
+            world_size=self.world_size,
+            manifests={manifest_name(rank): sum for rank, sum in enumerate(self.checksums)},
+        )
         return line + b"\n" + digest(line).encode() + b"\n"
 
 

@@ -21,7 +21,7 @@ from heal.checkpoint.contents import Contents, Names, collect, matched, put_back
 from heal.checkpoint.files import CannotEncode, CheckpointError, SaveFailed, make_folder
 from heal.checkpoint.folders import StepFolder, abandon, committed, retain
 from heal.checkpoint.plan import BUSY, Ranks, agree, newest_common
-from heal.checkpoint.reading import CheckpointReader, PartOf, Restored
+from heal.checkpoint.reading import CheckpointReader, Restored
 from heal.checkpoint.writer import HostCopies, Job, Measured
 from heal.extra_state import listed
 from heal.training_state import RngState, StateMismatch, TrainingState
@@ -213,19 +213,21 @@ class CheckpointStore:
         make_folder(self.directory)
         atexit.register(_finish_at_exit, weakref.ref(self))
 
-    def save(
+    def save_state(
         self,
         step: int,
-        make: Callable[[], Contents],
+        state: TrainingState,
+        extra: Mapping[str, Any],
         *,
         allow_nonfinite: bool = False,
         asynchronous: bool | None = None,
     ) -> Path:
-        """Save what ``make`` returns.
+        """Save a run.
 
         Args:
             step: the step that comes next.
-            make: returns the contents; what it raises keeps all ranks from saving.
+            state: the run.
+            extra: further plain values and tensors.
             allow_nonfinite: save parameters with NaN or Inf in them too.
             asynchronous: whether to write in a thread; as the store does by default if None.
 
@@ -238,7 +240,7 @@ class CheckpointStore:
         in_thread = self._asynchronous if asynchronous is None else asynchronous
         if not in_thread:
             self.wait()
-        job = self._prepare(step, make, allow_nonfinite, in_thread)
+        job = self._prepare(step, state, extra, allow_nonfinite, in_thread)
         if in_thread:
             self._start(job)
         else:
@@ -246,33 +248,27 @@ class CheckpointStore:
             self._all_do(job, lambda: self._commit(job))
         return job.folder.path
 
-    def save_state(
-        self, step: int, state: TrainingState, extra: Mapping[str, Any], **options: Any
-    ) -> Path:
-        """Save a run; see :meth:`save` for the options."""
-        return self.save(step, lambda: collect(state, extra), **options)
-
-    def load(
-        self,
-        part_of: PartOf = lambda name: None,
-        *,
-        most: int | None = None,
-        needs: Sequence[str] = (),
+    def load_state(
+        self, state: TrainingState, *, most: int | None = None, needs: Sequence[str] = ()
     ) -> Restored | None:
-        """Return the newest checkpoint that every rank can read; None if there is none.
+        """Return a run to its newest checkpoint that every rank can read; None if there is none.
 
         Retention neither counts nor removes those that were passed over.
 
         Args:
-            part_of: which part of each tensor this rank needs.
+            state: the run.
             most: the latest step that will do.
-            needs: names that its plain values must have.
+            needs: names that the plain values of the checkpoint must have.
+
+        Raises:
+            StateMismatch: the checkpoint is of another run; nothing was changed.
         """
         self.wait()
+        names = Names(state)
         found = newest_common(
             self.directory,
             self.ranks,
-            lambda folder: self._read(folder, part_of, needs),
+            lambda folder: self._read(folder, names, needs),
             self._note,
             most,
         )
@@ -282,21 +278,10 @@ class CheckpointStore:
             for folder in committed(self.directory)
             if (newest is None or folder > newest) and (most is None or folder.step <= most)
         ]
-        return None if found is None else found[1]
-
-    def load_state(
-        self, state: TrainingState, *, most: int | None = None, needs: Sequence[str] = ()
-    ) -> Restored | None:
-        """Return a run to its newest checkpoint that every rank can read; None if there is none.
-
-        Raises:
-            StateMismatch: the checkpoint is of another run; nothing was changed.
-        """
-        names = Names(state)
-        restored = self.load(names.part_of, most=most, needs=("training", *needs))
-        if restored is not None:
-            put_back(names, restored.tensors, restored.values)
-        return restored
+        if found is None:
+            return None
+        put_back(names, found[1].tensors, found[1].values)
+        return found[1]
 
     def read_state(
         self, state: TrainingState, step: int, needs: Sequence[str] = ()
@@ -311,7 +296,7 @@ class CheckpointStore:
         for folder in reversed(committed(self.directory)):
             if folder.step == step:
                 try:
-                    restored = self._read(folder, names.part_of, ("training", *needs))
+                    restored = self._read(folder, names, needs)
                     return restored, matched(names, restored.tensors)[0]
                 except (CheckpointError, StateMismatch, OSError) as error:
                     self._note(f"{folder.path.name} cannot be used: {error}")
@@ -379,14 +364,19 @@ class CheckpointStore:
         """Finish what was begun."""
         self.wait()
 
-    def _read(self, folder: StepFolder, part_of: PartOf, needs: Sequence[str]) -> Restored:
+    def _read(self, folder: StepFolder, names: Names, needs: Sequence[str]) -> Restored:
         reader = CheckpointReader(folder.path)
-        restored = reader.read(self.ranks.rank, self.ranks.size, part_of)
-        restored.check_values(needs)
+        restored = reader.read(self.ranks.rank, self.ranks.size, names.part_of)
+        restored.check_values(("training", *needs))
         return restored
 
     def _prepare(
-        self, step: int, make: Callable[[], Contents], allow_nonfinite: bool, in_thread: bool
+        self,
+        step: int,
+        state: TrainingState,
+        extra: Mapping[str, Any],
+        allow_nonfinite: bool,
+        in_thread: bool,
     ) -> Job:
         """Agree with all ranks and copy what this one writes.
 
@@ -396,7 +386,7 @@ class CheckpointStore:
         # Alone, the device need not be waited for: the thread reads the checksums later.
         measures_later = in_thread and self.ranks.size == 1
         try:
-            contents = make()
+            contents = collect(state, extra)
         except Exception as error:
             trouble = f"{type(error).__name__}: {error}"
         try:

@@ -70,6 +70,11 @@ def from_bytes(data: bytes, path: Path) -> Any:
         raise CheckpointRefused(f"{path} is not JSON: {error}") from None
 
 
+def page_bytes(**fields: Any) -> bytes:
+    """Return a file that :class:`Page` reads."""
+    return to_bytes({"format": FORMAT, "version": VERSION, **fields})
+
+
 class Page:
     """A parsed file. Each method reads a field and checks its type; errors name file and field."""
 

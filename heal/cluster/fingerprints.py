@@ -136,7 +136,7 @@ class ReplicaCheck:
         return found
 
     def clear(self) -> None:
-        """Forget what is under way: after a rollback it speaks of no state."""
+        """Forget what is under way: after a rollback it is of another state."""
         self._sent.clear()
 
     def _replicas(self) -> list[_Replicas]:

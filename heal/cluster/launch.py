@@ -28,7 +28,7 @@ class Lobby:
     """Where ranks that were started together find each other, in a store that is not new.
 
     A restarted job meets the keys of the attempt before in the store of its launcher, and dials
-    ranks that are dead. The launcher's count of restarts does not tell attempts apart: every node
+    ranks that are dead. The launcher's count of restarts does not distinguish attempts: every node
     keeps its own, and a node that joins or leaves is not counted at all. So the ranks agree on a
     name that no attempt had before.
 

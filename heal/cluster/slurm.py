@@ -145,11 +145,11 @@ def resolve_resume_path(
     *,
     resolver: Callable[[Path], Path | None] | None = None,
 ) -> Path | None:
-    """Return the checkpoint to go on from; None to start anew.
+    """Return the checkpoint to go on from; None to start afresh.
 
     Args:
         checkpoint_dir: where checkpoints are written, a folder ``step-000123`` each.
-        resume: a checkpoint, ``"auto"`` for the newest one that is complete, or None to start anew.
+        resume: a checkpoint, ``"auto"`` for the newest complete one, or None to start afresh.
         resolver: finds the newest; :func:`newest_committed` if None.
 
     Raises:

@@ -98,12 +98,12 @@ class ClusterWatch:
         return found
 
     def clear(self) -> None:
-        """Forget what is under way: after a rollback it speaks of no state."""
+        """Forget what is under way: after a rollback it is of another state."""
         self._replicas.clear()
         self._ping_read_at = None
 
     def start(self, before_exit: Callable[[int], object] = lambda code: None) -> None:
-        """Begin to watch for hangs; the loop says when it ends.
+        """Begin to watch for hangs; the loop ends it.
 
         Args:
             before_exit: called with the exit code, in the thread that ends a process that hangs.

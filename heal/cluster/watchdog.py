@@ -174,7 +174,7 @@ def _key(name: int | str) -> str:
     return f"heal/watchdog/{name}"
 
 
-def blame(
+def find_suspects(
     earlier: Sequence[Standing], later: Sequence[Standing]
 ) -> tuple[tuple[Standing, ...], tuple[int, ...]]:
     """Return where each rank is, and which ranks the others wait for.
@@ -409,7 +409,7 @@ class HangWatchdog:
         for _ in range(LOOKS_TO_JUDGE):
             time.sleep(self._look)
             self._board.count_on()
-        standings, suspects = blame(earlier, self._board.read())
+        standings, suspects = find_suspects(earlier, self._board.read())
         host = self._board.silent_host()
         suspects = suspects if host is None else (host,)
         self.report = HangReport(first["seconds"], first["rank"], standings, suspects)

@@ -333,7 +333,7 @@ def describe(
         "failures": chain,
         "steps": f"{incident.first_step:,}"
         + (f" to {incident.last_step:,}" if incident.last_step > incident.first_step else ""),
-        "what": words.sentence(", then ".join(words.lower(words.title(f)) for f in chain)),
+        "what": words.sentence(*map(words.title, chain), link=", then "),
         "cause": words.show(str(decisive.line.get("diagnosis", ""))),
         "confidence": decisive.line.get("confidence"),
         "reference": words.show(str(decisive.line.get("reference") or "")),

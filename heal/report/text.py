@@ -64,7 +64,7 @@ def _incidents(incidents: list[dict[str, Any]], width: int) -> list[str]:
         lines += ["", *textwrap.wrap(head, width)]
         evidence = [f"{n} {v}" for part in incident["evidence"] for n, v in part["values"]]
         actions = [times(action["text"], action["times"]) for action in incident["actions"]]
-        for name, said in (
+        for name, text in (
             ("seen", "; ".join(evidence)),
             ("cause", incident["cause"]),
             ("tried", " ".join(incident["experiments"])),
@@ -73,7 +73,7 @@ def _incidents(incidents: list[dict[str, Any]], width: int) -> list[str]:
             ("result", incident["outcome_text"]),
         ):
             lines += textwrap.wrap(
-                f"{name + ':':<8}{said}" if said else "",
+                f"{name + ':':<8}{text}" if text else "",
                 width,
                 initial_indent="  ",
                 subsequent_indent=" " * 10,

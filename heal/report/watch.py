@@ -29,12 +29,12 @@ from heal.report.words import count, duration
 
 START_BYTES = 2**20  # read of a file that is long already; the end is what counts
 CHUNK = 2**20
-MAX_NEWS = 200  # events kept
+MAX_EVENTS = 200  # events kept
 MAX_ROWS = 2048  # of the curve of a rank
 CURVE_CELLS = 32
-QUIET_SECONDS = 60.0  # without a line of metrics, after which the screen says so
+QUIET_SECONDS = 60.0  # without a line of metrics, after which the screen warns
 SHOWN_RANKS = 16  # rows of the screen; of more, those furthest behind
-SHOWN_NEWS = 8
+SHOWN_EVENTS = 8
 BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 Sleep = Callable[[float], None]
@@ -120,7 +120,7 @@ class LiveRun:
 
     Attributes:
         runs: the id of the newest run in the folder, by rank; older ones are not shown.
-        news: what happened, the newest last, as sentences.
+        events: what happened, the newest last, as sentences.
         ending: why the run ended; empty while it has not.
     """
 
@@ -131,7 +131,7 @@ class LiveRun:
     began: float | None = None
     acted: int = 0
     noted: int = 0
-    news: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    events: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     ending: str = ""
     ended: bool = False
     _tails: dict[str, Tail] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class LiveRun:
                 if run_id(line) == self.runs.get(rank, run_id(line)):
                     self.ranks.setdefault(rank, RankCurves(MAX_ROWS)).add_line(line)
         self._look_for_ending(files.postmortems)
-        self.news.extend(fresh)
+        self.events.extend(fresh)
         return fresh
 
     @property
@@ -253,7 +253,7 @@ def follow(
 
 def _print_lines(run: LiveRun, interval: float, sleep: Sleep) -> None:
     """Print events as they come, and a line of numbers when they have changed."""
-    fresh, last = list(run.news), ""
+    fresh, last = list(run.events), ""
     while True:
         for sentence in fresh:
             print(sentence)
@@ -291,7 +291,7 @@ def screen_of(run: LiveRun) -> Any:
     parts: list[Any] = [_progress(run), _rank_table(run)]
     if run.ranks and (curve := curve_of(run.ranks[min(run.ranks)], BLOCKS)):
         parts.append(Text(f"loss {curve}", style="green"))
-    for sentence in list(run.news)[-SHOWN_NEWS:]:
+    for sentence in list(run.events)[-SHOWN_EVENTS:]:
         parts.append(Text(sentence, style="dim", overflow="ellipsis", no_wrap=True))
     quiet = quiet_words(run, time.time())
     if quiet and not run.ended:

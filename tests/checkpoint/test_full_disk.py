@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from heal.checkpoint import CheckpointStore, SaveFailed
-from heal.checkpoint.contents import collect
 from heal.checkpoint.store import training_state
 from tests.checkpoint.scenes import assert_same, run, saved_at
 
@@ -50,13 +49,13 @@ def test_a_background_save_that_fails_is_told_and_kills_nobody(tmp_path, small_f
     state = training_state(there.model, there.optimizer, there.scheduler, None)
     store = CheckpointStore(tmp_path, asynchronous=True)
     small_files(500)
-    store.save(2, lambda: collect(state, {}))
+    store.save_state(2, state, {})
     store.wait()
     small_files(resource.RLIM_INFINITY)
     (report,) = store.news()
     assert (report.step, report.error.errno) == (2, errno.EFBIG)
     assert store.steps() == [1]
-    store.save(3, lambda: collect(state, {}))
+    store.save_state(3, state, {})
     store.wait()
     assert [(r.step, r.error) for r in store.news()] == [(3, None)]
     assert store.steps() == [3, 1]

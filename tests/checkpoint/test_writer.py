@@ -11,7 +11,6 @@ import torch
 
 from heal import checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, writer
-from heal.checkpoint.contents import Contents, collect
 from heal.checkpoint.plan import Ranks
 from heal.checkpoint.store import training_state
 from heal.training_state import RngState
@@ -35,9 +34,7 @@ def slow_disk(monkeypatch):
 
 def saver(there, store):
     state = training_state(there.model, there.optimizer, there.scheduler, None)
-    return lambda step: store.save(
-        step, lambda: collect(state, {"rng": RngState.now(), "extra": None})
-    )
+    return lambda step: store.save_state(step, state, {"rng": RngState.now(), "extra": None})
 
 
 def test_what_is_saved_is_the_moment_of_the_call(tmp_path, slow_disk):
@@ -122,13 +119,13 @@ def test_weights_with_nan_are_noticed_by_the_thread_too(tmp_path):
     assert store.steps() == []
 
 
-def test_what_making_the_contents_raises_is_told_and_nothing_is_written(tmp_path):
-    def make() -> Contents:
-        raise KeyError("moments")
-
+def test_a_value_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_path):
+    there = run().train(1)
+    state = training_state(there.model, there.optimizer, there.scheduler)
     store = CheckpointStore(tmp_path)
-    with pytest.raises(SaveFailed, match="step 1 was not saved: KeyError: 'moments'"):
-        store.save(1, make)
+    with pytest.raises(SaveFailed, match=r"step 1 was not saved: CannotEncode: state\['mine'\]"):
+        store.save_state(1, state, {"mine": object()})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_save_that_is_not_asynchronous_waits_for_the_one_that_is(tmp_path, slow_disk):

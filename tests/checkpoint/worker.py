@@ -18,8 +18,8 @@ from heal import Healer, HealingConfig, checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, writer
 from heal.checkpoint.plan import Ranks
 from heal.checkpoint.store import training_state
-from heal.recompute import Origin
 from heal.training_state import RngState
+from heal.undone_steps import Origin
 
 torch.set_num_threads(1)
 

@@ -11,8 +11,8 @@ import zclip
 from heal import Healer
 from heal.actions import AnchorWeights, Rollback
 from heal.journal import read_events
-from heal.recompute import CannotRecompute
 from heal.testing import Chaos, Fault
+from heal.undone_steps import CannotRecompute
 from tests.heal.runs import assert_same, fingerprint, quick, regression
 
 
