@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from heal.actions import HealingError, Plan
 from heal.attempts import Attempts
+from heal.body_trials import BodyTrials
 from heal.buffers import BufferCopies
 from heal.causes import Finding
 from heal.checkpointing import Durable, HealingMemory
@@ -28,7 +29,7 @@ from heal.detect import Detector, Watch
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
 from heal.exits import Exits
-from heal.experiment import BodyTrials, Experiment
+from heal.experiment import Experiment
 from heal.extra_state import note_rewriting, note_stateless
 from heal.guarded_step import GuardedStep, judgeable
 from heal.integrations.trackers import attach

@@ -251,8 +251,6 @@ class HealthCheck:
         self._lag = lag
         self._ranks = ranks
         self._sent: list[tuple[int, int, zclip.Mailbox, _Layout]] = []
-        self._written: list[tuple[int, int]] | None = None
-        self._next_look = 0
 
     @torch.no_grad()
     def post(self, step: int) -> None:
@@ -282,34 +280,6 @@ class HealthCheck:
         layout = _Layout(owners, tuple(name for name, _ in named), tuple(checked))
         self._sent.append((step, due, mailbox, layout))
 
-    def note_stepped(self) -> None:
-        """Note which moments the optimizers have written, and how often."""
-        self._written = self._writes()
-
-    def post_if_written(self, step: int) -> None:
-        """Measure before ``step`` if something other than the optimizer has written its moments.
-
-        Moments that were lost are back within a few steps. Where such writes are a habit, few are
-        looked at: after a look in step n the next is in step 2 n at the earliest. Only where there
-        are no other ranks, which would have to measure too.
-        """
-        if self._written is None or self._ranks.has_others or step < self._next_look:
-            return
-        if self._writes() != self._written:
-            self._next_look = 2 * step
-            self.post(step)
-
-    def _writes(self) -> list[tuple[int, int]]:
-        """Return identity and version of the first moments: what loses them loses all."""
-        firsts = [next(iter(o.inner.state.values()), None) for o in self._optimizers]
-        return [
-            (id(value), value._version)
-            for first in firsts
-            if isinstance(first, dict)
-            for value in first.values()
-            if isinstance(value, Tensor)
-        ]
-
     def read(self, step: int) -> list[HealthRow]:
         """Return the rows that are due by now."""
         rows = []
@@ -327,7 +297,6 @@ class HealthCheck:
     def clear(self) -> None:
         """Forget what is under way: after a rollback it is of no state."""
         self._sent.clear()
-        self._written = None
 
     def _named_parameters(self) -> list[tuple[str, Tensor]]:
         """Those that are trained; the name sets each apart from all others, frozen ones too."""

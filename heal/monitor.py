@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from heal.causes import Cause, Finding, Severity
 from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
@@ -217,13 +219,16 @@ class Monitor:
             guarded.ranks,
             waits=self._has_forecast,
         )
+        self._moments: list[tuple[int, int]] | None = None  # as the last step left them
+        self._next_look = 0
         run.hold("healing", watch.state, self._rolled_back)
 
     # Before and after a step.
 
     def facts(self) -> HostFacts:
         """Return what the host knows of the step that is about to be taken."""
-        self._health.post_if_written(self._run.step)
+        if self._moments is not None and self._moments != self._moment_versions():
+            self._check_moments(self._run.step)
         now = self._clock()
         seconds, self._step_began = now - self._step_began, now
         lr, scheduled = self._schedules.rates()
@@ -233,6 +238,24 @@ class Monitor:
         for source in self.sources:
             flags |= self._flags_of(source)
         return HostFacts(seconds, lr, scheduled, flags, self._run.micro_batches)
+
+    def _moment_versions(self) -> list[tuple[int, int]]:
+        """Return which are the first moments and how often each was written, without a wait."""
+        firsts = [next(iter(o.inner.state.values()), None) for o in self._guarded.optimizers]
+        states = [first for first in firsts if isinstance(first, dict)]
+        moments = [m for state in states for m in state.values() if isinstance(m, Tensor)]
+        return [(id(m), 0 if m.is_inference() else m._version) for m in moments]
+
+    def _check_moments(self, step: int) -> None:
+        """Check the state before ``step``: something other than the optimizer wrote its moments.
+
+        Moments that were lost are back within a few steps. Where such writes are a habit, few lead
+        to a check: after one in step n the next is in step 2 n. Other ranks would have to check in
+        the same step, and may know of no write: there the regular checks have to do.
+        """
+        if step >= self._next_look and not self._guarded.ranks.has_others:
+            self._next_look = 2 * step
+            self._health.post(step)
 
     def _flags_of(self, source: Callable[[], Flag]) -> Flag:
         try:
@@ -257,7 +280,7 @@ class Monitor:
         Returns:
             Whether all is calm, so that records may wait for each other.
         """
-        self._health.note_stepped()
+        self._moments = self._moment_versions()
         watchdog = self.cluster.watchdog
         if watchdog is not None:
             watchdog.beat(done)
@@ -462,6 +485,7 @@ class Monitor:
         """Drop all that is of steps that did not happen, or of another run."""
         self._host.clear()
         self._health.clear()
+        self._moments = None
         self._experiment.clear()
         self._calm = Calm(self._config, self._run.step)
 
