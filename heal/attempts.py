@@ -121,9 +121,7 @@ class Attempts:
     def attempt(self, was_stepping: Callable[[], bool]) -> Iterator[None]:
         """Recover from exceptions of the body: its batch is dropped. Raise those without a cure.
 
-        Args:
-            was_stepping: returns whether the optimizer was stepping, so that some weights may have
-                changed.
+        If ``was_stepping()``, some weights may have changed.
         """
         self._micro.begin()
         failure: Failure | None = None
@@ -152,11 +150,8 @@ class Attempts:
     def loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:
         """Recover from an exception of the loader; return what becomes of the batch.
 
-        Args:
-            error: the exception.
-            epoch: counted from 0.
-            index: of the batch; None if the epoch could not be opened. Then the only cure is to
-                wait, because there is no batch to drop or to report to other ranks.
+        Without an ``index`` the epoch could not be opened. Then the only cure is to wait, because
+        there is no batch to drop or to report to other ranks.
         """
         diagnosis, error = self.judge(error, "open") if index is None else self.judge_read(error)
         diagnosis.evidence["epoch"] = epoch

@@ -743,36 +743,21 @@ class Healer:
         self.schedules.follow_caller()
         self.journal.event("goal", self.training.step, steps=steps, accumulate=accumulate)
         with self, Progress(self, steps, progress) as bar:
-            shortfall = self._train(train_step, loader, steps, accumulate, bar, on_step)
-            if shortfall is not None:
-                self.note(shortfall)
-                print(f"heal: {shortfall}", file=sys.stderr)
-            elif self.durable is not None:
+            with closing(self._all_epochs(loader)) as source:
+                while self.training.step < steps:
+                    before = self.training.step
+                    try:
+                        batches = StepBatches(source, accumulate)
+                        was_taken = self.retries.take_step(train_step, batches, self.step)
+                    except NoMoreBatches:
+                        self._note_shortfall(steps)
+                        return
+                    if was_taken:
+                        bar.update(self.training.step)
+                        if on_step is not None and self.training.step > before:  # not rolled back
+                            on_step(self.last_step)
+            if self.durable is not None:
                 self.durable.save_last(self.training.step, self.memory.values)
-
-    def _train(
-        self,
-        train_step: TrainStep,
-        loader: Any,
-        steps: int,
-        accumulate: int,
-        bar: Progress,
-        on_step: Callable[[int], None] | None,
-    ) -> str | None:
-        """Train to the end; return why some steps were not done, None if all were."""
-        with closing(self._all_epochs(loader)) as source:
-            while self.training.step < steps:
-                before = self.training.step
-                try:
-                    batches = StepBatches(source, accumulate)
-                    was_taken = self.retries.take_step(train_step, batches, self.step)
-                except NoMoreBatches:
-                    return self._shortfall(steps)
-                if was_taken:
-                    bar.update(self.training.step)
-                    if on_step is not None and self.training.step > before:  # not taken back
-                        on_step(self.training.step - 1)
-        return None
 
     def _all_epochs(self, loader: Any) -> Generator[Any, None, None]:
         """Yield batches of all epochs, until one has none: a step may span two epochs."""
@@ -781,15 +766,17 @@ class Healer:
             before = self.stream.ordinal
             yield from self.epoch(loader, sets_epoch=True)
 
-    def _shortfall(self, steps: int) -> str:
+    def _note_shortfall(self, steps: int) -> None:
         done = f"{self.training.step} of {steps} steps were done"
-        if not self.stream.ordinal:
-            return f"the loader has no batches; {done}"
-        return (
-            f"the loader gave {self.stream.ordinal} batches and then none; {done}. Iterables that "
-            "can be passed over once, such as generators, end a run with their first epoch: give a "
-            "loader that starts again, or ask for fewer steps"
-        )
+        text = f"the loader has no batches; {done}"
+        if self.stream.ordinal:
+            text = (
+                f"the loader gave {self.stream.ordinal} batches and then none; {done}. Iterables "
+                "that can be passed over once, such as generators, end a run with their first "
+                "epoch: give a loader that starts again, or ask for fewer steps"
+            )
+        self.note(text)
+        print(f"heal: {text}", file=sys.stderr)
 
     def dry_run(
         self, train_step: TrainStep, loader: Any, steps: int = 2, *, accumulate: int = 1
@@ -817,7 +804,7 @@ class Healer:
         self.exits.close(error)
 
     def enter(self, *, catches_signals: bool = True) -> None:
-        """Have a halt end the process with its own exit code, until :meth:`leave`.
+        """Let a halt end the process with its own exit code, until :meth:`leave`.
 
         For integrations; ``with healer:`` does it for you.
 

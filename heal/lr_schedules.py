@@ -28,13 +28,9 @@ class JointRates:
     beside a warm-up still has the rate of the first step long after. So the groups are read
     whenever a schedule has turned; a change in between is not a schedule's.
 
-    Args:
-        optimizer: the bare one.
-        stepped: schedules that drive it and that the healer steps.
-        own: those that the caller steps.
-
     Attributes:
-        is_mixed: whether there are both kinds, so that a rollback returns some and leaves others.
+        is_mixed: whether healer and caller each step some, so that a rollback returns only those of
+            the healer.
         expected: the rate that the schedules have set for each group; empty if unknown.
         shares: per group, the product of all factors by which own schedules changed its rate.
     """
@@ -154,7 +150,7 @@ class Schedules:
         given: one, several or None; stepped once per step. A ReduceLROnPlateau among them counts
             as the caller's, who has its metric.
         own: schedules that the caller steps.
-        optimizers: those that are driven.
+        optimizers: wrapped ones.
         replays: whether a rollback returns to the same data.
         note: called with what is doubtful.
 

@@ -43,10 +43,6 @@ class Calm:
 
     After a rollback make a new one, because the old limits may come from the trouble. No step is
     calm while there are none.
-
-    Args:
-        config: how far a learning rate may leap.
-        step: with which it begins.
     """
 
     def __init__(self, config: HealingConfig, step: int = 0) -> None:
@@ -170,16 +166,11 @@ class Seen(NamedTuple):
 class Monitor:
     """Turns rows of the mailbox into records, and records into findings.
 
+    The detectors find or suspect; the experiment settles what they suspect. Clean steps prove the
+    snapshots of the run before them.
+
     Args:
-        run: its snapshots are promoted by clean steps; a rollback of it clears the mailbox.
-        guarded: whose mailbox is read.
-        config: intervals and limits.
-        schedules: know the learning rates that should be.
-        watch: the detectors.
-        experiment: settles what they suspect.
-        cluster: looks after other ranks and the hardware.
         reported: flags of this host for the next record; signal handlers and threads append.
-        clock: seconds, for the duration of steps.
         note: called with what failed.
 
     Attributes:
@@ -205,6 +196,7 @@ class Monitor:
         self.series = Series()
         self.sources: list[Callable[[], Flag]] = []
         self.cluster = cluster
+        self._has_forecast = watch.forecast is not None
         self._run = run
         self._guarded = guarded
         self._config = config
@@ -230,10 +222,6 @@ class Monitor:
         self._moments: list[tuple[int, int]] | None = None  # as the last step left them
         self._next_look = 0
         run.hold("healing", watch.state, self._rolled_back)
-
-    @property
-    def _has_forecast(self) -> bool:
-        return self.watch.forecast is not None
 
     # Before and after a step.
 
@@ -285,7 +273,7 @@ class Monitor:
 
         Args:
             done: how many steps are done, this one included.
-            facts: what the host knows of it.
+            facts: of this step.
             posted: whether it has a record.
             has_loss: whether a loss is in it.
 

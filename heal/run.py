@@ -33,16 +33,8 @@ TRIES = 2  # to write a snapshot before an older one is used
 class TorchRun:
     """Implements :class:`heal.actions.Run`, and keeps what actions changed.
 
-    Args:
-        state: what a snapshot is made of.
-        guarded: the optimizers.
-        config: the limits.
-        stream: where batches come from.
-        micro: how finely they are cut.
-        schedules: those that the caller steps stay as they are in a rollback, or return with it.
-        durable: checkpoints on disk, where no snapshot is old enough; None if there are none.
-        note: called with what did not go as planned.
-        sleep: waits.
+    A rollback writes a snapshot over ``state``, and brings stream, schedules, mailbox and held
+    states along. Where no snapshot is old enough it uses a checkpoint of ``durable``.
 
     Attributes:
         step: the number of the step that comes next.
