@@ -75,3 +75,23 @@ def read_all(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
 
 def _word(value: float) -> str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def plain(value: Any) -> Any:
+    """Return a number of numpy, torch or an enum as one of Python's; all else as it is.
+
+    Hooks and detectors may compute with any of them. A checkpoint that held such a number could
+    not be read without running foreign code.
+    """
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value

@@ -81,11 +81,6 @@ def write_shard(
 class ShardReader:
     """Reads the shard of one rank. The size and the header are checked when it is opened.
 
-    Args:
-        folder: of the checkpoint.
-        rank: whose shard.
-        entries: that rank's, from its manifest.
-
     Raises:
         CheckpointCorrupt: the file is missing, too short, too long, or its header differs.
     """
