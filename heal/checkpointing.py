@@ -231,7 +231,7 @@ class Durable:
     ) -> HealingError:
         """Save before a requested stop; return the stop, with another code if saving failed.
 
-        ``may_save`` says whether all ranks are here to save together.
+        ``may_save``: whether all ranks are here to save together.
         """
         if may_save:
             self.save_last(step, values)
@@ -356,7 +356,7 @@ class Durable:
             self._failed(step, error)
 
     def _report_saves(self) -> None:
-        for report in self.store.news():
+        for report in self.store.finished_saves():
             if report.error is not None:
                 self._failed(report.step, report.error)
             elif self.store.ranks.rank == 0:

@@ -21,7 +21,7 @@ from heal.checkpoint.files import CannotEncode, CheckpointError
 from heal.checkpoint.folders import committed
 from heal.checkpoint.manifest import Chunk, Entry
 from heal.checkpoint.reading import CheckpointReader
-from heal.checkpoint.shards import checksum_text, dtype_name
+from heal.checkpoint.shards import entry_of
 from heal.extra_state import plain_name
 from heal.training_state import StateMismatch, TrainingState
 
@@ -29,33 +29,13 @@ NAMED = {"parameter": 0, "buffer": 0, "state": 1}
 """Kinds of keys that hold the name of a parameter or buffer, and where after the kind."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Contents:
-    """What one rank saves.
+    """What one rank saves: tensors as they are in the run, their entries, and JSON values."""
 
-    Attributes:
-        tensors: by name, as they are in the run, or copies of these.
-        chunks: of those that are part of a larger tensor.
-        values: everything else, as JSON.
-    """
-
-    tensors: dict[str, Tensor]
-    chunks: dict[str, Chunk] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
     values: Any = None
-
-    def entries(self, rank: int) -> dict[str, Entry]:
-        """Return what the manifest says of every tensor, but for the checksums; waits for nothing.
-
-        Raises:
-            CannotEncode: a tensor is of a kind that cannot be saved.
-        """
-        made = {}
-        for name, t in self.tensors.items():
-            chunk = self.chunks.get(name)
-            whole, start = (None, None) if chunk is None else (chunk.whole, chunk.start)
-            dtype = dtype_name(t, name)
-            made[name] = Entry(rank, dtype, tuple(t.shape), whole, start, checksum_text(0))
-        return made
 
 
 class Names:
@@ -155,7 +135,7 @@ def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
         extra: further plain values, such as the position in the data.
 
     Raises:
-        CannotEncode: a value has no safe form on disk; names it.
+        CannotEncode: a value or tensor has no safe form on disk; names it.
     """
     state.notice_changes()
     names = Names(state)
@@ -165,18 +145,18 @@ def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
         if not state.is_trainable(param):
             originals["parameter", name] = param
             local["parameter", name] = local_part(param)
-    contents = Contents({})
-    for key, tensor in local.items():
-        text = names.text(key)
-        contents.tensors[text] = tensor
-        chunk = chunk_of(originals[key])
-        if chunk is not None and chunk.shape == tuple(tensor.shape):
-            contents.chunks[text] = chunk
     training = state.values()
     training["modules"] = _encodable(training["modules"])
-    values = {"training": training, "names": _names_for_torch(names), **extra}
-    contents.values, inside = encode(values)
-    contents.tensors.update(inside)
+    values, tensors = encode({"training": training, "names": _names_for_torch(names), **extra})
+    contents = Contents(values=values)
+    for key, tensor in local.items():
+        text, chunk = names.text(key), chunk_of(originals[key])
+        is_part = chunk is not None and chunk.shape == tuple(tensor.shape)
+        contents.tensors[text] = tensor
+        contents.entries[text] = entry_of(tensor, text, chunk if is_part else None)
+    for text, tensor in tensors.items():
+        contents.tensors[text] = tensor
+        contents.entries[text] = entry_of(tensor, text)
     return contents
 
 
