@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from heal.data.loader_pass import loader_rewinder
-from heal.data.stream import own_copy
+from heal.data.split import own_copy
 from heal.guarded_step import GuardedStep
 from heal.micro_batch import TrainStep
 from heal.training_state import RngState, TrainingState

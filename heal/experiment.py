@@ -26,7 +26,7 @@ from torch import Tensor
 
 from heal.buffers import Key, local_part
 from heal.causes import Cause, Finding, Severity
-from heal.data.stream import own_copy
+from heal.data.split import own_copy
 from heal.guarded_step import GuardedStep, OtherOptimizers
 from heal.lr_schedules import Schedules
 from heal.ranks import Ranks

@@ -14,8 +14,7 @@ from torch.nn import Module, ModuleList, Sequential
 from torch.utils.checkpoint import checkpoint
 
 from heal.buffers import SMALL_BYTES, STATISTICS, BufferCopies
-from heal.data.split import CannotSplit, count_samples, split
-from heal.data.stream import own_copy
+from heal.data.split import CannotSplit, count_samples, own_copy, split
 from heal.ranks import GradientMessages
 from heal.training_state import RngState
 

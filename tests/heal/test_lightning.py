@@ -18,8 +18,7 @@ import zclip
 from heal import HealingConfig
 from heal.actions import HealingError, Rollback
 from heal.guarded_step import GuardedStep, WatchedOptimizer
-from heal.integrations.lightning import SelfHealingLightningCallback
-from heal.integrations.lightning.steps import HealedSteps
+from heal.integrations.lightning import HealedSteps, SelfHealingLightningCallback
 from tests.heal.runs import QUICK, roll_back_after_skipped
 from tests.heal.test_trackers import Recorder
 

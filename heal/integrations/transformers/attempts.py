@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from heal.causes import Family
-from heal.data.split import CannotSplit, num_samples, split
-from heal.data.stream import own_copy
+from heal.data.split import CannotSplit, num_samples, own_copy, split
 from heal.guarded_step import Judged, WatchedOptimizer
 from heal.healer import Healer
 from heal.integrations.patches import Patches
@@ -152,12 +151,9 @@ def adds_up(trainer: Any, num_items_in_batch: Any) -> bool:
 
 
 def in_pieces(inputs: Any, parts: int, paired: bool) -> list[tuple[Any, float]]:
-    """Cut prepared inputs; return each piece with its share of the samples.
+    """Cut prepared inputs into at most ``parts``; return each piece with its share of the samples.
 
-    Args:
-        inputs: what the model or the loss is given.
-        parts: how many pieces, at most.
-        paired: keep row ``i`` together with row ``i + half``.
+    If ``paired``, row ``i`` stays together with row ``i + half``.
     """
     if paired:
         half = _num_pairs(inputs)
@@ -198,12 +194,6 @@ class TrainerAttempts:
     A failure undoes the whole step so far, because its gradients cannot be separated: generators
     and buffers return to where the step began, and its micro-batches come again. One that cannot
     be used is replaced by the next of the stream, so that the step keeps its size.
-
-    Args:
-        trainer: whose step it is.
-        healer: heals what is raised.
-        guard: adds up the losses.
-        batches: where a replacement comes from.
     """
 
     def __init__(
