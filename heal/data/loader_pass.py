@@ -469,25 +469,22 @@ class PassReader:
     def _read(self) -> Any:
         if self._iterator is None:
             raise StopIteration
-        can_reopen, failed_at, failed_again = self.origin.can_reopen, self.index, False
-        if self._tries_again:  # the iterator has moved past the batch, or is dead
-            self._tries_again = False
-            if self.origin.can_fetch(self.index):
-                return self.origin.fetched(self.index)
-            if can_reopen:
-                self._reopen()
-        else:
+        tries_again, self._tries_again = self._tries_again, False
+        failed_at = self.index if tries_again else self.index - 1
+        if not tries_again:
             try:
                 return next(self._iterator)
             except StopIteration:
-                failed_at = self.index - 1
                 if self._failed_at != failed_at or self.origin.is_over(self.index):
                     raise
-            failed_again = can_reopen and self._reopen()
+        elif self.origin.can_fetch(self.index):
+            return self.origin.fetched(self.index)
+        # The iterator has moved past the batch that failed, or is dead.
+        is_lost = not self.origin.can_reopen or (self._reopen() and not tries_again)
         try:
             return next(self._iterator)
         except StopIteration:
-            if failed_again or not can_reopen:  # else the bad batch was the last one
+            if is_lost:  # else the bad batch was the last one
                 self._note_loss(failed_at, "the rest of the epoch is lost")
             raise
 

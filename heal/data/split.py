@@ -9,7 +9,6 @@ import itertools
 import re
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
-from enum import Enum
 from typing import Any
 
 import torch
@@ -244,14 +243,6 @@ MOST_FIELDS = 3  # anchor, positive and negative are alike; more entries of one 
 MOST_CHANNELS = 4  # tensors of three dimensions with no more rows than this may be images
 
 
-class Guess(Enum):
-    """What the entries of a list are."""
-
-    SAMPLES = "samples"
-    FIELDS = "fields"
-    UNCLEAR = "unclear"
-
-
 def count_samples(batch: Any) -> int:
     """Return the number of samples; 1 for a batch without tensors.
 
@@ -275,7 +266,7 @@ def count_samples(batch: Any) -> int:
     if _can_only_be_samples(lists):
         return len(lists[0])
     for entries in lists:
-        _check_clear(entries, guess(entries))
+        _hold_samples(entries)  # raises if that is not clear
     agreed = agreed_length([t for entries in lists for t in tensors_in(entries)])
     return 1 if agreed is None else agreed
 
@@ -292,39 +283,39 @@ def are_samples(batch: Sequence[Any]) -> bool:
         return False
     if _can_only_be_samples([entry for entry in batch if isinstance(entry, (list, tuple))]):
         return False  # a list of lists of samples: (images, targets)
-    answer = guess(batch)
-    _check_clear(batch, answer)
-    return answer is Guess.SAMPLES
+    return _hold_samples(batch)
 
 
-def guess(entries: Sequence[Any]) -> Guess:
-    """Guess from kinds and lengths of the tensors what the entries of a list are."""
-    firsts = [next(tensors_in(entry), None) for entry in entries]
-    if len(entries) < 2 or any(t is None for t in firsts) or len(set(map(_kind, entries))) > 1:
-        return Guess.FIELDS
-    if len(rows(entries)) > 1:
-        shapes = {t.shape[1:] for t in entries if isinstance(t, Tensor)}
-        return Guess.SAMPLES if len(shapes) <= 1 else Guess.UNCLEAR
-    may_be_images = all(t is not None and t.dim() == 3 and len(t) <= MOST_CHANNELS for t in firsts)
-    return Guess.UNCLEAR if may_be_images or len(entries) > MOST_FIELDS else Guess.FIELDS
-
-
-def _can_only_be_samples(lists: Sequence[Sequence[Any]]) -> bool:
-    """Return whether lists of one length hold tensors that cannot all be fields."""
-    answers = [guess(entries) for entries in lists]
-    if not lists or len({len(entries) for entries in lists}) > 1 or Guess.FIELDS in answers:
-        return False
-    differ = len(set().union(*map(rows, lists))) > 1
-    return Guess.SAMPLES in answers or (differ and len(lists[0]) > MOST_FIELDS)
-
-
-def _check_clear(entries: Sequence[Any], answer: Guess) -> None:
-    if answer is Guess.UNCLEAR:
+def _hold_samples(entries: Sequence[Any]) -> bool:
+    answer = guess(entries)
+    if answer is None:
         raise CannotSplit(
             f"a {type(entries).__name__} of {len(entries)} entries of the type "
             f"{type(entries[0]).__name__} may be samples or fields; expected a tensor beside "
             "it that has the number of samples, or one tensor for all samples"
         )
+    return answer
+
+
+def guess(entries: Sequence[Any]) -> bool | None:
+    """Return whether the entries of a list are samples, not fields; None if that is not clear."""
+    firsts = [next(tensors_in(entry), None) for entry in entries]
+    if len(entries) < 2 or any(t is None for t in firsts) or len(set(map(_kind, entries))) > 1:
+        return False
+    if len(rows(entries)) > 1:
+        shapes = {t.shape[1:] for t in entries if isinstance(t, Tensor)}
+        return True if len(shapes) <= 1 else None
+    may_be_images = all(t is not None and t.dim() == 3 and len(t) <= MOST_CHANNELS for t in firsts)
+    return None if may_be_images or len(entries) > MOST_FIELDS else False
+
+
+def _can_only_be_samples(lists: Sequence[Sequence[Any]]) -> bool:
+    """Return whether lists of one length hold tensors that cannot all be fields."""
+    answers = [guess(entries) for entries in lists]
+    if not lists or len({len(entries) for entries in lists}) > 1 or False in answers:
+        return False
+    differ = len(set().union(*map(rows, lists))) > 1
+    return True in answers or (differ and len(lists[0]) > MOST_FIELDS)
 
 
 def _kind(entry: Any) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,9 @@ class Session:
         self._has_hooks = False  # whether the trainer calls back at the beginning of its steps
         self._guard = TrainerGuard(trainer, healer)
         patches.set(trainer.accelerator, "clip_grad_norm_", self._guard.clip_grad_norm_)
-        patches.set(trainer.optimizer, "step", self._step_for_schedulers())
+        step: Any = partial(self._step)
+        step._wrapped_by_lr_sched = True  # else schedulers warn
+        patches.set(trainer.optimizer, "step", step)
         self._attempts: TrainerAttempts | None = None
         self._epochs: ReplayedEpochs | None = None
         self.batches: TrainerBatches | None = None
@@ -120,19 +123,13 @@ class Session:
 
         return watched
 
-    def _step_for_schedulers(self) -> Callable[..., None]:
-        def step(closure: Any = None) -> None:
-            self._step()
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else they warn
-        return step
-
     # A step, from its first micro-batch to the trainer's callbacks.
 
     def begin_step(self) -> None:
         """Do what comes before the first micro-batch of a step."""
         self._is_in_step = self._has_hooks = True
-        self.finish_snapshot()
+        if self.batches is None:  # else it was done before these were drawn
+            self.finish_snapshot()
         self.healer.contained(self.healer.before_step)
 
     def finish_snapshot(self) -> None:
@@ -148,7 +145,7 @@ class Session:
             snapshot.values["trainer"] = self.position.save()
             snapshot.values["log"] = self.log_watch.state()
 
-    def _step(self) -> None:
+    def _step(self, closure: Any = None) -> None:
         """Replace ``optimizer.step``. What it raises is healed once the step is over.
 
         By then the trainer has stepped its scheduler and its counters, so that all can be returned
