@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from heal.data.stream import own_copy
+from heal.data.split import own_copy
 from heal.experiment import Experiment
 from heal.guarded_step import GuardedStep, OtherOptimizers
 from heal.lr_schedules import Schedules
