@@ -175,6 +175,7 @@ class Monitor:
 
     Attributes:
         watch: the detectors.
+        health: checks of weights and optimizer state.
         series: every record since the last line of metrics.
         sources: called before every step for flags of the host; quick functions that do not wait.
     """
@@ -211,7 +212,7 @@ class Monitor:
         self._step_began = clock()
         self._host: dict[int, tuple[HostFacts, float, bool]] = {}  # of steps not polled yet
         self._calm = Calm(config)
-        self._health = HealthCheck(
+        self.health = HealthCheck(
             guarded.optimizers,
             guarded.names,
             guarded.buffers,
@@ -255,7 +256,7 @@ class Monitor:
         """
         if step >= self._next_look and not self._guarded.ranks.has_others:
             self._next_look = 2 * step
-            self._health.post(step)
+            self.health.post(step)
 
     def _flags_of(self, source: Callable[[], Flag]) -> Flag:
         try:
@@ -326,7 +327,7 @@ class Monitor:
         # A forecast has learned from checks at regular intervals.
         if self._needs_check or is_due(step, interval, not self._has_forecast):
             self._needs_check = False
-            self._health.post(step)
+            self.health.post(step)
 
     def _check_interval(self, step: int) -> int:
         interval = self._config.check_interval
@@ -339,7 +340,7 @@ class Monitor:
     @property
     def is_checking(self) -> bool:
         """Whether weights were measured and the result was not read yet."""
-        return self._health.is_under_way
+        return self.health.is_under_way
 
     def take_snapshot_request(self) -> bool:
         """Return whether a record has requested a snapshot since the last call, on any rank."""
@@ -361,7 +362,7 @@ class Monitor:
 
     def poll_checks(self) -> Iterator[Seen]:
         """Yield what checks of weights, optimizer state, other ranks and the hardware found."""
-        for health in self._health.read(self._run.step):
+        for health in self.health.read(self._run.step):
             findings = self._known(self.watch.observe_health(health))
             if not is_suspect(findings):
                 self._run.ring.note_checked(health.step)
@@ -484,7 +485,7 @@ class Monitor:
     def forget(self) -> None:
         """Drop all that is of steps that did not happen, or of another run."""
         self._host.clear()
-        self._health.clear()
+        self.health.clear()
         self._moments = None
         self._experiment.clear()
         self._calm = Calm(self._config, self._run.step)
