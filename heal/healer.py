@@ -31,7 +31,7 @@ from heal.exit_codes import ExitCode
 from heal.exits import Exits
 from heal.experiment import Experiment
 from heal.extra_state import note_rewriting, note_stateless
-from heal.guarded_step import GuardedStep, judgeable
+from heal.guarded_step import JUDGED, GuardedStep, judgeable
 from heal.integrations.trackers import attach
 from heal.journal import LEFT_OUT, Journal, Notes
 from heal.lab.attached_probes import AttachedProbe, AttachedProbes
@@ -261,26 +261,15 @@ class Healer:
             HealingError: healing is at its end; its ``exit_code`` says why. The postmortem is
                 written.
         """
-        if loss is not None:
-            loss = judgeable(loss, self.note)
+        number: Tensor | None = None
+        if type(loss) is Tensor and not loss.dim() and loss.dtype in JUDGED:
+            number = loss
+        elif loss is not None:
+            number = judgeable(loss, self.note)
         if self.trials.is_open:  # an experiment: the body ran with old weights, nothing is taken
-            self.trials.finish(loss)
+            self.trials.finish(number)
             return
-        facts = self._before_step()
-        self._is_stepping = True
-        posted = self._take(loss, facts)  # clip, decide, step, post: no sync
-        self.schedules.step()
-        self._is_stepping = False
-        try:
-            self.after_step(facts, posted, loss is not None)
-        except HealingError as halt:
-            self._halt(halt)
-        except Exception as error:
-            self.note(f"{LEFT_OUT}: {error!r}")
-
-    def _before_step(self) -> HostFacts:
-        """Prepare the step and return what the host knows of it."""
-        facts = HostFacts()
+        facts, posted = HostFacts(), True
         try:
             self.schedules.before_step(self.training.step)
             self.before_step()
@@ -288,17 +277,22 @@ class Healer:
             self.training.apply_lr_limit()
         except Exception as error:
             self.note(f"{LEFT_OUT}: {error!r}")
-        return facts
-
-    def _take(self, loss: Tensor | None, facts: HostFacts) -> bool:
+        self._is_stepping = True
         try:
-            return self.guarded.step(self.training.step, loss, facts)
+            posted = self.guarded.step(self.training.step, number, facts)  # nothing waits
         except Exception as error:
             if not self.guarded.ranks.has_others:
                 self.monitor.not_sent(facts)
                 raise
             self.retries.step_failed(error)
-            return True
+        self.schedules.step()
+        self._is_stepping = False
+        try:
+            self.after_step(facts, posted, number is not None)
+        except HealingError as halt:
+            self._halt(halt)
+        except Exception as error:
+            self.note(f"{LEFT_OUT}: {error!r}")
 
     def after_step(self, facts: HostFacts, posted: bool, has_loss: bool) -> None:
         """Count the step, recover from what was wrong with those before it, and do what is due.

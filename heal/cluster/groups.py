@@ -27,9 +27,7 @@ def has_peers(group: "ProcessGroup | None" = None) -> bool:
 def side_group(group: "ProcessGroup | None" = None, purpose: str = "talk") -> "ProcessGroup":
     """Return the gloo group with the same ranks; made by all of them when first asked for.
 
-    Args:
-        group: whose ranks; those of the world if None.
-        purpose: groups for different purposes are different, so that a broken one stays alone.
+    Groups for different purposes are different, so that a broken one stays alone.
     """
     if _made_in[0] is None or _made_in[0]() is not dist.group.WORLD:
         _made.clear()
@@ -55,10 +53,7 @@ class Agreement:
     """Whether any rank says yes, by an all-reduce over gloo that no rank has to wait for.
 
     The device takes no part, whatever the backend of training: nothing is enqueued on it, nothing
-    waits for it. All ranks call :meth:`any` equally often.
-
-    Args:
-        group: the ranks that agree; all of them if None.
+    waits for it. All ranks of the group call :meth:`any` equally often.
     """
 
     def __init__(self, group: "ProcessGroup | None" = None) -> None:

@@ -99,13 +99,8 @@ class Standing:
 class ProgressBoard:
     """One entry per rank in a shared store, and an alarm.
 
-    The store may live on the very rank that hangs: a question that is not answered in time leaves
-    the watchdog with what it knows of its own rank.
-
-    Args:
-        store: of torch.distributed; None for a single process.
-        rank: of this process.
-        world_size: how many ranks there are.
+    The store (of torch.distributed; None for a single process) may live on the very rank that
+    hangs: a question that is not answered in time leaves the watchdog with what it knows itself.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -235,15 +230,10 @@ def _stack_of(thread: int, dump: str) -> list[re.Match[str]] | None:
 
 
 def dump_stacks(run_dir: str | os.PathLike[str] | None, why: str, rank: int | None = None) -> str:
-    """Append the Python stacks of all threads to ``<why>.rank<r>.txt``; never raises.
+    """Append the Python stacks of all threads to ``<run_dir>/<why>.rank<r>.txt``; never raises.
 
-    Args:
-        run_dir: folder of the file, made if needed; standard error if None.
-        why: first part of the file's name.
-        rank: of this process; the environment's ``RANK`` if None.
-
-    Returns:
-        The path of the file, or "standard error".
+    Without a ``run_dir`` they go to standard error. The rank is the environment's ``RANK`` if None.
+    Returns the path of the file, or "standard error".
     """
     if run_dir is not None:
         rank = rank if rank is not None else int(os.environ.get("RANK", "0") or 0)

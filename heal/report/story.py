@@ -312,11 +312,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return an incident as every form of the report shows it.
 
-    Args:
-        incident: which.
-        step_seconds: median duration of a step, to price those that were lost.
-        last_step: the furthest step that the run is known to have reached.
-        is_over: whether the run has ended.
+    ``step_seconds`` prices lost steps; ``last_step`` is the furthest that the run has reached.
     """
     decisive = incident.decisive
     outcome, sentence = _outcome(incident, last_step, is_over)
