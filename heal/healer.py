@@ -258,8 +258,7 @@ class Healer:
 
         Raises:
             TypeError: the loss is neither a number nor a tensor.
-            HealingError: healing is at its end; its ``exit_code`` says why. The postmortem is
-                written.
+            HealingError: the run must stop; ``exit_code`` says why. The postmortem is written.
         """
         number: Tensor | None = None
         if type(loss) is Tensor and not loss.dim() and loss.dtype in JUDGED:
@@ -318,7 +317,7 @@ class Healer:
         self.contained(self.monitor.check_health)
         for seen in self.recovery.poll():
             if self.recovery.treat(seen):
-                break  # the rest of the mail is of steps that did not happen
+                break  # the remaining records are of steps that did not happen
         else:
             self._maintain(step)
         self._write_metrics()
