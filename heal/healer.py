@@ -398,7 +398,7 @@ class Healer:
 
         For integrations that step the optimizer themselves; :meth:`step` calls it.
         """
-        if self.training.has_turn_to_end or self._owes_checkpoint:
+        if self.training.is_between_steps or self._owes_checkpoint:
             self._between_steps(is_drawing=False)
         if self.training.ring.copying is not None or self.training.step == 0:
             self.contained(self._prepare_step)

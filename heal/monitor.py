@@ -43,17 +43,23 @@ class Calm:
 
     After a rollback make a new one, because the old limits may come from the trouble. No step is
     calm while there are none.
+
+    Attributes:
+        polled_at: how many steps were done when records were last polled.
     """
 
     def __init__(self, config: HealingConfig, step: int = 0) -> None:
         self._lr_factor = config.lr_spike_factor
         self._limits = CalmLimits()
         self._lr = self._polled_lr = 0.0  # of the newest step, now and when last polled
-        self._polled_at = step
+        self.polled_at = step
         self._polled = self._troubled = step - 1  # steps whose records were read, or must be
 
-    def note(self, step: int, row: Sequence[float] | None, facts: HostFacts) -> None:
-        """Look at a row that was posted; one that is not in host memory may hold anything."""
+    def note(self, step: int, row: Sequence[float] | None, facts: HostFacts) -> bool:
+        """Look at a row that was posted; return whether to poll now, as :meth:`is_time` does.
+
+        A row that is not in host memory may hold anything.
+        """
         self._lr = lr = facts.lr
         # By comparisons that are false for NaN; losses that are NaN have a flag.
         is_calm = (
@@ -67,14 +73,15 @@ class Calm:
         )
         if not is_calm:
             self._troubled = step
+        return self._troubled > self._polled or step + 1 - self.polled_at >= TOGETHER
 
     def is_time(self, step: int) -> bool:
         """Return whether to poll now, after ``step`` steps."""
-        return self._troubled > self._polled or step - self._polled_at >= TOGETHER
+        return self._troubled > self._polled or step - self.polled_at >= TOGETHER
 
     def polled(self, step: int, newest: int, limits: CalmLimits) -> None:
         """Note that all records up to that of ``newest`` were read after ``step`` steps."""
-        self._polled_at, self._polled = step, max(newest, self._polled)
+        self.polled_at, self._polled = step, max(newest, self._polled)
         self._polled_lr, self._limits = self._lr, limits
 
 
@@ -238,7 +245,7 @@ class Monitor:
             flags |= self._reported.popleft()
         for source in self.sources:
             flags |= self._flags_of(source)
-        return HostFacts(seconds, lr, scheduled, flags, self._run.micro_batches)
+        return HostFacts(seconds, lr, scheduled, flags, self._run.micro.pieces)
 
     def _moment_versions(self) -> list[tuple[int, int]]:
         """Return which are the first moments and how often each was written, without a wait."""
@@ -292,8 +299,8 @@ class Monitor:
         self._host[done - 1] = facts, self._run.lr_scale, has_loss
         # Ranks learn of each other by records only, and a forecast counts its lead in steps.
         hurries = self._guarded.ranks.has_others or self._has_forecast
-        self._calm.note(done - 1, None if hurries else self._guarded.posted, facts)
-        return not self._calm.is_time(done)
+        row = None if hurries else self._guarded.posted
+        return not self._calm.note(done - 1, row, facts)
 
     def not_sent(self, facts: HostFacts) -> None:
         """Keep the flags of a step without a record, as it had no gradients, for the next one."""
@@ -469,6 +476,11 @@ class Monitor:
         if record.blocked or (record.flags is not NO_FLAG and record.has(Flag.SPIKE)):
             return record._replace(worst_name=self._guarded.name_of(record.worst))
         return record
+
+    @property
+    def polled_at(self) -> int:
+        """How many steps were done when records were last polled."""
+        return self._calm.polled_at
 
     @property
     def pending(self) -> Record | None:
