@@ -291,15 +291,30 @@ class SnapshotRing:
         for snapshot in list(self._kept):
             self._drop(snapshot)
 
-    def take(self, step: int) -> Snapshot:
-        """Return the good snapshot of a step, its bytes verified.
+    def finite_steps(self) -> list[int]:
+        """Return the steps of all snapshots without NaN or Inf, good or not, newest first."""
+        for snapshot in self._kept:
+            snapshot.wait()
+        return [s.step for s in reversed(self._kept) if not float(s.num_bad)]
+
+    def prove(self, step: int) -> None:
+        """Call the finite snapshot of a step good: an experiment has shown that it is."""
+        for snapshot in self._kept:
+            snapshot.is_good |= snapshot.step == step
+
+    def take(self, step: int, is_proven: bool = True) -> Snapshot:
+        """Return the snapshot of a step, its bytes verified.
+
+        Args:
+            step: of the snapshot.
+            is_proven: whether it must be a good one.
 
         Raises:
             KeyError: there is none.
             SnapshotCorrupt: its bytes have changed; it is dropped.
         """
         for snapshot in self._kept:
-            if snapshot.step == step and snapshot.is_good:
+            if snapshot.step == step and (snapshot.is_good or not is_proven):
                 try:
                     snapshot.verify()
                 except SnapshotCorrupt:
