@@ -37,7 +37,7 @@ class BodyTrials:
         guarded: whose optimizers are the healer's own.
         schedules: say whether there is one that was not given.
         forward: computes the loss of a batch; None if only the body can.
-        note: told of a body that cannot be run twice.
+        note: called with why a body cannot be run twice.
 
     Attributes:
         is_open: whether the body runs with old weights, so that its step must change nothing.

@@ -6,7 +6,7 @@ without an update, and compare it with the loss that today's weights have on the
 the old weights do much better on today's data, today's weights are damaged. If they do as badly,
 the data changed and no rollback can help.
 
-:class:`Experiment` asks one question at a time. Somebody who can run a forward pass (``run``, the
+:class:`Experiment` asks one question at a time. Whoever can run a forward pass (``run``, the
 loop over ``batches``, a trainer) looks at :attr:`Experiment.is_due` before each step and runs one
 :class:`Trial`; the loss of the real step that follows is the other half of the pair.
 """
@@ -60,7 +60,7 @@ LATEST = 5
 """Losses whose median says whether the loss comes down."""
 
 UNANSWERED_STEPS = 3
-"""Steps after which a question that nobody could run a forward pass for is given up."""
+"""Steps after which a question is given up if no forward pass could be run for it."""
 
 
 class Answer(str, Enum):
@@ -174,7 +174,7 @@ class _Question:
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether the loss is finite and the gradients are not: a forward pass tells nothing."""
+        """Whether the loss is finite and the gradients are not: a forward pass shows nothing."""
         return self.finding.cause is Cause.NONFINITE_GRADIENT
 
 
@@ -194,7 +194,7 @@ class Experiment:
         loss_level: returns the usual loss and its noise.
         held_lr: returns the highest learning rate that was held without a schedule.
         patience: steps that weights found damaged are given to recover by themselves.
-        note: told of what cannot be tried.
+        note: called with what cannot be tried.
 
     Attributes:
         forwards: passes that experiments have cost so far.
@@ -289,7 +289,7 @@ class Experiment:
 
         Args:
             old: the loss with the old weights; None if it could not be computed.
-            now: that with today's weights, if it was computed as well; else the real step tells.
+            now: that with today's weights, if computed as well; else the real step has it.
         """
         question = self._question
         if question is None:

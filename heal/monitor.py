@@ -303,7 +303,8 @@ class Monitor:
         to a check: after one in step n the next is in step 2 n. Other ranks would have to check in
         the same step, and may know of no write: there the regular checks have to do.
         """
-        if step >= self._next_look and not self._guarded.ranks.has_others:
+        is_allowed = self._config.check_interval > 0 and not self._guarded.ranks.has_others
+        if is_allowed and step >= self._next_look:
             self._next_look = 2 * step
             self._health.post(step)
 
