@@ -163,7 +163,7 @@ def test_the_body_runs_once_more_with_old_weights_and_its_step_changes_nothing()
 def averaged(setup, steps, body):
     """Keep a moving average of the weights beside the model, as many loops do."""
     average = torch.optim.swa_utils.AveragedModel(setup.model)
-    in_place = torch.zeros(3)
+    in_place, not_copied = torch.zeros(3), torch.zeros(3, device="meta")
     for batch in islice(body.batches(setup.loader), 2 * steps):
         loss = setup.train_step(batch)
         loss.backward()
@@ -171,6 +171,7 @@ def averaged(setup, steps, body):
         setup.optimizer.zero_grad()
         average.update_parameters(setup.model)
         in_place[1] += 1.0
+        not_copied.add_(1.0)  # must not end the run
         if body.last_step == steps - 1:
             break
     return [*average.parameters(), *average.buffers(), in_place]
