@@ -23,11 +23,11 @@ TrainStep = Callable[[Any], Tensor]
 """Takes a batch, or a piece of one, and returns its mean loss, which was not yet backpropagated."""
 
 
-NOBODY_CUTS = "this loop does not cut its batches; iterate healer.pieces(batch), or use healer.run"
+IS_NOT_CUT = "this loop does not cut its batches; iterate healer.pieces(batch), or use healer.run"
 
 
 class MicroBatcher:
-    """Runs forward and backward, and can cut batches finer when told to.
+    """Runs forward and backward, and cuts batches finer after memory ran out.
 
     Pieces give the gradient of the whole batch where the loss is a mean over samples. Where it is
     a mean over something else, as tokens that are not padding, give ``weigh``. BatchNorm sees the
@@ -47,13 +47,12 @@ class MicroBatcher:
 
     Attributes:
         pieces: how many parts a batch of full size is cut into.
-        phase: "forward" or "backward", for whoever catches an exception.
-        batch_at: which batch of the step is being computed, from 0; for the same.
+        phase: "forward" or "backward": where an exception was raised.
+        batch_at: which batch of the step is being computed, from 0.
         attempts: how often a step was tried.
         largest_batch: samples in the largest batch of the step; 0 if it is not known.
         cannot_cut: why the batch of a step that failed cannot be cut; empty if it can.
-        caller_cuts: whether a loop of the caller's own asks for the pieces of its batches.
-        messages: what ranks of a data-parallel model tell each other while a step is computed.
+        messages: what ranks of a data-parallel model send each other while a step is computed.
     """
 
     def __init__(
@@ -70,42 +69,44 @@ class MicroBatcher:
         self.batch_at = 0
         self.attempts = 0
         self.cannot_cut = ""
-        self.caller_cuts = False
+        self.largest_batch = 0
+        self.messages = GradientMessages(model)
+        self._caller_cuts = False  # a loop of the caller's own has asked for pieces
         self._weigh = weigh
         self._parameters = parameters
         self._smallest = smallest
         self._grow_steps = grow_steps
         self._clean_steps = self._growths = 0
-        self.largest_batch = 0
         self._full_size = 0  # samples of the batch that ``pieces`` was found for; 0 if not known
         self._rng: RngState | None = None
         self._total: Tensor | None = None  # what there is of the mean loss of a step
         self._buffers = BufferCopies(model) if buffers is None else buffers
-        self.messages = GradientMessages(model)
 
     def backward(
         self, batches: Sequence[Any], train_step: TrainStep, scale: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Accumulate the gradient of the mean loss over the batches.
+        """Accumulate the gradient of the mean loss over the batches of one optimizer step.
 
         Args:
-            batches: those of one optimizer step.
+            batches: those of the step.
             train_step: computes the loss.
             scale: applied before backpropagating, as a GradScaler does.
 
         Returns:
             The mean loss, detached, on the device.
         """
-        self.begin_step(RngState.now())
+        self.begin()
         for at in range(len(batches)):
             loss = self.add(batches[: at + 1], len(batches), train_step, scale)
         return loss
 
-    def begin_step(self, rng: RngState) -> None:
-        """Begin to add up the batches of a step; see :meth:`begin`."""
+    def begin(self, rng: RngState | None = None) -> None:
+        """Begin a step, from these generators; :meth:`undo` puts them and the buffers back."""
         self.attempts += 1
         self._total = None
-        self.begin(rng)
+        self._rng = RngState.now() if rng is None else rng
+        self._buffers.begin()
+        self.messages.begin()
 
     def add(
         self,
@@ -114,14 +115,13 @@ class MicroBatcher:
         train_step: TrainStep,
         scale: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Accumulate the share of one more batch; arguments are those of :meth:`backward`.
+        """Accumulate the share of one more batch; return what there is of the mean loss.
 
         Args:
             batches: of the step so far; all but the last were added.
             count: how many the step has.
-
-        Returns:
-            What there is of the mean loss.
+            train_step: see :meth:`backward`.
+            scale: see :meth:`backward`.
         """
         if not self.largest_batch:
             self._measure(batches)
@@ -129,7 +129,7 @@ class MicroBatcher:
         try:
             return self._add(batches[-1], count, train_step, scale)
         except Exception:
-            self._measure(batches)  # anew, but not in healthy steps: it takes time
+            self._measure(batches)  # not in healthy steps: it takes time
             raise
 
     def _add(
@@ -157,34 +157,32 @@ class MicroBatcher:
         """Cut batches into so many pieces from now on."""
         self.pieces = pieces
 
-    def note_caller(self) -> str:
-        """Return why a batch that the caller's loop ran out of memory with cannot be cut."""
-        self.cannot_cut = "" if self.caller_cuts else NOBODY_CUTS
-        return self.cannot_cut
-
     def weigh_by(self, weigh: Callable[[Any], float] | None) -> None:
         """Count a piece of a batch by ``weigh(piece)``; by its samples if None."""
         self._weigh = weigh
+
+    def note_size(self, samples: int) -> None:
+        """Note the size of a batch that an integration ran out of memory with."""
+        self.largest_batch = samples
+
+    def note_caller(self) -> str:
+        """Return why a batch that the caller's loop ran out of memory with cannot be cut."""
+        self.cannot_cut = "" if self._caller_cuts else IS_NOT_CUT
+        return self.cannot_cut
 
     def pieces_of(self, batch: Any) -> list[tuple[Any, float]]:
         """Cut a batch for a loop of the caller's own; return the pieces and their shares.
 
         Shares add up to 1: the sum of ``share * loss`` is the mean loss of the whole batch.
         """
-        self.caller_cuts = True
+        self._caller_cuts = True
         self._measure([batch])
         return self._weighted(batch)
 
     def count_for_caller(self) -> int:
         """Return into how many pieces a loop of the caller's own should cut its batches."""
-        self.caller_cuts = True
+        self._caller_cuts = True
         return self.pieces
-
-    def begin(self, rng: RngState | None = None) -> None:
-        """Remember generators and buffers, to be put back by :meth:`undo`."""
-        self._rng = RngState.now() if rng is None else rng
-        self._buffers.begin()
-        self.messages.begin()
 
     def note_drawn(self, rng: RngState) -> None:
         """Another batch was drawn: what that took from the generators is not put back."""
@@ -193,21 +191,22 @@ class MicroBatcher:
     def stand_in(self, train_step: TrainStep, scale: Callable[[Tensor], Tensor]) -> None:
         """Take part in the messages of a step that failed here, with NaN for a gradient.
 
-        Other ranks wait for our gradients; NaN from one makes all refuse the step, and leaves no
-        trace in the statistics of clipping. To be called after :meth:`undo`.
+        Other ranks wait for our gradients; NaN from one makes all ranks skip the step, and leaves
+        no trace in the statistics of clipping. To be called after :meth:`undo`.
         """
         with self.messages.repeated():
             loss = train_step(own_copy(self.messages.sample()))
             self.messages.are_under_way = True
             scale(loss * float("nan")).backward()
-        self._buffers.put_back()
-        if self._rng is not None:
-            self._rng.put_back()
+        self._put_back()
 
     def undo(self) -> None:
-        """Take back what a failed :meth:`backward` did. Not to be called after a step was taken."""
+        """Undo what a failed step did, before any optimizer was stepped."""
         for param in self._parameters():
             param.grad = None
+        self._put_back()
+
+    def _put_back(self) -> None:
         self._buffers.put_back()
         if self._rng is not None:
             self._rng.put_back()
@@ -215,7 +214,7 @@ class MicroBatcher:
     def parts_of(self, samples: int) -> int:
         """Return how many pieces a batch of so many samples is to be cut into."""
         if self.pieces == 1 or self.messages.are_in_every_forward:
-            return self.pieces  # one rank with fewer pieces than others would leave these waiting
+            return self.pieces  # a rank with fewer pieces than the other ones would block them
         parts = self.pieces
         if self._full_size:
             parts = _divided(samples, _divided(self._full_size, self.pieces))
@@ -288,7 +287,7 @@ class MicroBatcher:
         if not any(weights):  # nothing counts: what the whole batch gives, in memory that fits
             weights = [float(n) for _, n in pieces]
         whole = sum(weights)
-        # The mean over nothing is NaN, also times zero. Only where others wait for it must it come.
+        # The mean over nothing is NaN, also times zero. It must be computed only where ranks wait.
         return [
             (piece, w / whole)
             for (piece, _), w in zip(pieces, weights, strict=True)
@@ -330,15 +329,15 @@ def checkpoint_activations(model: Module) -> bool:
 
 
 def _can_recompute(block: Module) -> bool:
-    """Not if a forward stands before that of its class, ours or the user's, nor if scripted."""
+    """Not if its instance has a forward, ours or the user's, nor if it is scripted."""
     return "forward" not in vars(block) and not isinstance(block, torch.jit.ScriptModule)
 
 
 class _Recomputed:
-    """The forward of one block, which stands before that of its class.
+    """The forward of one block, set on the instance, so that it hides that of the class.
 
-    Copies of a block, pickled or deep, have a copy of this one that holds the copy. Replicas of
-    ``torch.nn.DataParallel`` share what stands in the block's ``__dict__``, and get their own.
+    A copy of a block, pickled or deep, gets a copy of this one that refers to the copy. Replicas of
+    ``torch.nn.DataParallel`` share the block's ``__dict__``, and get their own.
     """
 
     def __init__(self, block: Module) -> None:

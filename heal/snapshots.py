@@ -42,9 +42,7 @@ def host_memory(like: Tensor) -> Tensor:
     return torch.empty_like(like, device="cpu", pin_memory=like.device.type == "cuda")
 
 
-AGE_RATIO = 4  # each snapshot kept is about this many times older than the next younger one
-YOUNGEST_AGE = 1.5  # intervals; between 1 and 2, so that two snapshots are of different ages
-PATIENCE = 4  # quarantines that a snapshot may take before it makes way for another
+AGE_RATIO = 4  # each good one is at most about this many times older than the next younger one
 STARVED = 3  # snapshots in a row with NaN or Inf in them that are worth a word
 FREE_SHARE = 0.5  # of the memory now free, that all snapshots together may take
 
@@ -167,10 +165,6 @@ class SnapshotRing:
     def quarantine_of(self, step: int) -> int:
         """Return how many clean steps prove a snapshot; fewer in the first steps of a run."""
         return max(1, min(self.quarantine_steps, step // 4))
-
-    def spacing_at(self, step: int) -> float:
-        """Return the scale of the ages: the interval, less while the run is young."""
-        return min(self.interval, max(1.0, step / 4))
 
     def good_steps(self) -> list[int]:
         """Return the steps of good snapshots, newest first."""
@@ -378,40 +372,18 @@ class SnapshotRing:
         return affordable
 
     def _least_useful(self, step: int, must: bool) -> Snapshot | None:
-        """Choose whom to drop so that the ages of the others stay closest to geometric.
+        """Choose which to drop so that the ages of the others stay closest to geometric.
 
-        Neither the last good snapshot nor one on its way through quarantine is given up for a
-        newer one: where snapshots come faster than they are proven, none would ever be good. Nor
-        is the only one that a check has vouched for; and one that is newer than the check stays
-        for a while, for its successor has to be proven first.
+        Never one in quarantine: where snapshots come faster than they are proven, none would ever
+        be good. Nor the newest good one, nor the newest from before the last sound check.
         """
         good = [s for s in self._kept if s.is_good]
-        overdue = step - self.spacing_at(step) - PATIENCE * self.quarantine_of(step)
-        choices = [s for s in self._kept if not s.is_good and s.step < overdue]
-        choices += self._spare_good(good, step) if len(good) > 1 else []
-        choices += good if len(self._kept) == 1 else []
-        choices = [s for s in choices if s.step not in self._pinned]
-        choices = choices or (good if must else []) or (self._kept if must else [])
-        misfit = {id(s): self._misfit([k for k in self._kept if k is not s], step) for s in choices}
-        return min(choices, key=lambda s: misfit[id(s)], default=None)
-
-    def _spare_good(self, good: Sequence[Snapshot], step: int) -> list[Snapshot]:
-        """Those that may be given up though they are good."""
-        vouched = [s for s in good if s.step <= self._checked_step]
-        if not vouched:
-            return list(good)
-        newer = [s for s in good if s.step > self._checked_step]
-        if len(newer) == 1 and newer[0].step > step - PATIENCE * self.quarantine_of(step):
-            newer = []
-        return (vouched if len(vouched) > 1 else []) + newer
-
-    def _misfit(self, kept: Sequence[Snapshot], step: int) -> float:
-        """How far ages, youngest first, are from their places on a geometric scale, in octaves."""
-        misfit = 0.0
-        for i, snapshot in enumerate(sorted(kept, key=lambda s: -s.step)):
-            age = max(1, step - snapshot.step) / self.spacing_at(step)
-            misfit += abs(math.log2(age / (YOUNGEST_AGE * AGE_RATIO**i)))
-        return misfit
+        checked = [s for s in good if s.step <= self._checked_step]
+        needed = {s.step for s in good[-1:] + checked[-1:]} if len(self._kept) > 1 else set()
+        choices = [s for s in good if s.step not in needed | self._pinned]
+        choices = choices or (good or self._kept if must else [])
+        misfit = {s.step: _misfit([g for g in good if g is not s], step) for s in choices}
+        return min(choices, key=lambda s: misfit[s.step], default=None)
 
     def _copy(
         self,
@@ -451,3 +423,17 @@ def _fitting(buffer: Tensor | None, like: Tensor) -> Tensor:
     ):
         return buffer
     return host_memory(like)
+
+
+def _misfit(kept: Sequence[Snapshot], step: int) -> float:
+    """Return how far ages, youngest first, are from a geometric scale within the run; in octaves.
+
+    Args:
+        kept: oldest first.
+        step: the present one.
+    """
+    ages = [max(1, step - snapshot.step) for snapshot in reversed(kept)]
+    if len(ages) < 2:
+        return 0.0
+    ratio = min(AGE_RATIO, (step / ages[0]) ** (1 / (len(ages) - 1)))
+    return sum(abs(math.log2(age / (ages[0] * ratio**i))) for i, age in enumerate(ages))

@@ -549,10 +549,10 @@ def test_sparse_gradients_are_named():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"clipper": "zlcip"}, ValueError, "clipper is 'zlcip'; expected one of"),
-        ({"clipper": 1.0}, TypeError, "clipper is float; expected a zclip.Clipper"),
-        ({"max_norm": 1.0}, TypeError, "unexpected arguments: max_norm"),
-        ({"differentiable": True}, ValueError, "differentiable of param_groups.0. is True"),
+        ({"clipper": "zlcip"}, ValueError, "clipper: expected one of .*, got 'zlcip'"),
+        ({"clipper": 1.0}, TypeError, "clipper: expected a zclip.Clipper, .*, got float"),
+        ({"max_norm": 1.0}, TypeError, "got max_norm; set these on the clipper"),
+        ({"differentiable": True}, ValueError, "differentiable of param_groups.0.: expected False"),
         ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
     ],
 )
@@ -562,7 +562,7 @@ def test_wrong_arguments_are_named(settings, error, message):
 
 
 def test_lion_names_wrong_arguments_too():
-    with pytest.raises(ValueError, match=r"betas\[1\] must be between 0 and 1, got 2"):
+    with pytest.raises(ValueError, match=r"betas\[1\]: expected a number from 0 to 1, got 2"):
         Lion(make_model().parameters(), betas=(0.9, 2.0))
     with pytest.raises(TypeError, match="is a base class"):
         FusedOptimizer(make_model().parameters())
@@ -576,5 +576,5 @@ def test_wrapping_one_guards_on_the_device():
     inside = AdamW(other.parameters(), lr=1e-2, clipper="zclip")
     train(other, inside, 5)
     assert_near(model, other)
-    with pytest.raises(ValueError, match="with a clipper of its own"):
+    with pytest.raises(ValueError, match="expected one without a clipper"):
         zclip.wrap(inside, "zclip")

@@ -28,8 +28,11 @@ class Plans {
   std::shared_ptr<UpdatePlan> find(int64_t number) {
     const std::lock_guard<std::mutex> guard(mutex_);
     const auto found = plans_.find(number);
-    STD_TORCH_CHECK(found != plans_.end(), "zclip::fused_step_: there is no plan ", number,
-                    "; expected one that make_plan returned and drop_plan has not had");
+    STD_TORCH_CHECK(
+        found != plans_.end(),
+        "zclip::fused_step_: plan: expected one that make_plan returned and drop_plan has not "
+        "had, got ",
+        number);
     return found->second;
   }
 
@@ -56,7 +59,7 @@ Plans& plans() {
 std::vector<GradStats> rows_in(const Tensor& stats, int64_t count, const char* op) {
   STD_TORCH_CHECK(stats.is_cpu() && stats.scalar_type() == ScalarType::Double &&
                       stats.is_contiguous() && stats.numel() == count * kNumStats,
-                  "zclip::", op, ": stats must be a contiguous float64 tensor of shape [", count,
+                  "zclip::", op, ": stats: expected a contiguous float64 tensor of shape [", count,
                   ", ", kNumStats, "] on the CPU, got ", stats.numel(), " elements");
   const auto* rows = static_cast<const GradStats*>(stats.const_data_ptr());
   return {rows, rows + count};
@@ -121,8 +124,9 @@ Stepped fused_step_(std::vector<Tensor> grads, int64_t plan, Tensor state, int64
   held->check_gradients(list, op);
   const bool has_rule = rule != kNoRule;
   const RuleRow* row = has_rule ? find_rule(rule) : nullptr;
-  STD_TORCH_CHECK(!has_rule || row != nullptr, "zclip::", op, ": rule ", rule,
-                  " has no compiled code; expected one of math/rules.h, or -1 for none");
+  STD_TORCH_CHECK(!has_rule || row != nullptr, "zclip::", op,
+                  ": rule: expected one of math/rules.h, or -1 for none, got ", rule,
+                  ", which has no compiled code");
   const Watch loss_watch(watch, watched, watch_settings, op);
   STD_TORCH_CHECK(has_rule || !loss_watch.has_loss(), "zclip::", op,
                   ": expected a rule where a loss is watched, got none: what it finds is in the "

@@ -40,8 +40,8 @@ char* state_address(const std::vector<Tensor>& list, size_t i, const Span& param
   const ScalarType wanted =
       param.format == Format::kFloat64 ? ScalarType::Double : ScalarType::Float;
   STD_TORCH_CHECK(entry.is_cpu() && entry.scalar_type() == wanted, "zclip::", op, ": ", argument,
-                  "[", i, "] must be ", wanted == ScalarType::Double ? "float64" : "float32",
-                  " on the CPU");
+                  "[", i, "]: expected ", wanted == ScalarType::Double ? "float64" : "float32",
+                  " on the CPU, got another dtype or device");
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   const bool fits =
       entry.numel() == param.numel &&
@@ -50,9 +50,9 @@ char* state_address(const std::vector<Tensor>& list, size_t i, const Span& param
                                            entry.strides().end()) &&
                                     std::equal(sizes.begin(), sizes.end(), entry.sizes().begin(),
                                                entry.sizes().end()));
-  STD_TORCH_CHECK(fits, "zclip::", op, ": ", argument, "[", i, "] has ", entry.numel(),
-                  " elements or other strides; expected the shape and strides of params[", i,
-                  "], which has ", param.numel, " elements");
+  STD_TORCH_CHECK(fits, "zclip::", op, ": ", argument, "[", i, "]: expected the strides and ",
+                  param.numel, " elements of params[", i, "], got ", entry.numel(),
+                  " elements or other strides");
   return static_cast<char*>(entry.mutable_data_ptr());
 }
 
@@ -131,23 +131,23 @@ UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimSta
                {state_.maxima, "maxima"},
                {state_.steps, "steps"}};
   for (const auto& [list, name] : lists) {
-    STD_TORCH_CHECK(list.empty() || list.size() == count, "zclip::", op, ": ", name, " has ",
-                    list.size(), " entries; expected none or one for each of ", count, " params");
+    STD_TORCH_CHECK(list.empty() || list.size() == count, "zclip::", op, ": ", name,
+                    ": expected none or one for each of ", count, " params, got ", list.size());
   }
   int64_t listed = 0;
   for (const int64_t size : sizes_) listed += size;
-  STD_TORCH_CHECK(listed == static_cast<int64_t>(count), "zclip::", op, ": sizes add up to ",
-                  listed, "; expected the number of params, ", count);
+  STD_TORCH_CHECK(listed == static_cast<int64_t>(count), "zclip::", op,
+                  ": sizes: expected a sum of ", count, ", the number of params, got ", listed);
   STD_TORCH_CHECK(ledger_.is_cpu() && ledger_.scalar_type() == ScalarType::Long &&
                       ledger_.is_contiguous() &&
                       ledger_.numel() == static_cast<int64_t>(count) * kNumLedger,
-                  "zclip::", op, ": ledger must be a contiguous int64 tensor of shape [", count,
+                  "zclip::", op, ": ledger: expected a contiguous int64 tensor of shape [", count,
                   ", ", int{kNumLedger}, "] on the CPU, got ", ledger_.numel(), " elements");
   STD_TORCH_CHECK(algorithm != Algorithm::kAdam || count == 0 ||
                       (!state_.firsts.empty() && !state_.seconds.empty() && !state_.steps.empty()),
-                  "zclip::", op, ": Adam needs firsts, seconds and steps, got an empty list");
+                  "zclip::", op, ": Adam: expected firsts, seconds and steps, got an empty list");
   STD_TORCH_CHECK(algorithm != Algorithm::kLion || count == 0 || !state_.firsts.empty(),
-                  "zclip::", op, ": Lion needs firsts, got an empty list");
+                  "zclip::", op, ": Lion: expected firsts, got an empty list");
   strides_.resize(count);
   entries_.resize(count);
   const auto watch = [&](const Tensor& tensor) {
@@ -156,7 +156,7 @@ UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimSta
   for (size_t i = 0; i < count; ++i) {
     const Span& span = list_.spans()[i];
     STD_TORCH_CHECK(span.dense, "zclip::", op, ": params[", i,
-                    "] does not fill one run of memory; expected a dense tensor");
+                    "]: expected a dense tensor, got one that does not fill one run of memory");
     if (!params_[i].is_contiguous()) {
       strides_[i].assign(span.strides, span.strides + span.dim);
     }
@@ -169,7 +169,7 @@ UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimSta
       STD_TORCH_CHECK(state_.steps[i].is_cpu() && state_.steps[i].numel() == 1 &&
                           (type == ScalarType::Float || type == ScalarType::Double),
                       "zclip::", op, ": steps[", i,
-                      "] must be one float32 or float64 number on the CPU");
+                      "]: expected one float32 or float64 number on the CPU, got something else");
       entry.step = state_.steps[i].mutable_data_ptr();
       entry.step_is_double = type == ScalarType::Double;
     }
@@ -216,23 +216,23 @@ bool UpdatePlan::are_current(int64_t begin, int64_t end) const {
 }
 
 void UpdatePlan::check_gradients(const TensorList& grads, const char* op) const {
-  STD_TORCH_CHECK(grads.spans().size() == params_.size(), "zclip::", op, ": grads has ",
-                  grads.spans().size(), " entries; expected one for each of ", params_.size(),
-                  " params");
+  STD_TORCH_CHECK(grads.spans().size() == params_.size(), "zclip::", op,
+                  ": grads: expected one for each of ", params_.size(), " params, got ",
+                  grads.spans().size());
   for (size_t i = 0; i < params_.size(); ++i) {
     const Span &grad = grads.spans()[i], &param = list_.spans()[i];
     if (grad.numel == 0) continue;  // there is none in this step
     const bool both_wide = (grad.format == Format::kFloat64) == (param.format == Format::kFloat64);
-    STD_TORCH_CHECK(both_wide && grad.numel == param.numel, "zclip::", op, ": grads[", i, "] has ",
-                    grad.numel, " elements or another dtype; expected those of params[", i,
-                    "], which has ", param.numel, " elements");
+    STD_TORCH_CHECK(both_wide && grad.numel == param.numel, "zclip::", op, ": grads[", i,
+                    "]: expected the dtype and ", param.numel, " elements of params[", i, "], got ",
+                    grad.numel, " elements or another dtype");
     // Spans of contiguous tensors have no strides.
     const bool same = grad.strides == nullptr
                           ? strides_[i].empty()
                           : grad.dense && static_cast<size_t>(grad.dim) == strides_[i].size() &&
                                 std::equal(strides_[i].begin(), strides_[i].end(), grad.strides);
     STD_TORCH_CHECK(same || param.numel < 2, "zclip::", op, ": grads[", i,
-                    "] has other strides than params[", i, "]; expected the same");
+                    "]: expected the strides of params[", i, "], got others");
   }
 }
 

@@ -20,9 +20,9 @@ from heal.checkpoint.files import (
 
 NEEDS_TORCH: dict[str, str] = {
     "CheckpointStore": "heal.checkpoint.store",
-    "Resumed": "heal.checkpoint.api",
-    "load": "heal.checkpoint.api",
-    "save": "heal.checkpoint.api",
+    "Resumed": "heal.checkpoint.store",
+    "load": "heal.checkpoint.store",
+    "save": "heal.checkpoint.store",
 }
 
 __all__ = [

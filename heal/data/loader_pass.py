@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
@@ -15,44 +16,61 @@ from torch.utils.data import DataLoader, IterableDataset
 from heal.actions import HealingError
 from heal.training_state import RngState
 
-# What the order of an epoch hangs on: generators, and the epoch that samplers were told.
+# What the order of an epoch depends on: generators, and the epoch that samplers were given.
 
 
 @dataclass(frozen=True, slots=True)
 class EpochStart:
-    """What an epoch's order hangs on: the generators just before ``iter(loader)``."""
+    """What the order of an epoch depends on, as it was just before ``iter(loader)``."""
 
     rng: RngState
     generators: tuple[Any, ...]
     sampler_epoch: int | None
     other_epochs: tuple[tuple[str, int], ...] = ()
-    """What others than the sampler were told by ``set_epoch``; not in the first checkpoints."""
+    """What other owners than the sampler got from ``set_epoch``; not in the first checkpoints."""
 
     @property
     def epochs(self) -> dict[str, int]:
-        """The epoch of everyone who was told it, by the place in the loader."""
-        told = {} if self.sampler_epoch is None else {"sampler": self.sampler_epoch}
-        return {**told, **dict(self.other_epochs)}
+        """The epoch of each owner, by its place in the loader."""
+        own = {} if self.sampler_epoch is None else {"sampler": self.sampler_epoch}
+        return {**own, **dict(self.other_epochs)}
+
+
+def _samplers(loader: Any) -> dict[str, Any]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return {
+        "sampler": getattr(loader, "sampler", None),
+        "batch_sampler": batch_sampler,
+        "sampler of batch_sampler": getattr(batch_sampler, "sampler", None),
+    }
 
 
 def generators(loader: Any) -> list[Any]:
-    """The generators that a loader and its samplers own, each once."""
-    sampler = getattr(loader, "sampler", None)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
+    """Return the generators that a loader and its samplers own, each once."""
+    found = [getattr(owner, "generator", None) for owner in (loader, *_samplers(loader).values())]
     return list({id(g): g for g in found if g is not None}.values())
 
 
 def generator_states(loader: Any) -> tuple[Any, ...]:
-    """Return how the generators that a loader and its samplers own are now."""
+    """Return the states of the generators that a loader and its samplers own."""
     return tuple(g.get_state() for g in generators(loader))
 
 
 def set_generators(loader: Any, states: tuple[Any, ...]) -> None:
-    """Have the generators of a loader go on from what :func:`generator_states` returned."""
+    """Set the generators of a loader to what :func:`generator_states` returned."""
     for generator, state in zip(generators(loader), states, strict=True):
         generator.set_state(state)
+
+
+@contextmanager
+def undisturbed(loader: Any = None) -> Iterator[None]:
+    """Put the process's generators back after the body, and those of a loader if one is given."""
+    now, states = RngState.now(), generator_states(loader)
+    try:
+        yield
+    finally:
+        set_generators(loader, states)
+        now.put_back()
 
 
 def start_of(loader: Any) -> EpochStart:
@@ -63,49 +81,29 @@ def start_of(loader: Any) -> EpochStart:
 
 
 def _epoch_owners(loader: Any) -> dict[str, Any]:
-    """Return who is told the epoch and tells what it was, each once."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    places = {
-        "sampler": getattr(loader, "sampler", None),
-        "batch_sampler": batch_sampler,
-        "sampler of batch_sampler": getattr(batch_sampler, "sampler", None),
-        "dataset": getattr(loader, "dataset", None),
-    }
+    """Return, each once, what has both ``set_epoch`` and an ``epoch`` to read."""
     found: dict[int, tuple[str, Any]] = {}
+    places = {**_samplers(loader), "dataset": getattr(loader, "dataset", None)}
     for place, owner in places.items():
-        knows = isinstance(getattr(owner, "epoch", None), int)
-        if knows and callable(getattr(owner, "set_epoch", None)):
+        has_epoch = isinstance(getattr(owner, "epoch", None), int)
+        if has_epoch and callable(getattr(owner, "set_epoch", None)):
             found.setdefault(id(owner), (place, owner))
     return dict(found.values())
 
 
 def set_epochs(loader: Any, epochs: Mapping[str, int]) -> None:
-    """Tell those in these places of a loader their epoch, if it is news to them."""
+    """Call ``set_epoch`` of the owners in these places whose epoch is another one."""
     for place, owner in _epoch_owners(loader).items():
-        # A dataset may have much to do when it is told.
+        # Only if it changes: ``set_epoch`` of a dataset may be expensive.
         if place in epochs and owner.epoch != epochs[place]:
             owner.set_epoch(epochs[place])
 
 
-def advance_epochs(loader: Any, start: EpochStart, following: EpochStart | None) -> None:
-    """Do between two epochs what the user's loop did when these came for the first time.
-
-    Args:
-        loader: of both.
-        start: how the first of them began.
-        following: how the second did; None if that was in another process.
-    """
-    if following is not None:
-        set_epochs(loader, following.epochs)
-    else:
-        set_epochs(loader, {place: epoch + 1 for place, epoch in start.epochs.items()})
-
-
-def tell_next_epoch(loader: Any, before: EpochStart) -> None:
-    """Tell those who were not told otherwise since an epoch began that the next one does."""
+def set_next_epoch(loader: Any, before: EpochStart) -> None:
+    """Move owners on to the epoch after ``before``, unless the caller's loop has set theirs."""
     owners = _epoch_owners(loader)
-    waiting = {p: e + 1 for p, e in before.epochs.items() if p in owners and owners[p].epoch == e}
-    set_epochs(loader, waiting)
+    due = {p: e + 1 for p, e in before.epochs.items() if p in owners and owners[p].epoch == e}
+    set_epochs(loader, due)
 
 
 def return_to(loader: Any, start: EpochStart) -> None:
@@ -128,60 +126,66 @@ def is_map_style(loader: Any) -> bool:
     return hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
 
 
-def sample_indices(loader: Any, start: EpochStart | None, batch: int) -> list[Any] | None:
-    """Return the indices that the batch number ``batch`` of an epoch had in its dataset.
+def sample_indices(loader: Any, start: EpochStart, batch: int) -> list[Any] | None:
+    """Return the indices that batch number ``batch`` of an epoch had in its dataset.
 
-    A copy of the sampler is asked again, from the state of the generators in which the epoch began;
-    they are put back afterwards, and the sampler itself is never asked. Asked twice, it must give
-    the same order: one that draws from a generator that only it knows does not, and what it gave
-    is past. None there, and where the loader cannot tell: an iterable dataset, a loader that is no
-    DataLoader, or one that keeps its own position.
-
-    Args:
-        loader: a torch DataLoader, or what looks like one.
-        start: how the epoch began.
-        batch: counted from 0.
+    A copy of the sampler draws again, from the state of the generators in which the epoch began.
+    None where the order is unknown: for an iterable dataset, a loader that is no DataLoader or that
+    keeps its own position, and for a sampler whose order differs when it draws twice.
     """
-    if start is None or not is_map_style(loader) or hasattr(loader, "state_dict"):
+    if not is_map_style(loader) or hasattr(loader, "state_dict"):
         return None
-    now = RngState.now()
-    put_back = [(g, g.get_state()) for g in generators(loader)]
     try:
         copied = _copied_samplers(loader)
-        first, again = (_drawn(copied, start, batch + 1) for _ in range(2))
-        if first != again or len(first) <= batch:
-            return None
-        found = first[batch]
-        return found if isinstance(found, list) else [found]
-    except Exception:  # a sampler of somebody else's making; identity is a courtesy
+    except Exception:  # a sampler of the user's; naming samples is only a convenience
         return None
-    finally:
-        for generator, state in put_back:
-            generator.set_state(state)
-        now.put_back()
+
+    def restart() -> Any:
+        return_to(copied, start)
+        return copied
+
+    return drawn_twice(loader, restart, batch)
 
 
-def _drawn(loader: Any, start: EpochStart, count: int) -> list[Any]:
-    """Return the first of what the samplers of an epoch give out."""
-    return_to(loader, start)
+def drawn_twice(loader: Any, restart: Callable[[], Any], batch: int) -> list[Any] | None:
+    """Return the indices of one batch, if the samplers draw the same ones twice; else None.
+
+    Args:
+        loader: whose generators are put back.
+        restart: returns an object with the samplers of the loader, ready to draw an epoch.
+        batch: counted from 0.
+    """
+    with undisturbed(loader):
+        try:
+            first, again = (_drawn(restart(), batch + 1) for _ in range(2))
+        except Exception:  # as above
+            return None
+    if first != again or len(first) <= batch:
+        return None
+    found = first[batch]
+    return found if isinstance(found, list) else [found]
+
+
+def _drawn(loader: Any, count: int) -> list[Any]:
     # A loader draws the seed of its workers before its sampler draws anything.
-    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    own = getattr(loader, "generator", None)
+    torch.empty((), dtype=torch.int64).random_(generator=own)
     index_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     return list(itertools.islice(iter(index_sampler), count))
 
 
 def _copied_samplers(loader: Any) -> SimpleNamespace:
-    """Return what looks like the loader, with samplers of its own; data and generators are shared.
+    """Return a stand-in for the loader with copied samplers; data and generators are shared.
 
-    Generators are known and put back; data may be large, and is not changed by being sampled.
+    Generators are put back afterwards; data may be large, and sampling does not change it.
     """
-    sampler = getattr(loader, "sampler", None)
-    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = _samplers(loader)
     shared = [loader.dataset, *generators(loader)]
-    for owner in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+    for owner in samplers.values():
         shared += [value for value in getattr(owner, "__dict__", {}).values() if _is_data(value)]
     memo = {id(value): value for value in shared}
-    sampler, batch_sampler = copy.deepcopy((sampler, batch_sampler), memo)
+    pair = (samplers["sampler"], samplers["batch_sampler"])
+    sampler, batch_sampler = copy.deepcopy(pair, memo)
     own = getattr(loader, "generator", None)
     return SimpleNamespace(sampler=sampler, batch_sampler=batch_sampler, generator=own)
 
@@ -192,16 +196,16 @@ def _is_data(value: Any) -> bool:
 
 
 class LoaderPass:
-    """An epoch as it was drawn. It knows the one after it, so that both can be drawn again.
+    """An epoch as it was drawn. It links to the one after it, so that both can be drawn again.
 
-    Whoever remembers a position in it keeps it and its loader alive; nobody else does.
+    Only the positions in it keep it and its loader alive.
 
     Attributes:
         loader: what is passed over.
         start: how the generators were just before.
         ended_at: how many batches it had when it was exhausted or left; None until then.
-        was_left: whether it was left, as by ``break``, and not asked for more than it has.
-        generators_at_end: how those of its loader were when it had ended.
+        was_left: whether it was left early, as by ``break``.
+        generators_at_end: the states of its loader's generators when it had ended.
         following: the pass that came next, None until then.
     """
 
@@ -215,23 +219,23 @@ class LoaderPass:
 
     @property
     def can_reopen(self) -> bool:
-        """Whether the loader begins anew when asked; an iterator would only go on."""
+        """Whether ``iter(loader)`` starts over; an iterator would only go on."""
         return not hasattr(self.loader, "__next__")
 
     @property
     def loses_a_worker(self) -> bool:
-        """Whether an error may end the share of one worker, while the others go on unharmed."""
+        """Whether an error may end the share of one worker, while the other workers go on."""
         is_iterable = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
         return is_iterable and getattr(self.loader, "num_workers", 0) > 0
 
     def is_over(self, index: int) -> bool:
-        """Return whether the loader says that it has no more than ``index`` batches."""
+        """Return whether the loader's length is at most ``index`` batches."""
         try:
             return index >= len(self.loader)
-        except Exception:  # most loaders of streams have no length, and each says so differently
+        except Exception:  # most loaders of streams have no length, and raise different errors
             return False
 
-    def reopened(self, index: int) -> tuple[Iterator[Any], bool]:
+    def opened(self, index: int = 0) -> tuple[Iterator[Any], bool]:
         """Begin as the pass began and draw ``index`` batches, which may fail if they did before.
 
         Returns:
@@ -242,68 +246,60 @@ class LoaderPass:
         """
         return_to(self.loader, self.start)
         iterator = iter(self.loader)
-        failed = False
+        was_read = True
         for _ in range(index):
-            failed = not _pass_over(iterator)
-        return iterator, failed
+            was_read = drop(iterator)
+        return iterator, not was_read
 
     def samples_of(self, index: int) -> list[Any] | None:
         """Return which samples a batch has, by their index in the dataset; None if unknown.
 
-        A loader that stands in for another may answer by itself, by its ``sample_indices``.
+        A loader that stands in for another has a ``sample_indices`` of its own.
         """
         own = getattr(self.loader, "sample_indices", None)
-        if own is not None:
-            found: list[Any] | None = own(self.start, index)
-            return found
-        return sample_indices(self.loader, self.start, index)
+        if own is None:
+            return sample_indices(self.loader, self.start, index)
+        found: list[Any] | None = own(self.start, index)
+        return found
 
     def can_fetch(self, index: int) -> bool:
-        """Return whether a batch can be read past the iterator, which then stays whole."""
+        """Return whether a batch can be read past the iterator, which then stays usable."""
         has_batches = isinstance(self.loader, DataLoader) and self.loader.batch_sampler is not None
         return has_batches and self.samples_of(index) is not None
 
     def can_read_again(self, index: int) -> bool:
         """Return whether a batch that failed could be found again.
 
-        Where a sampler draws another order each time it is asked, the batch cannot; and its loader
-        must not be opened anew, for the rest of the epoch would be of that other order.
+        Where a sampler draws another order each time, the batch cannot, and the loader must not be
+        opened again: the rest of the epoch would have that other order.
         """
-        hangs_on_sampler = isinstance(self.loader, DataLoader) and is_map_style(self.loader)
-        if hangs_on_sampler and not is_stateful(self.loader):
+        has_sampler = isinstance(self.loader, DataLoader) and is_map_style(self.loader)
+        if has_sampler and not is_stateful(self.loader):
             return self.samples_of(index) is not None
         return True
 
     def fetched(self, index: int) -> Any:
-        """Read a batch in this process, past the iterator. It is not pinned, which costs time only.
+        """Read a batch in this process, past the iterator; only if :meth:`can_fetch`.
 
-        Call it only if :meth:`can_fetch`.
+        The batch is not pinned, which costs only time.
         """
         samples, dataset = self.samples_of(index), self.loader.dataset
-        now = RngState.now()
-        try:
+        # Without workers the loader itself draws from the generators of this process.
+        with undisturbed() if self.loader.num_workers else nullcontext():
             read_many = getattr(dataset, "__getitems__", None)
             found = read_many(samples) if read_many else [dataset[i] for i in samples or ()]
             return self.loader.collate_fn(found)
-        finally:
-            if self.loader.num_workers:  # else the loader itself draws from these generators
-                now.put_back()
 
     def bad_numbers(self, index: int) -> str | None:
         """Read a batch again and return which of its tensors holds NaN or Inf.
 
-        Generators are put back, whatever reading draws from them. Empty if all is finite, None if
-        the batch cannot be read.
+        Generators are put back. Empty if all is finite, None if the batch cannot be read.
         """
-        now = RngState.now()
-        states = generator_states(self.loader)
-        try:
-            return bad_tensor(self.fetched(index)) if self.can_fetch(index) else None
-        except Exception:  # the batch was read once; that it cannot be now is not what was asked
-            return None
-        finally:
-            set_generators(self.loader, states)
-            now.put_back()
+        with undisturbed(self.loader):
+            try:
+                return bad_tensor(self.fetched(index)) if self.can_fetch(index) else None
+            except Exception:  # it was read once; that it cannot be now is another question
+                return None
 
 
 def bad_tensor(batch: Any, where: str = "") -> str:
@@ -321,10 +317,10 @@ def bad_tensor(batch: Any, where: str = "") -> str:
     return next(filter(None, found), "")
 
 
-def _pass_over(iterator: Iterator[Any]) -> bool:
-    """Draw a batch that was seen before; return whether it could be read."""
+def drop(batches: Iterator[Any]) -> bool:
+    """Draw a batch that was drawn before; return whether it could be read."""
     try:
-        next(iterator)
+        next(batches)
     except StopIteration:
         raise
     except Exception:
@@ -334,15 +330,13 @@ def _pass_over(iterator: Iterator[Any]) -> bool:
 
 def is_stateful(loader: Any) -> bool:
     """Return whether a loader keeps its own position, and can be given one."""
-    return callable(getattr(loader, "state_dict", None)) and callable(
-        getattr(loader, "load_state_dict", None)
-    )
+    return all(callable(getattr(loader, n, None)) for n in ("state_dict", "load_state_dict"))
 
 
 def loader_rewinder(loader: Any) -> Callable[[], None]:
     """Return a function that undoes what drawing from a loader does to its own state."""
     start = start_of(loader)
-    # A stateful loader begins an epoch when it is asked for its state; one not begun needs none.
+    # ``state_dict`` of a stateful loader begins an epoch; one that has not begun needs no state.
     has_begun = getattr(loader, "_iterator", None) is not None
     state = loader.state_dict() if has_begun and is_stateful(loader) else None
 
@@ -369,20 +363,20 @@ class AfterError(Enum):
 
 
 OnError = Callable[[Exception, int, int | None], AfterError]
-"""Told of an exception, the epoch, and the batch; None for that if the epoch did not open."""
+"""Takes an exception, the epoch, and the batch; None for that if the epoch did not open."""
 
 
 class PassReader:
     """Where a stream is in a pass, and the iterator that it reads from.
 
-    If an error ends the iterator, as it does a generator, the pass is opened anew behind the bad
-    batch. What fails there again cannot be got past, and is told of.
+    If an error ends the iterator, as it does a generator, the pass is opened again behind the bad
+    batch. If that fails once more, the rest of the pass is lost, and a note says so.
 
     Args:
         origin: the pass.
         epoch: its number.
-        on_error: asked what to do when the loader cannot be opened.
-        note: told of batches that an error has cost beyond the bad one.
+        on_error: decides what to do when the loader cannot be opened.
+        note: takes a text about batches that an error has cost beyond the bad one.
 
     Attributes:
         index: the number of the batch that comes next.
@@ -402,8 +396,7 @@ class PassReader:
 
     def begin(self) -> None:
         """Open the pass as a ``for`` loop does."""
-        loader, start = self.origin.loader, self.origin.start
-        self._iterator = self._opened(lambda: iter(loader), lambda: return_to(loader, start))
+        self._iterator, _ = self._opened(self.origin.opened)
 
     def go_to(
         self, index: int, loader_state: Any, generators: tuple[Any, ...] | None, is_over: bool
@@ -420,28 +413,26 @@ class PassReader:
         if loader_state is not None:
             self._load(loader_state, generators)
             if is_over:
-                self._iterator = None  # the loader took what follows its end for the next epoch
+                self._iterator = None  # the loader would continue with its next epoch
         elif index == self.origin.ended_at:
-            # Samplers draw once more at their end: what comes after it follows from that.
+            # Samplers draw once more at their end, and the next epoch depends on that.
             set_generators(self.origin.loader, self.origin.generators_at_end)
         else:
             self._reopen()
 
     def _load(self, loader_state: Any, generators: tuple[Any, ...] | None) -> None:
-        """Give a loader its own position. Its samplers may not keep one: they are drawn again."""
-        loader, start, now = self.origin.loader, self.origin.start, RngState.now()
+        """Give a loader its position. Its samplers may not keep one: they are drawn again."""
+        loader = self.origin.loader
 
-        def load() -> None:
-            return_to(loader, start)
+        def load() -> Iterator[Any]:
+            return_to(loader, self.origin.start)
             loader.load_state_dict(loader_state)
+            return iter(loader)
 
-        try:
-            load()
-            self._iterator = self._opened(lambda: iter(loader), load)
+        with undisturbed():
+            self._iterator = self._opened(load)
             if generators is not None:
                 set_generators(loader, generators)
-        finally:
-            now.put_back()
 
     @property
     def is_over(self) -> bool:
@@ -454,7 +445,7 @@ class PassReader:
         return self.origin.was_left and self.index == self.origin.ended_at
 
     def end(self) -> None:
-        """The pass is exhausted, or left for good."""
+        """Note that the pass is exhausted, or left for good."""
         if self._iterator is not None:
             self.origin.was_left = True
             self._iterator = None
@@ -470,11 +461,11 @@ class PassReader:
         return self._tries_again
 
     def pass_over(self) -> None:
-        """Count the batch that just failed, and see that the rest can be read."""
+        """Count the batch that just failed, and make sure that the rest can be read."""
         self._failed_at = self.index
         self.index += 1
         if self.origin.loses_a_worker and self._reopen():
-            self._tell_loss("what its worker would have read after it is lost")
+            self._note_loss("what its worker would have read after it is lost")
 
     def read(self) -> Any:
         """Read the batch that comes next, without counting it.
@@ -505,7 +496,7 @@ class PassReader:
             return next(self._iterator)
         except StopIteration:
             if failed_again:  # else the bad batch was the last one
-                self._tell_loss("the rest of the epoch is lost")
+                self._note_loss("the rest of the epoch is lost")
             raise
 
     def _read_again(self) -> Any:
@@ -520,17 +511,17 @@ class PassReader:
         except StopIteration:
             if not self.origin.can_reopen:
                 self._failed_at = self.index
-                self._tell_loss("the rest of the epoch is lost")
+                self._note_loss("the rest of the epoch is lost")
             raise
 
-    def _tell_loss(self, what: str) -> None:
-        why = "failed again when the loader was opened anew"
+    def _note_loss(self, what: str) -> None:
+        why = "failed again when the loader was opened again"
         if not self.origin.can_reopen:
-            why = "failed, and an iterator cannot be opened anew"
+            why = "failed, and an iterator cannot be opened again"
         self._note(f"batch {self._failed_at} of epoch {self.epoch} {why}: {what}")
 
-    def _opened(self, open_it: Callable[[], Any], before_retry: Callable[[], None]) -> Any:
-        """Open the loader, again and again while that is what we are told to do."""
+    def _opened(self, open_it: Callable[[], Any]) -> Any:
+        """Open the loader, again and again while that is what to do after its error."""
         while True:
             try:
                 return open_it()
@@ -539,15 +530,9 @@ class PassReader:
             except Exception as error:
                 if self._on_error(error, self.epoch, None) is not AfterError.TRY_AGAIN:
                     raise
-                before_retry()
 
     def _reopen(self) -> bool:
-        """Open the pass anew where we are; return whether the batch before this failed again."""
-        now = RngState.now()
-        try:
-            self._iterator, failed = self._opened(
-                lambda: self.origin.reopened(self.index), lambda: None
-            )
-            return bool(failed)
-        finally:
-            now.put_back()
+        """Open the pass where we are; return whether the batch before this failed again."""
+        with undisturbed():
+            self._iterator, failed = self._opened(lambda: self.origin.opened(self.index))
+        return bool(failed)

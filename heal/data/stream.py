@@ -20,12 +20,11 @@ from heal.data.loader_pass import (
     LoaderPass,
     OnError,
     PassReader,
-    advance_epochs,
     generator_states,
     is_stateful,
     set_epochs,
+    set_next_epoch,
     start_of,
-    tell_next_epoch,
 )
 from heal.training_state import RngState
 
@@ -96,17 +95,14 @@ class BatchStream:
     An epoch that is left early, by ``break``, ends there when it is drawn again.
 
     Args:
-        on_error: told of every exception of the loader, with the epoch and the number of the
-            batch, None if the epoch could not be opened; it raises if the run should end.
-        step: returns the number of the step that the next batch is for.
-        on_begin: called when an epoch was begun and nothing was drawn from it yet.
-        before_draw: called before a batch is drawn: the loop is through with the one before.
+        on_error: takes every exception of the loader, with the epoch and the number of the batch,
+            None if the epoch could not be opened; it raises if the run should end.
         keeps_last: hold on to the last good batch.
-        note: told of batches that an error has cost beyond the bad one.
+        note: takes a text about batches that an error has cost beyond the bad one.
 
     Attributes:
         ordinal: how many batches were drawn, the skipped and the failed ones included.
-        skipped: how many were drawn and not given out.
+        skipped: how many were not given out: to be left out, or impossible to read.
         is_open: whether a loop is drawing from an epoch.
         was_left: whether the newest epoch was left before its end, as by ``break`` or an exception.
     """
@@ -114,16 +110,10 @@ class BatchStream:
     def __init__(
         self,
         on_error: OnError,
-        step: Callable[[], int],
-        on_begin: Callable[[], None],
-        before_draw: Callable[[], None] = lambda: None,
         keeps_last: bool = False,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._on_error = on_error
-        self._step = step
-        self._on_begin = on_begin
-        self._before_draw = before_draw
         self._keeps_last = keeps_last
         self._note = note
         self._last: Any = None
@@ -131,6 +121,7 @@ class BatchStream:
         self.skipped = 0
         self.is_open = self.was_left = False
         self._num_opened = 0
+        self._last_epoch = 0  # the epoch that the loop under way ends with
         self._reader: PassReader | None = None  # None before the first epoch
         self._furthest = -1  # the newest epoch that was begun; we are before it in a replay
         self._passes: weakref.WeakValueDictionary[int, LoaderPass] = weakref.WeakValueDictionary()
@@ -140,57 +131,63 @@ class BatchStream:
         self._unwanted: set[int] = set()  # ordinals
         self._abandoned_from: int | None = None
 
-    def epoch(self, loader: Any, *, tells_epoch: bool = False) -> Iterator[Any]:
-        """Yield the batches of one pass over the loader.
+    def begin(self, loader: Any, *, sets_epoch: bool = False) -> int:
+        """Begin a pass over the loader, and return its number for :meth:`draw`.
 
         After a rewind into an earlier epoch the rest of that one comes first.
 
         Args:
             loader: what is passed over.
-            tells_epoch: call ``set_epoch`` of its samplers and dataset, from the second pass on,
-                unless somebody else did; for a loop over epochs that nobody else has a hold of.
-
-        Raises:
-            RuntimeError: another epoch was begun since the last batch. It would be that one's
-                batches that come. A loop that was left for good, as by ``break``, never asks.
+            sets_epoch: call ``set_epoch`` of its samplers and dataset, from the second pass on,
+                unless the caller did.
         """
         self._num_opened += 1
-        number = self._num_opened
         self.is_open = self.was_left = True
-        try:
-            yield from self._rest_of_epoch(loader, number, tells_epoch)
-            self.was_left = False
-        finally:
-            if number == self._num_opened:  # else it was left, and is only now collected
-                self.is_open = False
-
-    def _rest_of_epoch(self, loader: Any, number: int, tells_epoch: bool) -> Iterator[Any]:
-        own = self._furthest + 1
+        self._last_epoch = self._furthest + 1
         if self._reader is None and self._rewind_to is not None:
-            own = self._rewind_to.epoch  # resumed: an epoch that was begun elsewhere
+            self._last_epoch = self._rewind_to.epoch  # resumed: an epoch that was begun elsewhere
             self._carry_out_rewind(self._rewind_to, loader)
         elif not self._is_replaying():
             if self._reader is not None:
                 self._reader.end()  # where a ``break`` has left it, it ends when drawn again
             if self._rewind_to is None:
                 before = None if self._reader is None else self._reader.origin
-                if tells_epoch and before is not None and before.loader is loader:
-                    tell_next_epoch(loader, before.start)
+                if sets_epoch and before is not None and before.loader is loader:
+                    set_next_epoch(loader, before.start)
                 self._begin_epoch(loader)
         # Else the loop was left while something earlier was to be drawn again: that comes first.
-        self._on_begin()
+        return self._num_opened
+
+    def draw(self, loader: Any, number: int, step: int) -> Any:
+        """Return the next batch of a pass, for a step.
+
+        Args:
+            loader: as given to :meth:`begin`.
+            number: what that returned.
+            step: that the batch is for.
+
+        Raises:
+            NoMoreBatches: the pass is over.
+            RuntimeError: another pass was begun since the last batch. It would be that one's
+                batches that come. A loop that was left for good, as by ``break``, never asks.
+        """
         while True:
             if number != self._num_opened:
                 raise RuntimeError(TWO_AT_ONCE)
             try:
-                # Not by way of a name: it would keep the batch while the next one is read.
-                yield self._draw(loader)
+                return self._draw(loader, step)
             except StopIteration:
                 if self._reader is not None:
                     self._reader.end()
-                if self.newest[0] >= own:
-                    return
-                self._begin_next(loader)
+            if self.newest[0] >= self._last_epoch:
+                self.was_left = False
+                raise NoMoreBatches
+            self._begin_next(loader)
+
+    def leave(self, number: int) -> None:
+        """Note that the loop over a pass has ended, or was left."""
+        if number == self._num_opened:  # else it was left, and is only now collected
+            self.is_open = False
 
     def position(self) -> DataPosition:
         """Return where the stream is, to return to later."""
@@ -300,13 +297,14 @@ class BatchStream:
     def _begin_next(self, loader: Any) -> None:
         """Begin the epoch after one that was drawn again, over the loader that it had."""
         before = None if self._reader is None else self._reader.origin
-        if before is not None:
-            following = before.following
-            if following is not None:
-                loader = following.loader
-            if before.loader is loader:
-                then = None if following is None else following.start
-                advance_epochs(loader, before.start, then)
+        following = None if before is None else before.following
+        if following is not None:
+            loader = following.loader
+        if before is not None and before.loader is loader:
+            if following is None:  # that one was drawn in another process
+                set_next_epoch(loader, before.start)
+            else:
+                set_epochs(loader, following.start.epochs)
         self._begin_epoch(loader)
 
     def _read_from(self, origin: LoaderPass, epoch: int) -> PassReader:
@@ -315,9 +313,8 @@ class BatchStream:
         self._reader = PassReader(origin, epoch, self._on_error, self._note)
         return self._reader
 
-    def _draw(self, loader: Any) -> Any:
-        """Return the next batch that is wanted and can be read."""
-        self._before_draw()
+    def _draw(self, loader: Any, step: int) -> Any:
+        """Return the next batch that is to be given out and can be read."""
         while True:
             if self._rewind_to is not None:
                 self._carry_out_rewind(self._rewind_to, loader)
@@ -330,25 +327,24 @@ class BatchStream:
             try:
                 batch = reader.read()
                 reader.index += 1
-                self.ordinal += 1
             except (StopIteration, HealingError):
                 raise
             except Exception as error:
                 error.__traceback__ = None  # it would keep the loader's frames alive
-                told = self._on_error(error, place.epoch, place.number)
-                if told is AfterError.TRY_AGAIN and reader.try_again():
+                then = self._on_error(error, place.epoch, place.number)
+                if then is AfterError.TRY_AGAIN and reader.try_again():
                     continue
-                self.ordinal += 1
                 reader.pass_over()
-                if told is not AfterError.STAND_IN or self._last is None:
-                    continue
+                is_given_out = then is AfterError.STAND_IN and self._last is not None
                 batch = self._last
             else:
-                if ordinal in self._unwanted:
-                    self._unwanted.discard(ordinal)
-                    self.skipped += 1
-                    continue
-            self._step_of[ordinal] = self._step()
+                is_given_out = ordinal not in self._unwanted
+                self._unwanted.discard(ordinal)
+            self.ordinal += 1
+            if not is_given_out:
+                self.skipped += 1
+                continue
+            self._step_of[ordinal] = step
             self._places.append(place)
             if self._keeps_last:
                 self._last = batch

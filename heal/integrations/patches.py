@@ -1,4 +1,4 @@
-"""Attributes set on one object for a while, and put back as they were, whatever happens."""
+"""What the trainer integrations share: attributes set for a while, and models of callbacks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,9 +11,9 @@ _ABSENT = object()
 
 
 class Patches:
-    """Sets attributes of instances; :meth:`put_back` undoes it, last one first.
+    """Sets attributes of instances; :meth:`put_back`, or the end of ``with``, undoes it.
 
-    Classes are never touched: another trainer of the same kind does not notice.
+    Classes are never changed, so that other trainers of the same class are not affected.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Patches:
         setattr(owner, name, value)
 
     def put_back(self) -> None:
-        """Undo everything; safe to call twice."""
+        """Undo everything, last one first; safe to call twice."""
         while self._before:
             owner, name, value = self._before.pop()
             if value is not _ABSENT:
@@ -33,8 +33,11 @@ class Patches:
             elif name in vars(owner):
                 delattr(owner, name)
 
+    def __enter__(self) -> "Patches":
+        return self
 
-# Models that the callbacks of a trainer keep beside the trained one, as moving averages are.
+    def __exit__(self, *error: object) -> None:
+        self.put_back()
 
 
 WRITTEN_IN_TRAINING = {
@@ -46,7 +49,7 @@ WRITTEN_IN_TRAINING = {
 
 
 def hold_models_of(callbacks: Iterable[Any], healer: Healer) -> None:
-    """Have snapshots hold the models that known callbacks write; name those of others once."""
+    """Have snapshots hold the models that known callbacks write; note any other model once."""
     trained = {id(param) for param in healer.model.parameters()}
     for callback in callbacks:
         kinds = {kind.__name__ for kind in type(callback).__mro__}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from heal.journal import Journal
+from heal.report import words
 
 PROJECT = "self-healing"
 """What a project is called if nobody named it."""
@@ -184,7 +185,10 @@ class FanOut:
         self._started.clear()
 
     def _end(self, page: Mapping[str, Any]) -> None:
-        self.log(page.get("final_metrics", {}), max(0, int(page.get("last_step", 0))))
+        final = {
+            name: v for name, v in page.get("final_metrics", {}).items() if name != "grad_norm"
+        }
+        self.log(final, max(0, int(page.get("last_step", 0))))  # the norm is zclip/raw_grad_norm
         self.alert(*_alert_for_the_end(page))
         self.close()
 
@@ -249,17 +253,22 @@ def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def alert_for(event: Mapping[str, Any]) -> tuple[Level, str, str]:
     """Return level, title and text for a line of ``events.jsonl``."""
     kind, step = str(event.get("event", "")), event.get("step")
+    if kind in ("experiment", "outcome"):
+        is_good = kind == "experiment" or event.get("healed")
+        text = f"step {step}: {words.event_words(event)}"
+        return Level.INFO if is_good else Level.ERROR, f"healing: {kind}", text
     if kind not in ("recovery", "alert"):
-        told = "; ".join(f"{name}: {v}" for name, v in event.items() if name not in PLACE)
-        return Level.WARN, f"healing: {kind}", f"step {step}: {told}"
+        facts = [f"{name}: {words.show(v)}" for name, v in event.items() if name not in PLACE]
+        return Level.WARN, f"healing: {kind}", f"step {step}: {'; '.join(facts)}"
     level = {"INFO": Level.INFO, "WARN": Level.WARN}.get(
         str(event.get("severity", "ERROR")), Level.ERROR
     )
-    done = ", ".join(map(str, event.get("actions", ()))) or "told only"
-    text = [f"step {step}: {event.get('diagnosis', '')}", f"Done: {done}."]
-    if event.get("resumed_at") is not None:
-        text.append(f"Next step: {event['resumed_at']}.")
-    return level, f"healing: {event.get('failure', kind)}", " ".join(text)
+    resumed_at = event.get("resumed_at")
+    done = [words.action_words(action, resumed_at) for action in event.get("plan", ())]
+    text = f"step {step}: {event.get('diagnosis', '')} Action: {'; '.join(done) or 'logged only'}."
+    if resumed_at is not None:
+        text += f" Next step: {resumed_at}."
+    return level, f"healing: {event.get('failure', kind)}", text
 
 
 def _alert_for_the_end(page: Mapping[str, Any]) -> tuple[Level, str, str]:
@@ -270,7 +279,7 @@ def _alert_for_the_end(page: Mapping[str, Any]) -> tuple[Level, str, str]:
     elif reason in EXPECTED_ENDS:
         level = Level.WARN
     count = len(page.get("recovery_actions", ()))
-    text = f"last step {page.get('last_step')}, {count} recoveries"
+    text = f"last step {page.get('last_step')}, {words.count(count, 'recovery', 'recoveries')}"
     if page.get("exception") is not None:
         text += f"; {page['exception']!r}"
     return level, f"healing: run ended, {reason}", text

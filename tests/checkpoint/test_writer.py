@@ -11,9 +11,8 @@ import torch
 
 from heal import checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, writer
-from heal.checkpoint.api import _state
-from heal.checkpoint.contents import Contents, collect
 from heal.checkpoint.plan import Ranks
+from heal.checkpoint.store import training_state
 from heal.training_state import RngState
 from tests.checkpoint.scenes import assert_same, run
 
@@ -34,10 +33,8 @@ def slow_disk(monkeypatch):
 
 
 def saver(there, store):
-    state = _state(there.model, there.optimizer, there.scheduler, None)
-    return lambda step: store.save(
-        step, lambda: collect(state, {"rng": RngState.now(), "extra": None})
-    )
+    state = training_state(there.model, there.optimizer, there.scheduler, None)
+    return lambda step: store.save_state(step, state, {"rng": RngState.now(), "extra": None})
 
 
 def test_what_is_saved_is_the_moment_of_the_call(tmp_path, slow_disk):
@@ -91,16 +88,21 @@ def test_a_hundred_saves_while_training_are_all_whole(tmp_path):
         assert_same(again.bits(), moments[step])
 
 
-def test_memory_for_copies_is_allocated_once(tmp_path):
+def test_memory_for_copies_is_allocated_once(tmp_path, monkeypatch):
+    places, real = [], writer.write_shard
+
+    def write_shard(folder, rank, entries, tensors):
+        places.append({name: t.data_ptr() for name, t in tensors.items()})
+        real(folder, rank, entries, tensors)
+
+    monkeypatch.setattr(writer, "write_shard", write_shard)
     there = run().train(1)
     store = CheckpointStore(tmp_path, asynchronous=True)
     save = saver(there, store)
-    save(1)
-    store.wait()
-    first = {name: t.data_ptr() for name, t in store._staging._memory.items()}
-    save(2)
-    store.wait()
-    again = {name: t.data_ptr() for name, t in store._staging._memory.items()}
+    for step in (1, 2):
+        save(step)
+        store.wait()
+    first, again = places
     named = [name for name in first if not name.startswith("value/")]
     assert {name: first[name] for name in named} == {name: again[name] for name in named}
 
@@ -117,13 +119,13 @@ def test_weights_with_nan_are_noticed_by_the_thread_too(tmp_path):
     assert store.steps() == []
 
 
-def test_what_making_the_contents_raises_is_told_and_nothing_is_written(tmp_path):
-    def make() -> Contents:
-        raise KeyError("moments")
-
+def test_a_value_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_path):
+    there = run().train(1)
+    state = training_state(there.model, there.optimizer, there.scheduler)
     store = CheckpointStore(tmp_path)
-    with pytest.raises(SaveFailed, match="step 1 was not saved: KeyError: 'moments'"):
-        store.save(1, make)
+    with pytest.raises(SaveFailed, match=r"step 1 was not saved: CannotEncode: state\['mine'\]"):
+        store.save_state(1, state, {"mine": object()})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_save_that_is_not_asynchronous_waits_for_the_one_that_is(tmp_path, slow_disk):
@@ -132,7 +134,7 @@ def test_a_save_that_is_not_asynchronous_waits_for_the_one_that_is(tmp_path, slo
     save = saver(there, store)
     save(1)
     threading.Timer(0.05, slow_disk.set).start()
-    state = _state(there.model, there.optimizer, there.scheduler, None)
+    state = training_state(there.model, there.optimizer, there.scheduler, None)
     store.save_state(2, state, {}, asynchronous=False)
     assert store.steps() == [2, 1]
 

@@ -155,7 +155,7 @@ def test_a_rank_that_does_not_stop_in_time_says_where_it_is_and_exits(stuck, tmp
     job = stuck(0.5)
     job.send(0, signal.SIGTERM)
     assert job.wait() == [ExitCode.SHUTDOWN_TIMEOUT]
-    assert "told to stop 0.5 s ago" in job.logs()
+    assert "asked to stop 0.5 s ago" in job.logs()
     assert "lock_up" in (tmp_path / "shutdown.rank0.txt").read_text()
 
 

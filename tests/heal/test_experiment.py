@@ -2,12 +2,14 @@
 
 import json
 import math
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.healthy.guards import BareSteps
 from heal import Healer
 from heal.causes import Cause, Finding, Severity
 from heal.experiment import BUDGET, Answer, Pair, judge
@@ -156,6 +158,36 @@ def test_the_body_runs_once_more_with_old_weights_and_its_step_changes_nothing()
     twice = [i for i in range(1, len(seen)) if seen[i][0] == seen[i - 1][0]]
     assert twice
     assert any(not torch.equal(seen[i][1], seen[i - 1][1]) for i in twice)
+
+
+def averaged(setup, steps, body):
+    """Keep a moving average of the weights beside the model, as many loops do."""
+    average = torch.optim.swa_utils.AveragedModel(setup.model)
+    in_place = torch.zeros(3)
+    for batch in islice(body.batches(setup.loader), 2 * steps):
+        loss = setup.train_step(batch)
+        loss.backward()
+        body.step(loss)
+        setup.optimizer.zero_grad()
+        average.update_parameters(setup.model)
+        in_place[1] += 1.0
+        if body.last_step == steps - 1:
+            break
+    return [*average.parameters(), *average.buffers(), in_place]
+
+
+def test_what_the_body_writes_after_the_step_of_a_trial_is_undone():
+    bare = regression()
+    expected = averaged(bare, STEPS, BareSteps(bare.model, bare.optimizer))
+    setup = regression()
+    healer = suspected(setup)
+    found = averaged(setup, STEPS, healer)
+    assert events("experiment")
+    assert all(map(torch.equal, found, expected))
+    later = torch.zeros(2)
+    later.add_(1.0)
+    healer.close()
+    assert later.sum() == 2.0  # writes after the loop stay
 
 
 def test_accumulated_batches_are_given_out_again_together():

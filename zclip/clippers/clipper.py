@@ -97,7 +97,7 @@ class Clipper(ABC):
     def __init__(self, *, per_group: bool = False, on_nonfinite: str = "skip") -> None:
         if on_nonfinite not in ON_NONFINITE:
             raise ValueError(
-                f"on_nonfinite is {on_nonfinite!r}; expected one of {', '.join(ON_NONFINITE)}"
+                f"on_nonfinite: expected one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}"
             )
         self.per_group = per_group
         self.on_nonfinite = on_nonfinite
@@ -163,13 +163,13 @@ class Clipper(ABC):
         """
         if not self.is_by_norm:
             raise NotImplementedError(
-                f"{type(self).__name__} looks at more than norms of tensors; expected a clipper "
-                "that does not, such as ZClip, AdaGC or GlobalNorm"
+                "attach: expected a clipper by norms of tensors, such as ZClip, AdaGC or "
+                f"GlobalNorm, got {type(self).__name__}; clip after backward"
             )
         if self._attachment is not None and self._attachment.is_attached:
             raise ValueError(
-                "the clipper is attached already; expected detach() first, or all models in one "
-                "call of attach"
+                "attach: expected a clipper that is not attached, got one that is; call detach() "
+                "first, or give all models in one call"
             )
         self._attachment = Attachment(targets, comm_hook)
         return self._attachment

@@ -100,24 +100,24 @@ class FusedOptimizer(Optimizer):
         if isinstance(clipper, str):
             if clipper not in CLIPPERS:
                 raise ValueError(
-                    f"clipper is {clipper!r}; expected one of {', '.join(CLIPPERS)}, or a Clipper"
+                    f"clipper: expected one of {', '.join(CLIPPERS)}, or a Clipper, got {clipper!r}"
                 )
             clipper = CLIPPERS[clipper](**clip_settings)
         elif clip_settings:
             unknown = ", ".join(clip_settings)
             raise TypeError(
-                f"{type(self).__name__} got unexpected arguments: {unknown}; settings of a clipper "
-                "are taken only where it is given by name"
+                f"{type(self).__name__}: expected settings of a clipper with its name only, got "
+                f"{unknown}; set these on the clipper"
             )
         if clipper is not None and not isinstance(clipper, Clipper):
             raise TypeError(
-                f"clipper is {type(clipper).__name__}; expected a zclip.Clipper, a name or None"
+                f"clipper: expected a zclip.Clipper, a name or None, got {type(clipper).__name__}"
             )
         for i, group in enumerate(self.param_groups):
             if group.get("differentiable"):
                 raise ValueError(
-                    f"differentiable of param_groups[{i}] is True; expected False: a fused step "
-                    "has no graph"
+                    f"differentiable of param_groups[{i}]: expected False, because a fused step "
+                    "has no graph, got True"
                 )
         self.clipper = clipper
         self.skip_nonfinite = skip_nonfinite

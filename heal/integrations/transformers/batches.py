@@ -1,109 +1,42 @@
 """The trainer's batches as a stream that can be rewound, skipped, and read past a bad sample."""
 
-import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import send_to_device
-from torch import Tensor
-from torch.optim import Optimizer
 
-from heal.actions import HealingError, Plan, ScaleLr
-from heal.causes import Cause
-from heal.config import HealingConfig
-from heal.data.loader_pass import EpochStart, generator_states, set_generators
-from heal.data.stream import BatchStream, Place
-from heal.diagnose import Diagnosis
-from heal.exit_codes import ExitCode
+from heal.data.loader_pass import EpochStart, drawn_twice, drop, return_to, undisturbed
+from heal.data.stream import Place
+from heal.healer import Healer
 from heal.integrations.patches import Patches
-from heal.policy import LR_FLOOR
-from heal.recovery import Hook
 from heal.training_state import RngState
 
-# Small questions about a trainer that is ready to train, and small answers for it.
 
+def batches_of_steps(trainer: Any, steps: int) -> tuple[int | None, int]:
+    """Return how many batches so many steps take, and how many of them are of the last epoch.
 
-def batches_passed_over(trainer: Any) -> int:
-    """Return how many batches of its first epoch a trainer leaves out because it was resumed."""
-    args = trainer.args
-    loader: Any = getattr(trainer.callback_handler, "train_dataloader", None)
-    if args.ignore_data_skip or not trainer.state.global_step:
-        return 0
-    try:
-        steps = max(1, -(-len(loader) // args.gradient_accumulation_steps))
-    except TypeError:  # a loader without a length has one long epoch
-        steps = trainer.state.max_steps
-    return int(trainer.state.global_step % steps * args.gradient_accumulation_steps)
-
-
-def batches_of_steps(trainer: Any, steps: int) -> int | None:
-    """Return how many batches so many steps take from the first one on; None if nobody can say."""
-    loader: Any = getattr(trainer.callback_handler, "train_dataloader", None)
-    try:
-        length = len(loader)
-    except TypeError:
-        return None
-    per_step = trainer.args.gradient_accumulation_steps
-    epochs, rest = divmod(steps, max(1, -(-length // per_step)))
-    return int(epochs * length + rest * per_step)
-
-
-def raise_lr_at_chance(factor: float, config: HealingConfig) -> Hook:
-    """Return a hook that answers a plateau at chance with a higher learning rate."""
-
-    def hook(diagnosis: Diagnosis, plan: Plan) -> Plan | None:
-        if diagnosis.cause is Cause.PLATEAU and diagnosis.evidence.get("at_chance"):
-            return (ScaleLr(factor, LR_FLOOR, config.lr_ramp_steps),)
-        return None
-
-    return hook
-
-
-def known_to_schedulers(step: Callable[..., None]) -> Callable[..., None]:
-    """Mark a step as one that notes that it was called, or schedulers warn that it does not."""
-
-    def noted(closure: Any = None) -> None:
-        step(closure)
-
-    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return noted
-
-
-def inner_optimizer(trainer: Any) -> Optimizer:
-    """Return the torch optimizer within what accelerate made of it.
-
-    Raises:
-        TypeError: it is not one that can be guarded.
+    The first is None for a loader without a length, which has one long epoch.
     """
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"the trainer's optimizer is {type(optimizer).__name__}; expected a torch Optimizer, "
-            "whose steps can be refused. DeepSpeed steps by itself and cannot be healed"
-        )
-    return optimizer
-
-
-def is_preemption(error: BaseException | None) -> bool:
-    """Tell whether a run was stopped from outside and would go on if started again."""
-    return isinstance(error, HealingError) and error.exit_code == int(ExitCode.PREEMPTED)
+    per_step = int(trainer.args.gradient_accumulation_steps)
+    try:
+        length = len(trainer.callback_handler.train_dataloader)
+    except TypeError:
+        return None, steps * per_step
+    epochs, rest = divmod(steps, max(1, -(-length // per_step)))
+    return epochs * length + rest * per_step, rest * per_step
 
 
 class TrainerBatches:
     """Stands in for ``trainer.get_batch_samples``: the same batches, drawn through the healer.
 
     Args:
-        trainer: whose loader is read.
-        stream: counts, skips and rewinds.
-        waits: told of every error of the loader; True if the same batch should be tried again.
+        trainer: whose loader is read; about to take its first step, perhaps after a resume.
+        healer: whose stream counts, skips and rewinds.
         before_step: called before anything is drawn for a step.
-        skipped_first: batches of the first epoch that a resumed trainer passes over.
-        is_followed: whether the trainer's loop goes back when the data does, and then begins epochs
-            that were begun before: they are the stream's own already.
+        is_followed: whether the trainer's loop goes back when the data does. It then begins epochs
+            again that the stream has begun already.
 
     Attributes:
         of_step: the batches of the step that is under way.
@@ -112,25 +45,27 @@ class TrainerBatches:
     def __init__(
         self,
         trainer: Any,
-        stream: BatchStream,
-        waits: Callable[[Exception], bool],
+        healer: Healer,
         before_step: Callable[[], None],
-        skipped_first: int,
         is_followed: bool = False,
     ) -> None:
         self._trainer = trainer
-        self._is_followed = is_followed
-        self._stream = stream
+        self._healer = healer
+        self._stream = healer.stream
         self._before_step = before_step
-        self._loader = EpochLoader(trainer, waits, skipped_first)
+        self._is_followed = is_followed
         self.of_step: list[Any] = []
         self._place_of: dict[int, Place] = {}  # by identity, of the batches of this step
         self._offered: Any = None
-        self._replaced = 0
         self._is_to_begin = False
         self._epoch: Iterator[Any] | None = None
-        self._first_step = trainer.state.global_step
+        self._replaced = 0
         self._num_given = self._lost_before = 0  # in the epoch under way, and before it
+        first_step = trainer.state.global_step
+        self._begins_at, skipped_first = batches_of_steps(trainer, first_step)
+        if trainer.args.ignore_data_skip and first_step:
+            self._begins_at, skipped_first = None, 0
+        self._loader = EpochLoader(trainer, skipped_first)
 
     @property
     def has_lost_epoch(self) -> bool:
@@ -139,23 +74,17 @@ class TrainerBatches:
 
     def unwanted(self) -> list[int]:
         """Return which batches will not be given out, counted from the first of the training."""
-        began = self._begins_at()
+        began = self._begins_at
         return [] if began is None else [began + number for number in self._stream.unwanted()]
 
     def leave_out(self, unwanted: Iterable[int]) -> None:
         """Do not give out what :meth:`unwanted` returned in another process.
 
-        A trainer that is resumed begins at the batch that its count of steps tells.
+        A trainer that is resumed begins at the batch that follows from its count of steps.
         """
-        began = self._begins_at()
+        began = self._begins_at
         if began is not None:
             self._stream.leave_out(number - began for number in unwanted if number >= began)
-
-    def _begins_at(self) -> int | None:
-        """Return how many batches come before the first that is drawn here, if that is known."""
-        if self._trainer.args.ignore_data_skip and self._first_step:
-            return None
-        return batches_of_steps(self._trainer, self._first_step)
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: Any
@@ -184,7 +113,7 @@ class TrainerBatches:
         return batches, self._trainer._get_num_items_in_batch(batches, device)
 
     def _num_lost(self) -> int:
-        return self._replaced + self._stream.skipped + self._loader.failed
+        return self._replaced + self._stream.skipped
 
     def replacement(self) -> Any | None:
         """Return a batch for one that could not be used; None at the end of an epoch."""
@@ -192,7 +121,7 @@ class TrainerBatches:
         return self._draw()
 
     def identity(self, batch: Any) -> dict[str, Any]:
-        """Return epoch, number and samples of a batch of this step; empty if it is another's."""
+        """Return epoch, number and samples of a batch of this step; empty for any other."""
         place = self._place_of.get(id(batch))
         return {} if place is None else place.named()
 
@@ -207,7 +136,7 @@ class TrainerBatches:
                     return None
                 self._is_to_begin = False
                 self._loader.begin_offered(is_used=not self._stream.will_rewind)
-                self._epoch = self._stream.epoch(self._loader)
+                self._epoch = self._healer.epoch(self._loader)
             try:
                 batch = next(self._epoch)
             except StopIteration:
@@ -220,19 +149,15 @@ class TrainerBatches:
 
 
 class EpochLoader:
-    """The trainer's loader as :class:`BatchStream` wants it: iterable again and again.
+    """The trainer's loader as the stream needs it: iterable again and again.
 
     The first pass over an epoch uses the very iterator that the trainer made.
     """
 
-    def __init__(
-        self, trainer: Any, waits: Callable[[Exception], bool], skipped_first: int
-    ) -> None:
+    def __init__(self, trainer: Any, skipped_first: int) -> None:
         self.epoch = 0
-        self.failed = 0
-        self.sampler = self  # BatchStream asks the sampler for the epoch, and sets it
+        self.sampler = self  # the stream reads the epoch from the sampler, and sets it there
         self._trainer = trainer
-        self.waits = waits
         self._first_epoch: int | None = None
         self._skipped_first = skipped_first
         self._offered: Any = None  # by the trainer, for the epoch that it begins
@@ -243,7 +168,7 @@ class EpochLoader:
     def batch_sampler(self) -> Any:
         """That of the loader: its generators belong to the position in the data.
 
-        None if the order hangs on the number of the epoch alone, as it does by default.
+        None if the order depends on the number of the epoch alone, as it does by default.
         """
         batch_sampler = getattr(self._loader(), "batch_sampler", None)
         is_seeded = isinstance(getattr(batch_sampler, "sampler", None), SeedableRandomSampler)
@@ -280,40 +205,22 @@ class EpochLoader:
         return len(self._loader()) - (self._skipped_first if is_first else 0)
 
     def sample_indices(self, start: EpochStart, index: int) -> list[Any] | None:
-        """Ask the sampler again for one batch of a pass; generators are put back.
-
-        None if the pass is over, for the order may hang on the number of the epoch, or if the
-        sampler gives another order when it is asked twice.
-        """
+        """Have the sampler draw one batch of the present pass again; None if that is unknown."""
         if start.sampler_epoch not in (None, self.epoch):
-            return None
-        now, states = RngState.now(), generator_states(self)
-        try:
-            first, again = (self._drawn(start, index + 1) for _ in range(2))
-            return list(first[index]) if first == again and index < len(first) else None
-        except Exception:  # a sampler of somebody else's making; identity is a courtesy
-            return None
-        finally:
-            set_generators(self, states)
-            now.put_back()
+            return None  # the order may depend on the number of the epoch
 
-    def _drawn(self, start: EpochStart, count: int) -> list[Any]:
-        start.rng.put_back()
-        set_generators(self, start.generators)
-        loader = self.pass_over()
-        # A loader draws the seed of its workers before its sampler draws anything.
-        own = getattr(loader, "generator", None)
-        torch.empty((), dtype=torch.int64).random_(generator=own)
-        return list(itertools.islice(iter(loader.batch_sampler), count))
+        def restart() -> Any:
+            return_to(self, start)
+            return self.pass_over()
+
+        return drawn_twice(self, restart, index)
 
     def pass_over(self) -> Any:
         """Return the loader for the present epoch, without what a resumed trainer left out."""
-        loader = self._loader()
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(self.epoch)
+        self.set_epoch(self.epoch)
         if self.epoch == self._first_epoch and self._skipped_first:
-            return skip_first_batches(loader, self._skipped_first)
-        return loader
+            return skip_first_batches(self._loader(), self._skipped_first)
+        return self._loader()
 
     def _loader(self) -> Any:
         return self._trainer.callback_handler.train_dataloader
@@ -328,63 +235,35 @@ class _EpochIterator:
         self._iterator: Iterator[Any] = iter(loader.pass_over()) if offered is None else offered
         self._given = 0
         self._is_beneath = False
+        self._device: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        while True:
-            try:
-                batch = next(self._iterator)
-            except StopIteration:
-                raise
-            except Exception as error:
-                if not self._loader.waits(error) and self._is_beneath:
-                    self._given += 1
-                    self._loader.failed += 1
-                    raise
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            raise
+        except Exception:
+            if not self._is_beneath:
                 self._go_beneath()
-                continue
+                return next(self)
             self._given += 1
-            return batch
+            raise
+        self._given += 1
+        return batch if self._device is None else send_to_device(batch, self._device)
 
     def _go_beneath(self) -> None:
         """Start the pass again without look-ahead, which would lose the batch before a bad one."""
-        now = RngState.now()
-        self._rng.put_back()
-        loader = self._loader.pass_over()
-        base = getattr(loader, "base_dataloader", loader)
-        device = getattr(loader, "device", None)
-        rest = iter(base)
-        for _ in range(self._given):
-            _drop(rest)
-        self._iterator = rest if device is None else _Moved(rest, device)
         self._is_beneath = True
-        now.put_back()
-
-
-class _Moved:
-    """An iterator whose batches are sent to a device; a failure does not end it."""
-
-    def __init__(self, batches: Iterator[Any], device: Any) -> None:
-        self._batches = batches
-        self._device = device
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return send_to_device(next(self._batches), self._device)
-
-
-def _drop(batches: Iterator[Any]) -> None:
-    """Draw a batch that was seen before; if it failed then, it may fail again."""
-    try:
-        next(batches)
-    except StopIteration:
-        raise
-    except Exception:
-        return
+        with undisturbed():
+            self._rng.put_back()
+            loader = self._loader.pass_over()
+            self._device = getattr(loader, "device", None)
+            self._iterator = iter(getattr(loader, "base_dataloader", loader))
+            for _ in range(self._given):
+                drop(self._iterator)
 
 
 # The trainer's loop over an epoch, begun again at the place that a rollback returned to.
@@ -418,7 +297,7 @@ class ReplayedEpochs:
         self._returns = control.should_epoch_stop = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any) -> Any:
-        """Tell the callbacks, unless the epoch was left for a replay and did not end."""
+        """Call the callbacks, unless the epoch was left for a replay and did not end."""
         return control if self._returns else self._on_epoch_end(args, state, control)
 
     def run(self, *, epoch: int, steps_in_epoch: int, **given: Any) -> None:
@@ -454,116 +333,3 @@ class ReplayedEpochs:
             self._run_epoch(epoch=epoch, steps_in_epoch=steps_in_epoch, **{**given, **own})
         finally:
             patches.put_back()
-
-
-# Where a trainer is: the counters, sums and buffers that it keeps beside weights and optimizer.
-
-
-SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
-"""What the trainer adds up between two lines of its log."""
-
-BEST = ("best_metric", "best_model_checkpoint", "best_global_step")
-"""What the trainer's state holds of its best evaluation, which may be of a step that is undone."""
-
-ONLINE = (
-    "_step",
-    "_buffered_inputs",
-    "_metrics",
-    "_current_train_step_time",
-    "_total_train_tokens",
-)
-"""What trainers of TRL keep from step to step: generations to train on, numbers to log."""
-
-
-class TrainerPosition:
-    """Saves the place of a trainer as plain values, and returns it to such a place.
-
-    Args:
-        trainer: whose ``state`` and sums are meant.
-        replays: whether data are rewound as well, so that epochs are counted back.
-
-    Attributes:
-        replays: whether data are rewound as well.
-        was_set_back: whether the trainer was returned since the last :meth:`settle`.
-    """
-
-    def __init__(self, trainer: Any, replays: bool) -> None:
-        self._trainer = trainer
-        self.replays = replays
-        self._epochs_ahead = 0.0  # the loop's own count of epochs cannot be set back
-        self._ahead = 0.0  # by the rollback of this step
-        self.was_set_back = False
-
-    def save(self) -> dict[str, Any]:
-        """Return the place; a sum on the device is copied there."""
-        trainer, state = self._trainer, self._trainer.state
-        running = getattr(trainer, "_tr_loss", None)
-        return {
-            "global_step": state.global_step,
-            "epoch": state.epoch,
-            "tokens": state.num_input_tokens_seen,
-            "flos": state.total_flos,
-            "logged": len(state.log_history),
-            "best": {name: getattr(state, name) for name in BEST if hasattr(state, name)},
-            "running_loss": running.detach().clone() if isinstance(running, Tensor) else None,
-            "sums": {name: getattr(trainer, name) for name in SUMS if hasattr(trainer, name)},
-            "online": {
-                name: _copied(getattr(trainer, name)) for name in ONLINE if hasattr(trainer, name)
-            },
-        }
-
-    @torch.no_grad()
-    def put_back(self, saved: dict[str, Any]) -> None:
-        """Return to a place. Lines of the log about steps that are undone are taken out."""
-        trainer, state = self._trainer, self._trainer.state
-        if self.replays and state.epoch is not None:
-            self._ahead += state.epoch - (saved["epoch"] or 0.0)
-        state.global_step, state.epoch = saved["global_step"], saved["epoch"]
-        state.num_input_tokens_seen, state.total_flos = saved["tokens"], saved["flos"]
-        del state.log_history[saved["logged"] :]
-        for name, value in saved["best"].items():
-            setattr(state, name, value)
-        if saved["running_loss"] is not None:
-            trainer._tr_loss.copy_(saved["running_loss"])
-        for name, value in saved["sums"].items():
-            setattr(trainer, name, value)
-        for name, value in saved["online"].items():
-            setattr(trainer, name, _copied(value))
-        self.was_set_back = True
-
-    def correct_epoch(self) -> None:
-        """Count epochs by the data seen: the trainer's loop counts what was undone as well."""
-        state = self._trainer.state
-        self._epochs_ahead, self._ahead = self._epochs_ahead + self._ahead, 0.0
-        if self._epochs_ahead and state.epoch is not None:
-            state.epoch -= self._epochs_ahead
-
-    def settle(self, control: Any, is_loop_set_back: bool = False) -> bool:
-        """After a step: tell whether it was undone, and if so keep it from being logged or saved.
-
-        A stop that the undone step had reached is taken back too.
-
-        Args:
-            control: of the trainer.
-            is_loop_set_back: whether the trainer's loop follows, so that it counts epochs right.
-        """
-        if not self.was_set_back:
-            return False
-        self.was_set_back = False
-        if is_loop_set_back:
-            self._ahead = 0.0
-        control.should_log = control.should_save = control.should_evaluate = False
-        if self._trainer.state.global_step < self._trainer.state.max_steps:
-            control.should_training_stop = False
-        return True
-
-
-def _copied(value: Any) -> Any:
-    """Containers anew, tensors shared: buffered generations are replaced, never written to."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
-    if isinstance(value, dict):
-        made = copy.copy(value)
-        made.update((key, _copied(item)) for key, item in value.items())
-        return made
-    return value

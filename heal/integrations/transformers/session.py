@@ -1,5 +1,6 @@
 """One training run of a trainer under healing: built when it begins, taken apart when it ends."""
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -7,39 +8,415 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from heal.actions import HealingError
-from heal.causes import Family
+from heal.actions import HealingError, Plan, ScaleLr
+from heal.causes import Cause
 from heal.checkpoint.files import put_aside
 from heal.config import HealingConfig
+from heal.data.stream import own_copy
 from heal.detectors.preference import ACCURACY, MARGIN
 from heal.detectors.progress import Plateau
+from heal.diagnose import Diagnosis
+from heal.exit_codes import ExitCode
 from heal.healer import Healer
 from heal.integrations.patches import Patches, hold_models_of
-from heal.integrations.transformers.attempts import (
-    ScaledStep,
-    TrainerAttempts,
-    TrainerGuard,
-    clip_limit,
-)
-from heal.integrations.transformers.batches import (
-    ReplayedEpochs,
-    TrainerBatches,
-    TrainerPosition,
-    batches_passed_over,
-    inner_optimizer,
-    is_preemption,
-    known_to_schedulers,
-    raise_lr_at_chance,
-)
-from heal.journal import LEFT_OUT
+from heal.integrations.transformers.attempts import TrainerAttempts, TrainerGuard
+from heal.integrations.transformers.batches import ReplayedEpochs, TrainerBatches
 from heal.monitor import LogWatch
-from heal.ranks import HostFacts
+from heal.policy import LR_FLOOR
+from heal.recovery import Hook
 from heal.snapshots import Snapshot
 from heal.training_state import RngState
 
-# What becomes of a trainer's checkpoints whose steps were taken back: no resume begins with them.
+FILE = "healing.pt"  # what healing has learned, beside the files of a trainer's checkpoint
+
+
+class Session:
+    """Binds a healer to a trainer whose model, optimizer and scheduler are ready.
+
+    Args:
+        trainer: about to take its first step.
+        config: how patient to be.
+        run_dir: where the journal goes.
+        retries: whether what a step raises is healed too; else steps are only watched and skipped.
+        sleep: waits between retries after a network failure.
+        patches: where changes to the trainer are noted, to be undone by the owner.
+        plateau_lr_factor: what the LR is multiplied by at a plateau at chance; None: alert only.
+        trackers: get every decision; None for none.
+
+    Attributes:
+        healer: does the healing.
+        log_watch: watches the lines of the trainer's log.
+        position: where the trainer is.
+        stopped: why the run has to stop, if a signal asked for it; it was saved first.
+        batches: the trainer's, if they are drawn through the healer.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        config: HealingConfig,
+        run_dir: str | Path | None,
+        retries: bool,
+        sleep: Callable[[float], None],
+        patches: Patches,
+        plateau_lr_factor: float | None = None,
+        trackers: Any = None,
+    ) -> None:
+        self.trainer = trainer
+        own = trainer.args.max_grad_norm
+        if own and 0 < own < math.inf:
+            config = replace(config, max_grad_norm=float(own))
+        self.healer = healer = Healer(
+            trainer.model,
+            inner_optimizer(trainer),
+            trainer.lr_scheduler,
+            config,
+            run_dir=run_dir,
+            trackers=trackers,
+            sleep=sleep,
+        )
+        healer.training.begin_at(trainer.state.global_step)
+        healer.schedules.follow_caller()  # a rollback returns the trainer's count as well
+        hold_models_of(trainer.callback_handler.callbacks, healer)
+        if plateau_lr_factor is not None:
+            healer.on_instability(raise_lr_at_chance(plateau_lr_factor, config))
+        self.log_watch = LogWatch(config)
+        self.position = TrainerPosition(trainer, replays=config.after_rollback == "replay_data")
+        healer.training.hold("trainer", self.position.save, self._put_position_back)
+        healer.training.hold("log", self.log_watch.state, self.log_watch.load_state)
+        self.stopped: HealingError | None = None
+        self._checkpoints = UndoneCheckpoints(trainer, healer.note)
+        self._failure: Exception | None = None
+        self._fresh_snapshot: Snapshot | None = None
+        self._posted = False
+        self._is_in_step = False
+        self._has_hooks = False  # whether the trainer calls back at the beginning of its steps
+        self._guard = TrainerGuard(trainer, healer)
+        patches.set(trainer.accelerator, "clip_grad_norm_", self._guard.clip_grad_norm_)
+        patches.set(trainer.optimizer, "step", self._step_for_schedulers())
+        self._attempts: TrainerAttempts | None = None
+        self._epochs: ReplayedEpochs | None = None
+        self.batches: TrainerBatches | None = None
+        healer.enter(catches_signals=retries)
+        if retries:
+            self._take_over_batches(patches)
+        else:
+            patches.set(trainer, "training_step", self._watched(trainer.training_step))
+
+    def _take_over_batches(self, patches: Patches) -> None:
+        trainer = self.trainer
+        if self.position.replays and hasattr(trainer, "_run_epoch"):
+            self._epochs = ReplayedEpochs(trainer, patches)
+        self.batches = TrainerBatches(
+            trainer, self.healer, self.finish_snapshot, is_followed=self._epochs is not None
+        )
+        self._attempts = TrainerAttempts(trainer, self.healer, self._guard, self.batches)
+        patches.set(trainer, "get_batch_samples", self.batches.get_batch_samples)
+        patches.set(trainer, "training_step", self._attempts.training_step)
+
+    def _watched(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            loss = training_step(*args, **kwargs)
+            self._guard.add_loss(loss)
+            return loss
+
+        return watched
+
+    def _step_for_schedulers(self) -> Callable[..., None]:
+        def step(closure: Any = None) -> None:
+            self._step()
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else they warn
+        return step
+
+    # A step, from its first micro-batch to the trainer's callbacks.
+
+    def begin_step(self) -> None:
+        """Do what comes before the first micro-batch of a step."""
+        self._is_in_step = self._has_hooks = True
+        self.finish_snapshot()
+        self.healer.contained(self.healer.before_step)
+
+    def finish_snapshot(self) -> None:
+        """Bring a snapshot of this very step up to date.
+
+        It was taken when the step before had ended, but not yet its log, evaluation and save. These
+        are not repeated after a rollback; what they changed is saved here.
+        """
+        snapshot = self._fresh_snapshot
+        if snapshot is not None:
+            self._fresh_snapshot = None
+            snapshot.values["rng"] = RngState.now()
+            snapshot.values["trainer"] = self.position.save()
+            snapshot.values["log"] = self.log_watch.state()
+
+    def _step(self) -> None:
+        """Replace ``optimizer.step``. What it raises is healed once the step is over.
+
+        By then the trainer has stepped its scheduler and its counters, so that all can be returned
+        together.
+        """
+        optimizer = self.trainer.optimizer
+        optimizer._opt_called = True  # schedulers check whether the optimizer has stepped
+        if not optimizer.gradient_state.sync_gradients:
+            return
+        if not self._is_in_step:
+            self._step_alone()
+            return
+        try:
+            self._posted = self._guard.step(self.healer.training.step)
+        except Exception as error:
+            if self._attempts is None:
+                raise
+            self._failure = error
+
+    def _step_alone(self) -> None:
+        """Serve a trainer with a loop of its own, as that of PPO: no hook is called for its steps.
+
+        The trainer's counters are left alone then, and what it raises goes on.
+        """
+        self.healer.contained(self.healer.before_step)
+        self._posted = self._guard.step(self.healer.training.step)
+        self._after_step(None)
+        self._fresh_snapshot = None
+
+    def end_step(self, control: Any) -> None:
+        """Do what comes after the optimizer, the scheduler and the trainer's count have stepped.
+
+        Raises:
+            HealingError: the run must stop; the postmortem is written.
+        """
+        if not self._is_in_step:
+            return  # a trainer with a loop of its own
+        self._is_in_step = False
+        if self._attempts is not None:
+            self._attempts.end_step()
+        was_set_back = self.position.was_set_back  # within the step, which then was repeated
+        self.position.correct_epoch()
+        failure, self._failure = self._failure, None
+        if failure is None:
+            self._after_step(control)
+        else:
+            self._heal_optimizer(failure)
+        follows = self._epochs is not None and not was_set_back
+        if self.position.settle(control, follows) and follows and self._epochs is not None:
+            self._epochs.leave(control)
+
+    def _after_step(self, control: Any) -> None:
+        """Count the step, and recover from what the records of earlier ones show."""
+        healer, guard = self.healer, self._guard
+        try:
+            with healer.halting():
+                healer.contained(
+                    lambda: healer.after_step(guard.facts, self._posted, guard.has_loss)
+                )
+        except HealingError as halt:
+            is_stop = halt.exit_code == int(ExitCode.PREEMPTED)
+            if self._attempts is None or control is None or not is_stop:
+                raise
+            self.stopped = halt  # raised once the trainer has saved and returned
+            control.should_save = control.should_training_stop = True
+        fresh = healer.training.ring.of_step(healer.training.step)
+        if fresh is not None:
+            self._fresh_snapshot = fresh
+
+    def _heal_optimizer(self, error: Exception) -> None:
+        self._guard.forget()
+        self.healer.heal(*self.healer.retries.judge(error, "step"))
+        if not self.position.was_set_back:
+            self.healer.training.advance()
+
+    def _put_position_back(self, saved: Any) -> None:
+        if self._has_hooks:
+            self.position.put_back(saved)
+            self.healer.contained(self._undo_checkpoints)
+
+    # Between steps.
+
+    def observe_log(self, logs: Mapping[str, Any]) -> None:
+        """Take in a line of the trainer's log: what it shows of preferences and rewards."""
+        healer = self.healer
+        detectors = healer.monitor.watch.detectors
+        if ACCURACY in logs or MARGIN in logs:
+            # The loss alone would suggest a plateau at chance; here there is better evidence.
+            plateau = detectors.get("plateau")
+            if isinstance(plateau, Plateau):
+                plateau.chance = 0.0
+        healer.contained(lambda: healer.treat(self.log_watch.observe(healer.training.step, logs)))
+
+    def after_save(self) -> None:
+        """Add what healing has learned to the checkpoint that the trainer has just saved."""
+        folder = checkpoint_folder(self.trainer, self.trainer.state.global_step)
+        if self.trainer.args.should_save and folder.is_dir():
+            self.healer.contained(lambda: self.save(folder))
+        self.healer.contained(lambda: self._report_aside(self._checkpoints.after_save()))
+
+    def save(self, folder: Path) -> None:
+        """Write what was tried, what is remembered and what was changed into a checkpoint."""
+        unwanted = [] if self.batches is None else self.batches.unwanted()
+        log, memory = self.log_watch.state(), self.healer.memory.state_dict()
+        beside = folder / f"{FILE}.partial"
+        torch.save({**memory, "log": log, "unwanted": unwanted}, beside)
+        os.replace(beside, folder / FILE)
+
+    def resume(self, folder: str | Path) -> None:
+        """Return to what was saved; nothing if the checkpoint was made without healing.
+
+        What cannot be read is noted: training goes on, and learns it again.
+        """
+        path = Path(folder) / FILE
+        if not path.is_file():
+            return
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            self.healer.memory.load_state_dict(state)
+            self.log_watch.load_state(state["log"])
+            if self.batches is not None:
+                self.batches.leave_out(state["unwanted"])
+        except Exception as error:  # a torn file raises almost anything
+            self.healer.note(f"{path} cannot be read: {error!r}")
+
+    def _undo_checkpoints(self) -> None:
+        """Also those that were saved before the damage: the run will save these steps again."""
+        treated = self.healer.recovery.treated
+        bad_step = self.trainer.state.global_step if treated is None else treated.bad_step
+        self._report_aside(self._checkpoints.put_aside(bad_step))
+
+    def _report_aside(self, paths: Sequence[Path]) -> None:
+        step = self.trainer.state.global_step
+        for path in paths:
+            self.healer.journal.event("checkpoint_abandoned", step, path=str(path))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write the postmortem."""
+        self.healer.leave(error)
+
+
+def inner_optimizer(trainer: Any) -> Optimizer:
+    """Return the torch optimizer within what accelerate made of it.
+
+    Raises:
+        TypeError: it is not one that can be guarded.
+    """
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"the trainer's optimizer is {type(optimizer).__name__}; expected a torch Optimizer, "
+            "whose steps can be skipped. DeepSpeed steps by itself and cannot be healed"
+        )
+    return optimizer
+
+
+def raise_lr_at_chance(factor: float, config: HealingConfig) -> Hook:
+    """Return a hook that answers a plateau at chance with a higher learning rate."""
+
+    def hook(diagnosis: Diagnosis, plan: Plan) -> Plan | None:
+        if diagnosis.cause is Cause.PLATEAU and diagnosis.evidence.get("at_chance"):
+            return (ScaleLr(factor, LR_FLOOR, config.lr_ramp_steps),)
+        return None
+
+    return hook
+
+
+# Where a trainer is: the counters, sums and buffers that it keeps beside weights and optimizer.
+
+
+COUNTS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos")
+BEST = ("best_metric", "best_model_checkpoint", "best_global_step")
+"""What the trainer's state holds of its best evaluation, which may be of a step that is undone."""
+
+SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+"""What the trainer adds up between two lines of its log."""
+
+ONLINE = (
+    *("_step", "_buffered_inputs", "_metrics"),
+    *("_current_train_step_time", "_total_train_tokens"),
+)
+"""What trainers of TRL keep from step to step: generations to train on, numbers to log."""
+
+
+class TrainerPosition:
+    """Saves the place of a trainer as plain values, and returns it to such a place.
+
+    Args:
+        trainer: whose ``state`` and sums are meant.
+        replays: whether data are rewound as well, so that epochs are counted back.
+
+    Attributes:
+        replays: whether data are rewound as well.
+        was_set_back: whether the trainer was returned since the last :meth:`settle`.
+    """
+
+    def __init__(self, trainer: Any, replays: bool) -> None:
+        self._trainer = trainer
+        self.replays = replays
+        self._epochs_ahead = 0.0  # the loop's own count of epochs cannot be set back
+        self._ahead = 0.0  # by the rollback of this step
+        self.was_set_back = False
+
+    def save(self) -> dict[str, Any]:
+        """Return the place; a sum on the device is copied there, buffered tensors are shared."""
+        trainer, state = self._trainer, self._trainer.state
+        running = getattr(trainer, "_tr_loss", None)
+        return {
+            "state": {name: getattr(state, name) for name in COUNTS + BEST if hasattr(state, name)},
+            "logged": len(state.log_history),
+            "running_loss": running.detach().clone() if isinstance(running, Tensor) else None,
+            "own": {
+                name: own_copy(getattr(trainer, name))
+                for name in SUMS + ONLINE
+                if hasattr(trainer, name)
+            },
+        }
+
+    @torch.no_grad()
+    def put_back(self, saved: dict[str, Any]) -> None:
+        """Return to a place. Lines of the log about steps that are undone are taken out."""
+        trainer, state = self._trainer, self._trainer.state
+        if self.replays and state.epoch is not None:
+            self._ahead += state.epoch - (saved["state"]["epoch"] or 0.0)
+        for name, value in saved["state"].items():
+            setattr(state, name, value)
+        del state.log_history[saved["logged"] :]
+        if saved["running_loss"] is not None:
+            trainer._tr_loss.copy_(saved["running_loss"])
+        for name, value in saved["own"].items():
+            setattr(trainer, name, own_copy(value))
+        self.was_set_back = True
+
+    def correct_epoch(self) -> None:
+        """Count epochs by the data seen: the trainer's loop counts what was undone as well."""
+        state = self._trainer.state
+        self._epochs_ahead, self._ahead = self._epochs_ahead + self._ahead, 0.0
+        if self._epochs_ahead and state.epoch is not None:
+            state.epoch -= self._epochs_ahead
+
+    def settle(self, control: Any, is_loop_set_back: bool = False) -> bool:
+        """Return whether the step just taken was undone; if so it is neither logged nor saved.
+
+        A stop that the undone step had reached is undone too.
+
+        Args:
+            control: of the trainer.
+            is_loop_set_back: whether the trainer's loop follows, so that it counts epochs right.
+        """
+        if not self.was_set_back:
+            return False
+        self.was_set_back = False
+        if is_loop_set_back:
+            self._ahead = 0.0
+        control.should_log = control.should_save = control.should_evaluate = False
+        if self._trainer.state.global_step < self._trainer.state.max_steps:
+            control.should_training_stop = False
+        return True
+
+
+# What becomes of a trainer's checkpoints whose steps were undone: no resume begins with them.
 #
 # At least one sound checkpoint stays, if there was one, whatever kills the run next.
 
@@ -54,17 +431,17 @@ def checkpoint_folder(trainer: Any, step: int) -> Path:
 
 
 class UndoneCheckpoints:
-    """Knows what a run has saved, and puts aside what it took back.
+    """Keeps a list of what a run has saved, and puts aside what it undid.
 
     Args:
         trainer: about to take its first step.
-        note: told of what cannot be renamed or removed; it is left.
+        note: takes a text about what cannot be renamed or removed; it is left.
     """
 
     def __init__(self, trainer: Any, note: Callable[[str], None]) -> None:
         self._trainer = trainer
         self._note = note
-        # Of this run only, with what it was resumed from: a folder may hold what others left there.
+        # Of this run only, with what it was resumed from: a folder may hold those of other runs.
         self._steps: set[int] = {trainer.state.global_step}
         self._bad_step = 0
 
@@ -94,7 +471,7 @@ class UndoneCheckpoints:
             bad_step: the first step that may have done damage.
 
         Returns:
-            What they are called now.
+            Their new names.
         """
         self._bad_step = bad_step
         state, renamed = self._trainer.state, []
@@ -108,7 +485,7 @@ class UndoneCheckpoints:
             try:
                 renamed.append(put_aside(there[step], ABANDONED + there[step].name))
             except OSError as error:
-                self._note(f"{there[step]} was taken back, and cannot be renamed: {error}")
+                self._note(f"{there[step]} was undone, and cannot be renamed: {error}")
         best = state.best_model_checkpoint
         if best is not None and not os.path.isdir(best):
             state.best_metric = state.best_model_checkpoint = state.best_global_step = None
@@ -123,280 +500,3 @@ class UndoneCheckpoints:
                 shutil.rmtree(path)
             except OSError as error:
                 self._note(f"cannot remove {path}: {error}")
-
-
-class Session:
-    """Binds a healer to a trainer whose model, optimizer and scheduler are ready.
-
-    Args:
-        trainer: about to take its first step.
-        config: how patient to be.
-        run_dir: where the journal goes.
-        retries: whether what a step raises is healed too; else it is only watched and refused.
-        sleep: waits between retries of what the network refused.
-        patches: where changes to the trainer are noted, to be undone by the owner.
-        plateau_lr_factor: what the LR is multiplied by at a plateau at chance; None: alert only.
-        trackers: told of every decision; None for none.
-
-    Attributes:
-        healer: does the healing.
-        position: where the trainer is.
-        stopped: why the run was told to stop, if it was; it was saved first.
-        batches: the trainer's, if they are drawn through the healer.
-    """
-
-    def __init__(
-        self,
-        trainer: Any,
-        config: HealingConfig,
-        run_dir: str | Path | None,
-        retries: bool,
-        sleep: Callable[[float], None],
-        patches: Patches,
-        plateau_lr_factor: float | None = None,
-        trackers: Any = None,
-    ) -> None:
-        self.trainer = trainer
-        self.healer = self._make_healer(trainer, config, run_dir, trackers, sleep)
-        self.log_watch = LogWatch(config)
-        self.position = TrainerPosition(trainer, replays=config.after_rollback == "replay_data")
-        self._failure: Exception | None = None
-        self._fresh_snapshot: Snapshot | None = None
-        self._posted = False
-        self._is_in_step = False
-        self._has_hooks = False  # whether the trainer tells of the beginning of its steps
-        self._retries = retries
-        self.stopped: HealingError | None = None
-        self._checkpoints = UndoneCheckpoints(trainer, self.healer.note)
-        self._patches = patches
-        accelerator = trainer.accelerator
-        self._guard = TrainerGuard(
-            self.healer.guarded,
-            config.zclip_enabled,
-            accelerator.clip_grad_norm_,
-            self._facts,
-            ScaledStep(trainer.optimizer, accelerator.unscale_gradients)
-            if getattr(trainer.optimizer, "scaler", None) is not None
-            else None,
-        )
-        self._keep_position()
-        hold_models_of(trainer.callback_handler.callbacks, self.healer)
-        if plateau_lr_factor is not None:
-            self.healer.on_instability(raise_lr_at_chance(plateau_lr_factor, config))
-        patches.set(accelerator, "clip_grad_norm_", self._guard.clip_grad_norm_)
-        patches.set(trainer.optimizer, "step", known_to_schedulers(self._step))
-        self._attempts: TrainerAttempts | None = None
-        self._epochs: ReplayedEpochs | None = None
-        self.batches: TrainerBatches | None = None
-        if retries:
-            self.healer.exits.catch_signals()
-            self._take_over_batches()
-        else:
-            self.healer.exits.enter()
-            self._listen_to_losses(trainer.training_step)
-
-    def begin_step(self) -> None:
-        """Before the first micro-batch of a step."""
-        self._is_in_step = self._has_hooks = True
-        self.finish_snapshot()
-        self.healer.contained(self.healer.before_step)
-
-    def finish_snapshot(self) -> None:
-        """Bring a snapshot of this very step up to date.
-
-        It was taken when the step before had ended, but not yet its log, evaluation and save. These
-        are not repeated after a rollback; what they changed is noted here.
-        """
-        snapshot = self._fresh_snapshot
-        if snapshot is not None:
-            self._fresh_snapshot = None
-            snapshot.values["rng"] = RngState.now()
-            snapshot.values["trainer"] = self.position.save()
-            snapshot.values["log"] = self.log_watch.state()
-
-    def end_step(self, control: Any) -> None:
-        """After the optimizer, the scheduler and the trainer's count have stepped.
-
-        Raises:
-            HealingError: the run must stop; the postmortem is written.
-        """
-        if not self._is_in_step:
-            return  # a trainer with a loop of its own: each step of its optimizer was heard alone
-        self._is_in_step = False
-        if self._attempts is not None:
-            self._attempts.end_step()
-        was_set_back = self.position.was_set_back  # within the step, which then was taken anew
-        self.position.correct_epoch()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            self._heal_optimizer(failure)
-        else:
-            self._hear(control)
-        follows = self._epochs is not None and not was_set_back
-        if self.position.settle(control, follows) and follows and self._epochs is not None:
-            self._epochs.leave(control)
-
-    def _hear(self, control: Any) -> None:
-        """Count the step and hear of those before; what they tell is treated."""
-        healer, guard = self.healer, self._guard
-        try:
-            with healer.halting():
-                healer.contained(
-                    lambda: healer.after_step(guard.facts, self._posted, guard.has_loss)
-                )
-        except HealingError as halt:
-            if not self._retries or control is None or not is_preemption(halt):
-                raise
-            self._stop(halt, control)
-        fresh = healer.training.ring.of_step(healer.training.step)
-        if fresh is not None:
-            self._fresh_snapshot = fresh
-
-    def observe_log(self, logs: Mapping[str, Any]) -> None:
-        """Hear of a line of the trainer's log: what it tells of preferences and rewards."""
-        healer = self.healer
-        detectors = healer.monitor.watch.detectors
-        if ACCURACY in logs or MARGIN in logs:
-            # The loss alone would name a plateau at chance; here there is better evidence.
-            plateau = detectors.get("plateau")
-            if isinstance(plateau, Plateau):
-                plateau.chance = 0.0
-        healer.contained(lambda: healer.treat(self.log_watch.observe(healer.training.step, logs)))
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Write the postmortem."""
-        self.healer.close(error)
-        self.healer.exits.leave()
-
-    def _make_healer(
-        self,
-        trainer: Any,
-        config: HealingConfig,
-        run_dir: str | Path | None,
-        trackers: Any,
-        sleep: Callable[[float], None],
-    ) -> Healer:
-        limit = clip_limit(trainer.args.max_grad_norm, config.max_grad_norm)
-        optimizer = inner_optimizer(trainer)
-        healer = Healer(
-            trainer.model,
-            optimizer,
-            trainer.lr_scheduler,
-            replace(config, max_grad_norm=limit),
-            run_dir=run_dir,
-            trackers=trackers,
-            sleep=sleep,
-        )
-        healer.training.begin_at(trainer.state.global_step)
-        healer.schedules.follow_caller()  # a rollback returns the trainer's count as well
-        return healer
-
-    def _facts(self) -> HostFacts:
-        try:
-            return self.healer.monitor.facts()
-        except Exception as error:
-            self.healer.note(f"{LEFT_OUT}: {error!r}")
-            return HostFacts()
-
-    def _keep_position(self) -> None:
-        """Have snapshots hold the trainer's own counters beside the healer's."""
-        training = self.healer.training
-        training.hold("trainer", self.position.save, self._put_position_back)
-        training.hold("log", self.log_watch.state, self.log_watch.load_state)
-
-    def _put_position_back(self, saved: Any) -> None:
-        if self._has_hooks:
-            self.position.put_back(saved)
-            self.healer.contained(self._undo_checkpoints)
-
-    def note_save(self) -> None:
-        """The trainer has saved a checkpoint of its present step."""
-        self.healer.contained(lambda: self._tell_aside(self._checkpoints.after_save()))
-
-    def _undo_checkpoints(self) -> None:
-        """Also those that were saved before the damage: the run will save these steps anew."""
-        treated = self.healer.recovery.treated
-        bad_step = self.trainer.state.global_step if treated is None else treated.bad_step
-        self._tell_aside(self._checkpoints.put_aside(bad_step))
-
-    def _tell_aside(self, paths: Sequence[Path]) -> None:
-        step = self.trainer.state.global_step
-        for path in paths:
-            self.healer.journal.event("checkpoint_abandoned", step, path=str(path))
-
-    def _take_over_batches(self) -> None:
-        trainer = self.trainer
-        if self.position.replays and hasattr(trainer, "_run_epoch"):
-            self._epochs = ReplayedEpochs(trainer, self._patches)
-        self.batches = batches = TrainerBatches(
-            trainer,
-            self.healer.stream,
-            self._waits,
-            self.finish_snapshot,
-            batches_passed_over(trainer),
-            is_followed=self._epochs is not None,
-        )
-        self._attempts = TrainerAttempts(
-            trainer, self.healer, self._guard, batches, trainer.training_step
-        )
-        self._patches.set(trainer, "get_batch_samples", batches.get_batch_samples)
-        self._patches.set(trainer, "training_step", self._attempts.training_step)
-
-    def _listen_to_losses(self, training_step: Callable[..., Any]) -> None:
-        def listening(*args: Any, **kwargs: Any) -> Any:
-            loss = training_step(*args, **kwargs)
-            self._guard.add_loss(loss)
-            return loss
-
-        self._patches.set(self.trainer, "training_step", listening)
-
-    def _step(self, closure: Any = None) -> None:
-        """Take the place of ``optimizer.step``. What it raises is treated once the step is over.
-
-        By then the trainer has stepped its scheduler and its counters, so that all can be returned
-        together.
-        """
-        optimizer = self.trainer.optimizer
-        optimizer._opt_called = True  # schedulers ask whether the optimizer has stepped
-        if not optimizer.gradient_state.sync_gradients:
-            return
-        if not self._is_in_step:
-            self._step_alone()
-            return
-        try:
-            self._posted = self._guard.step(self.healer.training.step)
-        except Exception as error:
-            if self._attempts is None:
-                raise
-            self._failure = error
-
-    def _step_alone(self) -> None:
-        """Serve a trainer that has a loop of its own, as that of PPO: no hook tells of its steps.
-
-        The trainer's counters are left alone then, and what it raises goes on.
-        """
-        self.healer.contained(self.healer.before_step)
-        self._posted = self._guard.step(self.healer.training.step)
-        self._hear(None)
-        self._fresh_snapshot = None
-
-    def _stop(self, halt: HealingError, control: Any) -> None:
-        """Told to stop from outside: have the trainer save and return, then say so."""
-        self.stopped = halt
-        control.should_save = control.should_training_stop = True
-
-    def _heal_optimizer(self, error: Exception) -> None:
-        assert self._attempts is not None
-        self._guard.forget()
-        self._attempts.treat(error, "step")
-        if not self.position.was_set_back:
-            self.healer.training.advance()
-
-    def _waits(self, error: Exception) -> bool:
-        """Wait if that may cure an error of the loader; True if it was waited."""
-        assert self._attempts is not None
-        diagnosis, error = self._attempts.judge_read(error)
-        if diagnosis.family is not Family.WAIT:
-            return False
-        self._attempts.heal(diagnosis, error)
-        return True

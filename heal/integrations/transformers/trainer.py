@@ -6,7 +6,8 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,458 +20,12 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from heal.actions import Backoff, Halt, Rollback, ScaleLr, ShrinkBatch, Skip, SkipBatches
 from heal.config import HealingConfig
-from heal.dry_run import DryRunReport
 from heal.healer import Healer, checked_config
 from heal.integrations.patches import Patches
 from heal.integrations.trackers import make_trackers
-from heal.integrations.transformers.session import Session, checkpoint_folder
+from heal.integrations.transformers.session import Session
 from heal.training_state import RngState
-
-# What can be known to be wrong before training begins, said clearly and with nothing touched.
-
-
-NEEDED = ("train", "args", "accelerator", "callback_handler", "training_step")
-"""What is used of a trainer. Any object that has it will do, whatever its class."""
-
-_TRAINING: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Trainers whose training we have begun, until it ends."""
-
-LARGEST_LR_RAISE = 5.0
-"""More than this at once and a run that was going nowhere goes to pieces."""
-
-
-def checked_trainer(trainer: Any) -> Any:
-    """Return the trainer if it is one.
-
-    Raises:
-        TypeError: it is a class, or lacks what healing needs.
-    """
-    if isinstance(trainer, type):
-        raise TypeError(f"trainer is the class {trainer.__name__}; expected one that is built")
-    missing = [name for name in NEEDED if not hasattr(trainer, name)]
-    if missing:
-        raise TypeError(
-            f"trainer is {type(trainer).__name__}, which lacks {', '.join(missing)}; expected a "
-            "transformers.Trainer or a trainer of TRL"
-        )
-    if getattr(trainer, "is_deepspeed_enabled", False):
-        raise TypeError("the trainer uses DeepSpeed, whose engine steps by itself: not supported")
-    return trainer
-
-
-def checked_factor(factor: float | None) -> float | None:
-    """Return the factor on the LR at a plateau if it makes sense.
-
-    Raises:
-        ValueError: it would lower the learning rate, or raise it beyond what is known to be safe.
-    """
-    if factor is not None and not 1.0 < factor <= LARGEST_LR_RAISE:
-        raise ValueError(
-            f"plateau_lr_factor is {factor!r}; expected more than 1 and at most {LARGEST_LR_RAISE}"
-        )
-    return factor
-
-
-def check_ready(trainer: Any, callback: type) -> None:
-    """Raise unless training can begin now.
-
-    Raises:
-        RuntimeError: the trainer is training already, or another wrapper heals it.
-        PermissionError: its ``output_dir`` cannot be written, though it is to be.
-    """
-    if trainer in _TRAINING:
-        raise RuntimeError(
-            f"{type(trainer).__name__} is training already; wait until its train() has returned"
-        )
-    if getattr(trainer, "is_in_train", False):  # transformers leaves it set when train() raises
-        warnings.warn(
-            f"{type(trainer).__name__}.is_in_train is set: its train() has raised before, or is "
-            "still running. If it is running, wait until it has returned",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    others = [c for c in trainer.callback_handler.callbacks if isinstance(c, callback)]
-    if others:
-        raise RuntimeError(
-            f"the trainer already has a {type(others[0]).__name__}; remove it with "
-            "trainer.remove_callback, or call trainer.train() itself"
-        )
-    check_writable(trainer.args.output_dir)
-
-
-def check_writable(folder: str | Path) -> None:
-    """Raise unless files can be made in a folder, which is made if it is not there.
-
-    Raises:
-        PermissionError: says which folder, and why not.
-    """
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise PermissionError(
-            f"output_dir {folder} cannot be made: {error.strerror}; checkpoints and the "
-            "postmortem go there. Nothing was trained yet"
-        ) from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"output_dir {folder} cannot be written; checkpoints and the postmortem go there. "
-            "Nothing was trained yet"
-        )
-
-
-# What healing has learned, beside the trainer's checkpoints, so that a resumed run is the same.
-
-
-FILE = "healing.pt"
-
-
-def save_healing(session: Session, folder: str | Path) -> None:
-    """Write what was tried, what is remembered and what was changed into a checkpoint."""
-    unwanted = [] if session.batches is None else session.batches.unwanted()
-    log, memory = session.log_watch.state(), session.healer.memory
-    state = {**memory.state_dict(), "log": log, "unwanted": unwanted}
-    beside = Path(folder) / f"{FILE}.partial"
-    torch.save(state, beside)
-    os.replace(beside, Path(folder) / FILE)
-
-
-def load_healing(session: Session, folder: str | Path) -> str:
-    """Return to what was saved; nothing if the checkpoint was made without healing.
-
-    Returns:
-        Why it could not be read, empty if it could. Training goes on, and learns anew what is lost.
-    """
-    path = Path(folder) / FILE
-    if not path.is_file():
-        return ""
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        session.healer.memory.load_state_dict(state)
-        session.log_watch.load_state(state["log"])
-        if session.batches is not None:
-            session.batches.leave_out(state["unwanted"])
-    except Exception as error:  # a torn file raises almost anything
-        return f"{path} cannot be read: {error!r}"
-    return ""
-
-
-# Watches a trainer from within: what its hooks tell goes to the healer.
-
-
-class SelfHealingCallback(TrainerCallback):
-    """Detection, clipping and refusal for a trainer, without the retry loop.
-
-    Gradients are measured before they are clipped; a step with NaN or Inf is refused on the
-    device; loss, gradients, weights and evaluations are watched; damage that was accepted is
-    rolled back in memory. Exceptions pass: for these take :class:`SelfHealingTrainer`.
-
-    Args:
-        trainer: the one that it is added to: hooks are told neither of losses nor of gradients
-            before clipping.
-        config: how patient to be; a dict of settings will do.
-        run_dir: where the journal goes; the trainer's ``output_dir`` if None.
-        plateau_lr_factor: what the learning rate is multiplied by when preference training stays
-            at chance, from 1 to 5; None for an alert and no more.
-        sleep: waits between retries.
-
-    Attributes:
-        session: the run that is under way, or the last one; None before.
-        resumed_from: the checkpoint whose healing state is to be taken up; None for none.
-        trackers: told of every decision; None for none.
-
-    Raises:
-        TypeError: the trainer is none.
-        ConfigError: a setting is unknown or wrong.
-
-    Example:
-        >>> trainer.add_callback(SelfHealingCallback(trainer))
-        >>> trainer.train()
-    """
-
-    _retries = False
-
-    def __init__(
-        self,
-        trainer: Any,
-        config: HealingConfig | Mapping[str, Any] | None = None,
-        run_dir: str | Path | None = None,
-        *,
-        plateau_lr_factor: float | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._plateau_lr_factor = checked_factor(plateau_lr_factor)
-        self.config = checked_config(config)
-        self.session: Session | None = None
-        self.resumed_from: str | None = None
-        self.trackers: Any = None
-        self._trainer = checked_trainer(trainer)
-        self._run_dir = run_dir
-        self._sleep = sleep
-        self._patches = Patches()
-
-    @property
-    def healer(self) -> Healer | None:
-        """The healer of the run, None before the first."""
-        return None if self.session is None else self.session.healer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.detach()
-        folder = args.output_dir if self._run_dir is None else self._run_dir
-        self.session = Session(
-            self._trainer,
-            self.config,
-            folder,
-            self._retries,
-            self._sleep,
-            self._patches,
-            self._plateau_lr_factor,
-            self.trackers,
-        )
-        trouble = load_healing(self.session, self.resumed_from) if self.resumed_from else ""
-        if trouble:
-            self.session.healer.note(trouble)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.session is not None:
-            self.session.begin_step()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.session is not None:
-            self.session.end_step(control)
-
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
-    ) -> None:
-        loss = (metrics or {}).get("eval_loss")
-        if self.session is not None and loss is not None:
-            self.session.healer.observe_eval(float(loss))
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.session is not None and logs:
-            self.session.observe_log(logs)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        session = self.session
-        if session is None:
-            return
-        folder = checkpoint_folder(self._trainer, state.global_step)
-        if args.should_save and folder.is_dir():
-            session.healer.contained(lambda: save_healing(session, folder))
-        session.note_save()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.detach()
-        if self.session is not None:
-            self.session.close()
-
-    def detach(self) -> None:
-        """Give the trainer back as it was; done at the end of training."""
-        self._patches.put_back()
-
-
-class RetryingCallback(SelfHealingCallback):
-    """What :class:`SelfHealingTrainer` adds to its trainer for the time of ``train``."""
-
-    _retries = True
-    planned_epochs: int | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        if self.planned_epochs is not None:
-            state.num_train_epochs = self.planned_epochs
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Go on after an epoch of which nothing was given out; the trainer takes it for the end."""
-        session = self.session
-        if session is None or session.batches is None or session.stopped is not None:
-            return
-        if session.batches.has_lost_epoch and state.global_step < state.max_steps:
-            control.should_training_stop = False
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the end to the wrapper: a stop that was asked for is told by an exception."""
-        self.detach()
-
-
-class TrackedNumbers(TrainerCallback):
-    """Stands before the trainer's trackers, and adds what healing measured to their numbers.
-
-    The trainer's own log was written by then and stays as it is.
-    """
-
-    def __init__(self, numbers: Callable[[], dict[str, float]]) -> None:
-        self._numbers = numbers
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs is not None:
-            logs.update(self._numbers())
-
-
-# What healing did in a run, as numbers for ``TrainOutput.metrics``.
-
-
-COUNTED = {
-    "healing/refusals": Skip,
-    "healing/rollbacks": Rollback,
-    "healing/lr_cuts": ScaleLr,
-    "healing/skips": SkipBatches,
-    "healing/batch_cuts": ShrinkBatch,
-    "healing/waits": Backoff,
-    "healing/halts": Halt,
-}
-
-
-def summary(healer: Healer) -> dict[str, float]:
-    """Return the healer's metrics, and how often it did what."""
-    actions = [action for _, _, plan in healer.history for action in plan]
-    counts = {
-        name: float(sum(isinstance(action, kind) for action in actions))
-        for name, kind in COUNTED.items()
-    }
-    alerts = sum(not plan for _, _, plan in healer.history)
-    return {
-        **healer.metrics(),
-        **counts,
-        "healing/alerts": float(alerts),
-        "healing/lr_scale": healer.lr_scale,
-        "healing/micro_batches": float(healer.training.micro_batches),
-    }
-
-
-# Tries a few steps of a trainer on its own data, and leaves no trace of them.
-
-
-QUIET = {
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "eval_on_start": False,
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "auto_find_batch_size": False,
-}
-"""What a dry run switches off: nothing is written, nothing is evaluated."""
-
-
-def dry_run(trainer: Any, num_steps: int) -> DryRunReport:
-    """Take ``num_steps`` real steps and put everything back, also if they fail.
-
-    Weights, buffers, optimizer, scheduler, generators, counters, log and what trainers of TRL
-    keep are as before; the trainer's callbacks hear nothing, and no file is written.
-    """
-    if num_steps < 1:
-        raise ValueError(f"num_steps is {num_steps}; expected at least 1")
-    before = _Before(trainer)
-    tried = _Tried(trainer)
-    began = time.perf_counter()
-    try:
-        _make_quiet(trainer, num_steps)
-        tried.listen()
-        trainer.train()
-    except Exception as error:
-        tried.problems.append(f"{type(error).__name__}: {error}")
-    finally:
-        tried.patches.put_back()
-        before.put_back()
-    losses = tried.losses_per_step()
-    if not all(math.isfinite(loss) for loss in losses):
-        tried.problems.append(f"losses are not finite: {losses}")
-    if losses and not tried.trained:
-        tried.problems.append("no parameter has a gradient")
-    seconds = (time.perf_counter() - began) / max(1, len(losses))
-    return DryRunReport(losses, seconds, before.num_bytes, tried.trained, tried.problems)
-
-
-class _Tried:
-    """What was seen of the steps."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.patches = Patches()
-        self.problems: list[str] = []
-        self.trained = 0
-        self._trainer = trainer
-        self._losses: dict[int, list[Tensor]] = {}
-
-    def listen(self) -> None:
-        """Note every loss, and how many parameters have a gradient."""
-        trainer, training_step = self._trainer, self._trainer.training_step
-
-        def listening(*args: Any, **kwargs: Any) -> Any:
-            loss = training_step(*args, **kwargs)
-            self._losses.setdefault(trainer.state.global_step, []).append(loss)
-            self.trained = sum(p.grad is not None for p in trainer.model.parameters())
-            return loss
-
-        self.patches.set(trainer, "training_step", listening)
-
-    def losses_per_step(self) -> list[float]:
-        return [float(sum(parts)) for parts in self._losses.values()]
-
-
-class _Before:
-    """A trainer as it was: copies of what steps write to, references to what they replace."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._attributes = dict(vars(trainer))
-        self._small = {
-            name: copy.deepcopy(value)
-            for name, value in vars(trainer).items()
-            if name in ("state", "_metrics", "_logs")
-        }
-        self._rng = RngState.now()
-        model = trainer.model
-        self._tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
-        self._grads = [(p, p.grad) for p in model.parameters()]
-        self._modes = [(module, module.training) for module in model.modules()]
-        self._recomputes = getattr(model, "is_gradient_checkpointing", False)
-        optimizer = trainer.optimizer
-        self._optimizer = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
-        self._accelerator = {
-            name: list(value)
-            for name, value in vars(trainer.accelerator).items()
-            if isinstance(value, list)
-        }
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(saved.nbytes for _, saved in self._tensors)
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        trainer = self._trainer
-        for tensor, saved in self._tensors:
-            tensor.copy_(saved)
-        for param, grad in self._grads:
-            param.grad = grad
-        for module, mode in self._modes:
-            module.training = mode
-        if not self._recomputes and getattr(trainer.model, "is_gradient_checkpointing", False):
-            trainer.model.gradient_checkpointing_disable()
-        vars(trainer).clear()
-        vars(trainer).update(self._attributes)
-        for name, value in self._small.items():
-            setattr(trainer, name, value)
-        for name, values in self._accelerator.items():
-            getattr(trainer.accelerator, name)[:] = values
-        if self._optimizer is not None:
-            trainer.optimizer.load_state_dict(self._optimizer)
-        self._rng.put_back()
-
-
-def _make_quiet(trainer: Any, num_steps: int) -> None:
-    """Give the trainer settings and callbacks for a trial; :class:`_Before` has its own."""
-    trainer.args = copy.copy(trainer.args)
-    for name, value in {**QUIET, "max_steps": num_steps}.items():
-        setattr(trainer.args, name, type(getattr(trainer.args, name))(value))
-    trainer.callback_handler = CallbackHandler(
-        [DefaultFlowCallback()],
-        trainer.model,
-        trainer.processing_class,
-        trainer.optimizer,
-        trainer.lr_scheduler,
-    )
-    trainer.control = TrainerControl()
-
+from heal.undone_steps import DryRunReport
 
 MORE_EPOCHS = 10**6
 """Passes over the data beyond the planned ones: steps that were undone need batches too.
@@ -484,18 +39,17 @@ class SelfHealingTrainer:
 
     Args:
         trainer: already built; it is changed only while :meth:`train` runs, and put back after.
-        config: how patient to be, and how hard to push back; a dict of settings will do. With
-            ``zclip_enabled`` our clipper takes the place of the trainer's, with the trainer's
-            ``max_grad_norm`` for its limit.
+        config: settings, or a dict of them. With ``zclip_enabled`` our clipper replaces the
+            trainer's, with the trainer's ``max_grad_norm`` as its limit.
         run_dir: where journal and postmortem go; the trainer's ``output_dir`` if None.
-        trackers: names or objects that are shown alerts and numbers, beside the trainer's own
-            ``report_to``, which is shown the numbers anyhow.
+        trackers: names or objects that get alerts and numbers, beside the trainer's own
+            ``report_to``, which always gets the numbers.
         plateau_lr_factor: what the learning rate is multiplied by when preference training stays
             at chance, from 1 to 5; None for an alert and no more.
-        sleep: waits between retries of what the network refused.
+        sleep: waits between retries after a network failure.
 
     Raises:
-        TypeError: the trainer is none.
+        TypeError: the trainer is not one.
         ConfigError: a setting is unknown or wrong.
         ValueError: a tracker is not known, or the factor makes no sense.
 
@@ -528,12 +82,12 @@ class SelfHealingTrainer:
         return self._callback.healer
 
     def dry_run(self, num_steps: int = 2) -> DryRunReport:
-        """Try some steps on the trainer's own data and take them back: all is as it was before.
+        """Try some steps on the trainer's own data and undo them.
 
         Returns:
             Losses, seconds and problems; ``is_ok`` if training can begin.
         """
-        check_ready(self.trainer, SelfHealingCallback)
+        check_ready(self.trainer)
         return dry_run(self.trainer, num_steps)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
@@ -555,7 +109,7 @@ class SelfHealingTrainer:
             PermissionError: its ``output_dir`` cannot be written.
         """
         trainer, callback, patches = self.trainer, self._callback, Patches()
-        check_ready(trainer, SelfHealingCallback)
+        check_ready(trainer)
         if resume_from_checkpoint:
             kwargs["resume_from_checkpoint"] = resume_from_checkpoint
         callback.session = None
@@ -594,7 +148,7 @@ class SelfHealingTrainer:
             epochs, *rest = planned(*args, **kwargs)
             self._callback.planned_epochs = epochs
             if _steps_done(self._callback.resumed_from) >= rest[-1]:
-                return (epochs, *rest)  # all were taken: one epoch more would be one step more
+                return (epochs, *rest)  # all steps are done: one epoch more would be one step more
             return (min(epochs + MORE_EPOCHS, 2**62), *rest)
 
         return values
@@ -604,7 +158,7 @@ def _steps_done(checkpoint: str | None) -> int:
     """Return how many steps a trainer had taken when it saved a checkpoint."""
     path = Path(checkpoint or "") / TRAINER_STATE_NAME
     if checkpoint is None or not path.is_file():
-        return 0  # the trainer will say what is wrong with it
+        return 0  # the trainer will raise what is wrong with it
     return int(TrainerState.load_from_json(str(path)).global_step)
 
 
@@ -613,3 +167,362 @@ def _checkpoint(trainer: Any, resume: str | bool | None) -> str | None:
         found: str | None = get_last_checkpoint(trainer.args.output_dir)
         return found
     return str(resume) if resume else None
+
+
+# Watches a trainer from within: what its hooks report goes to the healer.
+
+
+class SelfHealingCallback(TrainerCallback):
+    """Detection, clipping and skipping for a trainer, without the retry loop.
+
+    Gradients are measured before they are clipped; a step with NaN or Inf is skipped on the
+    device; loss, gradients, weights and evaluations are watched; damage is rolled back in memory.
+    Exceptions pass: :class:`SelfHealingTrainer` heals these too.
+
+    Args:
+        trainer: the one that it is added to: hooks see neither losses nor gradients before
+            clipping.
+        config: settings, or a dict of them.
+        run_dir: where the journal goes; the trainer's ``output_dir`` if None.
+        plateau_lr_factor: what the learning rate is multiplied by when preference training stays
+            at chance, from 1 to 5; None for an alert and no more.
+        sleep: waits between retries.
+
+    Attributes:
+        session: the run that is under way, or the last one; None before.
+        resumed_from: the checkpoint whose healing state is to be loaded; None for none.
+        trackers: get every decision; None for none.
+
+    Raises:
+        TypeError: the trainer is not one.
+        ConfigError: a setting is unknown or wrong.
+
+    Example:
+        >>> trainer.add_callback(SelfHealingCallback(trainer))
+        >>> trainer.train()
+    """
+
+    _retries = False
+
+    def __init__(
+        self,
+        trainer: Any,
+        config: HealingConfig | Mapping[str, Any] | None = None,
+        run_dir: str | Path | None = None,
+        *,
+        plateau_lr_factor: float | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._plateau_lr_factor = checked_factor(plateau_lr_factor)
+        self.config = checked_config(config)
+        self.session: Session | None = None
+        self.resumed_from: str | None = None
+        self.trackers: Any = None
+        self._trainer = checked_trainer(trainer)
+        self._run_dir = run_dir
+        self._sleep = sleep
+        self._patches = Patches()
+
+    @property
+    def healer(self) -> Healer | None:
+        """The healer of the run, None before the first."""
+        return None if self.session is None else self.session.healer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.detach()
+        self.session = Session(
+            self._trainer,
+            self.config,
+            args.output_dir if self._run_dir is None else self._run_dir,
+            self._retries,
+            self._sleep,
+            self._patches,
+            self._plateau_lr_factor,
+            self.trackers,
+        )
+        if self.resumed_from:
+            self.session.resume(self.resumed_from)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.session is not None:
+            self.session.begin_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.session is not None:
+            self.session.end_step(control)
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        loss = (metrics or {}).get("eval_loss")
+        if self.session is not None and loss is not None:
+            self.session.healer.observe_eval(float(loss))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.session is not None and logs:
+            self.session.observe_log(logs)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.session is not None:
+            self.session.after_save()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.detach()
+        if self.session is not None:
+            self.session.close()
+
+    def detach(self) -> None:
+        """Give the trainer back as it was; done at the end of training."""
+        self._patches.put_back()
+
+
+class RetryingCallback(SelfHealingCallback):
+    """What :class:`SelfHealingTrainer` adds to its trainer for the time of ``train``."""
+
+    _retries = True
+    planned_epochs: int | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.planned_epochs is not None:
+            state.num_train_epochs = self.planned_epochs
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go on after an epoch that gave no batch; the trainer would take it for the end."""
+        session = self.session
+        if session is None or session.batches is None or session.stopped is not None:
+            return
+        if session.batches.has_lost_epoch and state.global_step < state.max_steps:
+            control.should_training_stop = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the end to the wrapper, which raises if a signal stopped the run."""
+        self.detach()
+
+
+class TrackedNumbers(TrainerCallback):
+    """Comes before the trainer's trackers, and adds what healing measured to their numbers.
+
+    The trainer's own log was written by then and stays as it is.
+    """
+
+    def __init__(self, numbers: Callable[[], dict[str, float]]) -> None:
+        self._numbers = numbers
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs is not None:
+            logs.update(self._numbers())
+
+
+COUNTED = {
+    "healing/refusals": Skip,
+    "healing/rollbacks": Rollback,
+    "healing/lr_cuts": ScaleLr,
+    "healing/skips": SkipBatches,
+    "healing/batch_cuts": ShrinkBatch,
+    "healing/waits": Backoff,
+    "healing/halts": Halt,
+}
+
+
+def summary(healer: Healer) -> dict[str, float]:
+    """Return the healer's metrics and how often it did what, for ``TrainOutput.metrics``."""
+    actions = [action for _, _, plan in healer.history for action in plan]
+    counts = {
+        name: float(sum(isinstance(action, kind) for action in actions))
+        for name, kind in COUNTED.items()
+    }
+    alerts = sum(not plan for _, _, plan in healer.history)
+    return {
+        **healer.metrics(),
+        **counts,
+        "healing/alerts": float(alerts),
+        "healing/lr_scale": healer.lr_scale,
+        "healing/micro_batches": float(healer.training.micro_batches),
+    }
+
+
+# What can be wrong before training begins: checked with nothing touched.
+
+
+NEEDED = ("train", "args", "accelerator", "callback_handler", "training_step")
+"""What is used of a trainer. Any object that has it will do, whatever its class."""
+
+_TRAINING: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Trainers that we are training."""
+
+LARGEST_LR_RAISE = 5.0
+"""A larger factor makes a run diverge that was only stuck."""
+
+
+def checked_trainer(trainer: Any) -> Any:
+    """Return the trainer if it is one.
+
+    Raises:
+        TypeError: it is a class, or lacks what healing needs.
+    """
+    if isinstance(trainer, type):
+        raise TypeError(f"trainer is the class {trainer.__name__}; expected one that is built")
+    missing = [name for name in NEEDED if not hasattr(trainer, name)]
+    if missing:
+        raise TypeError(
+            f"trainer is {type(trainer).__name__}, which lacks {', '.join(missing)}; expected a "
+            "transformers.Trainer or a trainer of TRL"
+        )
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        raise TypeError("the trainer uses DeepSpeed, whose engine steps by itself: not supported")
+    return trainer
+
+
+def checked_factor(factor: float | None) -> float | None:
+    """Return the factor on the LR at a plateau if it raises the LR, and not beyond the limit.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if factor is not None and not 1.0 < factor <= LARGEST_LR_RAISE:
+        raise ValueError(
+            f"plateau_lr_factor is {factor!r}; expected more than 1 and at most {LARGEST_LR_RAISE}"
+        )
+    return factor
+
+
+def check_ready(trainer: Any) -> None:
+    """Raise unless training can begin now.
+
+    Raises:
+        RuntimeError: the trainer is training already, or another wrapper heals it.
+        PermissionError: its ``output_dir`` cannot be written.
+    """
+    if trainer in _TRAINING:
+        raise RuntimeError(
+            f"{type(trainer).__name__} is training already; wait until its train() has returned"
+        )
+    if getattr(trainer, "is_in_train", False):  # transformers leaves it set when train() raises
+        warnings.warn(
+            f"{type(trainer).__name__}.is_in_train is set: its train() has raised before, or is "
+            "still running. If it is running, wait until it has returned",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, SelfHealingCallback):
+            raise RuntimeError(
+                f"the trainer already has a {type(callback).__name__}; remove it with "
+                "trainer.remove_callback, or call trainer.train() itself"
+            )
+    folder, problem = trainer.args.output_dir, ""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        problem = f"made: {error.strerror}"
+    else:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            problem = "written"
+    if problem:
+        raise PermissionError(
+            f"output_dir {folder} cannot be {problem}; checkpoints and the postmortem go there. "
+            "Nothing was trained yet"
+        )
+
+
+# Tries a few steps of a trainer on its own data, and leaves no trace of them.
+
+
+QUIET = {
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "auto_find_batch_size": False,
+}
+"""What a dry run switches off: nothing is written, nothing is evaluated."""
+
+
+def dry_run(trainer: Any, num_steps: int) -> DryRunReport:
+    """Take ``num_steps`` real steps and put everything back, also if they fail.
+
+    Weights, buffers, optimizer, scheduler, generators, counters, log and what trainers of TRL
+    keep are as before; the trainer's callbacks are not called, and no file is written.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps}; expected at least 1")
+    model, training_step = trainer.model, trainer.training_step
+    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    parts: dict[int, list[Tensor]] = {}  # losses, by step
+    problems: list[str] = []
+    trained = 0
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal trained
+        loss = training_step(*args, **kwargs)
+        parts.setdefault(trainer.state.global_step, []).append(loss)
+        trained = sum(p.grad is not None for p in trainer.model.parameters())
+        return loss
+
+    began = time.perf_counter()
+    try:
+        with _unchanged(trainer), Patches() as patches:
+            _make_quiet(trainer, num_steps)
+            patches.set(trainer, "training_step", watched)
+            trainer.train()
+    except Exception as error:
+        problems.append(f"{type(error).__name__}: {error}")
+    losses = [float(sum(of_step)) for of_step in parts.values()]
+    if not all(math.isfinite(loss) for loss in losses):
+        problems.append(f"losses are not finite: {losses}")
+    if losses and not trained:
+        problems.append("no parameter has a gradient")
+    seconds = (time.perf_counter() - began) / max(1, len(losses))
+    return DryRunReport(losses, seconds, num_bytes, trained, problems)
+
+
+@contextmanager
+def _unchanged(trainer: Any) -> Iterator[None]:
+    """Put a trainer back after the body: copies of what steps write, references to the rest."""
+    model, optimizer, accelerator = trainer.model, trainer.optimizer, trainer.accelerator
+    attributes = dict(vars(trainer))
+    names = [name for name in ("state", "_metrics", "_logs") if name in attributes]
+    small = {name: copy.deepcopy(attributes[name]) for name in names}
+    lists = {name: list(v) for name, v in vars(accelerator).items() if isinstance(v, list)}
+    tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    grads = [(param, param.grad) for param in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    recomputes = getattr(model, "is_gradient_checkpointing", False)
+    saved = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+    rng = RngState.now()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in tensors:
+                tensor.copy_(before)
+        for param, grad in grads:
+            param.grad = grad
+        for module, mode in modes:
+            module.training = mode
+        if not recomputes and getattr(model, "is_gradient_checkpointing", False):
+            model.gradient_checkpointing_disable()
+        vars(trainer).clear()
+        vars(trainer).update({**attributes, **small})
+        for name, values in lists.items():
+            getattr(accelerator, name)[:] = values
+        if saved is not None:
+            trainer.optimizer.load_state_dict(saved)
+        rng.put_back()
+
+
+def _make_quiet(trainer: Any, num_steps: int) -> None:
+    """Give the trainer settings and callbacks for a trial; :func:`_unchanged` keeps its own."""
+    trainer.args = copy.copy(trainer.args)
+    for name, value in {**QUIET, "max_steps": num_steps}.items():
+        setattr(trainer.args, name, type(getattr(trainer.args, name))(value))
+    trainer.callback_handler = CallbackHandler(
+        [DefaultFlowCallback()],
+        trainer.model,
+        trainer.processing_class,
+        trainer.optimizer,
+        trainer.lr_scheduler,
+    )
+    trainer.control = TrainerControl()

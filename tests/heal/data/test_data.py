@@ -6,21 +6,35 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
-from heal.data.stream import BatchStream
+from heal.data.stream import BatchStream, NoMoreBatches
 
 NUMBERS = TensorDataset(torch.arange(40))
 
 
-class Clock:
-    """Says which step the next batch is for."""
+class Loop(BatchStream):
+    """Draws as ``Healer.epoch`` does; ``step`` is the one that the next batch is for."""
 
-    step = 0
+    def __init__(self, on_error, on_begin):
+        super().__init__(on_error)
+        self.step, self.on_begin = 0, on_begin
+
+    def epoch(self, loader):
+        number = self.begin(loader)
+        try:
+            self.on_begin()
+            while True:
+                yield self.draw(loader, number, self.step)
+        except NoMoreBatches:
+            return
+        finally:
+            self.leave(number)
 
 
 def make_stream(on_error=None, on_begin=lambda: None):
-    clock, errors = Clock(), []
-    told = on_error or (lambda error, epoch, index: errors.append((error, epoch, index)))
-    return BatchStream(told, lambda: clock.step, on_begin), clock, errors
+    errors = []
+    noted = on_error or (lambda error, epoch, index: errors.append((error, epoch, index)))
+    stream = Loop(noted, on_begin)
+    return stream, errors
 
 
 def drawn(batches):
@@ -52,7 +66,7 @@ def test_a_stream_is_what_a_for_loop_sees(kind):
     expected = [drawn(loader) for _ in range(2)] + [torch.rand(1).item()]
     torch.manual_seed(1)
     loader = LOADERS[kind]()
-    stream, _, _ = make_stream()
+    stream, _ = make_stream()
     assert [drawn(stream.epoch(loader)) for _ in range(2)] + [torch.rand(1).item()] == expected
 
 
@@ -66,7 +80,7 @@ def test_a_rewound_stream_gives_the_same_batches_again(kind, at):
     def note(i):
         positions[i] = (stream.position(), torch.get_rng_state())
 
-    stream, _, _ = make_stream(on_begin=lambda: note(0))
+    stream, _ = make_stream(on_begin=lambda: note(0))
     first = drawn(stream.epoch(loader))
     batches, seen = stream.epoch(loader), []
     for i in range(10):
@@ -84,7 +98,7 @@ def test_a_rewound_stream_gives_the_same_batches_again(kind, at):
 def test_a_rewind_into_the_epoch_before_ends_where_the_loop_would():
     torch.manual_seed(3)
     loader = DataLoader(NUMBERS, batch_size=4, shuffle=True)
-    stream, _, _ = make_stream()
+    stream, _ = make_stream()
     rng, positions, seen = {}, {}, []
     epochs = 0
     rewound = False
@@ -111,7 +125,7 @@ def test_stateful_loaders_return_to_the_exact_position():
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     torch.manual_seed(4)
     loader = stateful.StatefulDataLoader(NUMBERS, batch_size=4, shuffle=True)
-    stream, _, _ = make_stream()
+    stream, _ = make_stream()
     batches, seen = stream.epoch(loader), []
     for _ in range(3):
         seen += drawn([next(batches)])
@@ -124,25 +138,25 @@ def test_stateful_loaders_return_to_the_exact_position():
 
 def test_batches_of_bad_steps_are_left_out_of_a_replay():
     loader = [(torch.tensor([i]),) for i in range(12)]
-    stream, clock, _ = make_stream()
+    stream, _ = make_stream()
     batches, start = stream.epoch(loader), None
     for i in range(8):
-        clock.step = i // 2  # two batches per step
+        stream.step = i // 2  # two batches per step
         next(batches)
         start = start or stream.position()
     stream.rewind(start)
     stream.abandon_from(1)
-    clock.step = 1
+    stream.step = 1
     stream.skip(2, 4)  # batches 4 to 7 were seen; step 4 would have had 8 and 9
     assert drawn(batches) == [(1,), (2,), (3,), (10,), (11,)]
 
 
 def test_skipping_what_lies_behind_needs_nothing():
     loader = [(torch.tensor([i]),) for i in range(6)]
-    stream, clock, _ = make_stream()
+    stream, _ = make_stream()
     batches = stream.epoch(loader)
     for i in range(3):
-        clock.step = i
+        stream.step = i
         next(batches)
     stream.skip(0, 2)
     assert drawn(batches) == [(3,), (4,), (5,)]
@@ -163,18 +177,18 @@ class Spoilt(Dataset):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_that_cannot_be_read_is_recorded_and_passed_over(workers):
     loader = DataLoader(Spoilt(), batch_size=2, num_workers=workers)
-    stream, _, errors = make_stream()
+    stream, errors = make_stream()
     seen = drawn(stream.epoch(loader))
     assert seen == [(0, 1), (2, 3), (6, 7), (10, 11), (12, 13), (16, 17)]
     assert [(epoch, index) for _, epoch, index in errors] == [(0, 2), (0, 4), (0, 7), (0, 9)]
     assert "sample 4 is torn" in str(errors[0][0])
 
 
-def test_whoever_hears_of_errors_can_end_the_stream():
-    def refuse(error, epoch, index):
+def test_an_error_handler_can_end_the_stream():
+    def give_up(error, epoch, index):
         raise RuntimeError("enough")
 
-    stream, _, _ = make_stream(refuse)
+    stream, _ = make_stream(give_up)
     with pytest.raises(RuntimeError, match="enough"):
         drawn(stream.epoch(DataLoader(Spoilt(), batch_size=2)))
 
@@ -189,7 +203,7 @@ def test_a_batch_is_let_go_before_the_next_one_is_read():
         given.append(weakref.ref(tensor))
         return tensor
 
-    stream, _, _ = make_stream()
+    stream, _ = make_stream()
     for tensor in stream.epoch(batch() for _ in range(3)):
         del tensor
     assert alive == [0, 0, 0]
@@ -197,7 +211,7 @@ def test_a_batch_is_let_go_before_the_next_one_is_read():
 
 def test_two_epochs_at_once_are_refused_and_never_mixed():
     first, second = [(torch.tensor([i]),) for i in range(3)], [(torch.tensor([9]),)] * 3
-    stream, _, _ = make_stream()
+    stream, _ = make_stream()
     pairs = zip(stream.epoch(first), stream.epoch(second), strict=False)
     assert drawn(next(pairs)) == [(0,), (9,)]
     with pytest.raises(RuntimeError, match=r"expected one loop over batches\(\) at a time"):
@@ -205,7 +219,7 @@ def test_two_epochs_at_once_are_refused_and_never_mixed():
 
 
 def test_an_evaluation_does_not_end_the_epoch_without_a_word():
-    stream, _, _ = make_stream()
+    stream, _ = make_stream()
     training = stream.epoch([(torch.tensor([i]),) for i in range(3)])
     next(training)
     assert len(drawn(stream.epoch([(torch.tensor([9]),)] * 3))) == 3
@@ -213,9 +227,9 @@ def test_an_evaluation_does_not_end_the_epoch_without_a_word():
         next(training)
 
 
-def test_a_loop_that_was_left_but_not_collected_is_in_nobodys_way():
+def test_a_loop_that_was_left_but_not_collected_is_not_in_the_way():
     loader = [(torch.tensor([i]),) for i in range(3)]
-    stream, _, _ = make_stream()
+    stream, _ = make_stream()
     left = stream.epoch(loader)
     next(left)
     again = stream.epoch(loader)

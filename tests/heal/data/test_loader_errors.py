@@ -279,7 +279,7 @@ def test_an_iterator_that_dies_is_told_of(error, tmp_path):
 
     seen, _, healer = train(generate(), tmp_path)
     assert len(seen[0]) == 20
-    assert any("an iterator cannot be opened anew" in note for note in healer.notes)
+    assert any("an iterator cannot be opened again" in note for note in healer.notes)
 
 
 def test_a_bad_batch_at_the_end_of_an_epoch_costs_no_second_pass(tmp_path):

@@ -156,7 +156,7 @@ def test_a_replay_begins_before_a_loop_that_was_left_by_count():
     from tests.heal.data.test_data import drawn, make_stream
 
     loader = [(torch.tensor([i]),) for i in range(10)]
-    stream, _, _ = make_stream()
+    stream, _ = make_stream()
     batches = stream.epoch(loader)
     assert drawn([next(batches) for _ in range(3)]) == [(0,), (1,), (2,)]
     position = stream.position()

@@ -37,7 +37,7 @@ def test_a_run_that_is_not_warned_of_is_bit_by_bit_the_same(calm):
     assert "healing/forecast" in healer.metrics()
 
 
-def test_the_weights_are_measured_every_ten_steps_and_heard_of(calm):
+def test_the_weights_are_measured_every_ten_steps_and_observed(calm):
     setup = regression(forecast=True, check_interval=1000)
     healer = setup.healer()
     checks = []

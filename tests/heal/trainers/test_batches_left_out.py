@@ -74,21 +74,22 @@ def trainer_at(step, length=16, accumulate=3, ignores=False):
 
 
 def batches_at(step, **options):
-    stream = BatchStream(lambda *_: None, lambda: 0, lambda: None)
-    return TrainerBatches(trainer_at(step, **options), stream, lambda _: False, print, 0), stream
+    healer = SimpleNamespace(stream=BatchStream(lambda *_: None))
+    return TrainerBatches(trainer_at(step, **options), healer, print), healer.stream
 
 
 @pytest.mark.parametrize(
-    ("steps", "batches"), [(0, 0), (1, 3), (5, 15), (6, 16), (7, 19), (12, 32), (13, 35)]
+    ("steps", "batches", "of_last_epoch"),
+    [(0, 0, 0), (1, 3, 3), (5, 15, 15), (6, 16, 0), (7, 19, 3), (12, 32, 0), (13, 35, 3)],
 )
-def test_the_last_step_of_an_epoch_takes_what_is_left(steps, batches):
-    assert batches_of_steps(trainer_at(0), steps) == batches
+def test_the_last_step_of_an_epoch_takes_what_is_left(steps, batches, of_last_epoch):
+    assert batches_of_steps(trainer_at(0), steps) == (batches, of_last_epoch)
 
 
 def test_how_many_batches_steps_take_is_not_known_without_a_length():
     trainer = trainer_at(0)
     trainer.callback_handler.train_dataloader = iter(())
-    assert batches_of_steps(trainer, 5) is None
+    assert batches_of_steps(trainer, 5) == (None, 15)
 
 
 def test_batches_to_leave_out_are_counted_from_the_first_of_the_training():

@@ -86,7 +86,7 @@ def test_healing_state_of_another_version_is_told_and_training_goes_on(tmp_path)
     assert "version 1; expected 2" in resumed.healer.notes[0]
 
 
-def test_a_checkpoint_knows_of_every_step_that_could_be_heard_of(tmp_path):
+def test_a_checkpoint_knows_of_every_step_that_could_be_observed(tmp_path):
     """Calm records wait to be heard together: a save must not lose those that wait."""
     Healed(tiny.plain(tmp_path, **SAVING))
     saved = torch.load(tmp_path / "checkpoint-8" / "healing.pt")

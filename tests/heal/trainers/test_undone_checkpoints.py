@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from transformers import TrainerState
 
-from heal.integrations.transformers.batches import TrainerPosition
 from heal.integrations.transformers.session import (
+    TrainerPosition,
     UndoneCheckpoints,
     checkpoint_folder,
 )
