@@ -273,7 +273,8 @@ class Healer:
             self.schedules.before_step(self.training.step)
             self.before_step()
             facts = self.monitor.facts()
-            self.training.apply_lr_limit()
+            if self.training.lr_limit is not None:
+                self.training.apply_lr_limit()
         except Exception as error:
             self.note(f"{LEFT_OUT}: {error!r}")
         self._is_stepping = True
@@ -309,7 +310,11 @@ class Healer:
         step = self.training.step + 1
         is_calm = self.monitor.note_step(step, facts, posted, has_loss)
         self.training.advance()
-        has_changed_shape = self._has_changed_shape()
+        has_changed_shape = False
+        try:
+            has_changed_shape = self.training.has_changed_shape()
+        except Exception as error:  # the detectors must be shown the records all the same
+            self.note(f"{LEFT_OUT}: {error!r}")
         if is_calm and step < self._busy_at and not self.recovery.late and not has_changed_shape:
             return  # as after most steps
         self._busy_at = 0
@@ -406,16 +411,8 @@ class Healer:
     def _prepare_step(self) -> None:
         self.training.ring.before_step()
         if self.training.step == 0:  # what has changed since an epoch began must be in it
-            self._wants_snapshot |= self._has_changed_shape()
+            self._wants_snapshot |= self.training.has_changed_shape()
             self._first_snapshot()
-
-    def _has_changed_shape(self) -> bool:
-        """Return whether parameters came, went, froze or thawed since last asked."""
-        try:
-            return self.training.has_changed_shape()
-        except Exception as error:  # the detectors must be shown the records all the same
-            self.note(f"{LEFT_OUT}: {error!r}")
-            return False
 
     def _first_snapshot(self) -> None:
         """Take a snapshot unless there is one.

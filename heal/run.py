@@ -44,6 +44,8 @@ class TorchRun:
         buffers: copies of those that steps write.
         clip_limits: tightens clipping for some steps.
         anchor: holds weights near those of a snapshot, for some steps after a rollback.
+        lr_limit: at which the learning rate is held; None if it is not.
+        is_between_steps: whether a snapshot or a rollback waits for :meth:`between_steps`.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class TorchRun:
         self._sleep = sleep
         self._lr_scale = 1.0
         self._ramp: tuple[float, int, int] | None = None  # start, steps done, steps in all
-        self._lr_limit: float | None = None
+        self.lr_limit: float | None = None
         self._lr_limit_until = 0
         self.clip_limits = ClipLimits(guarded.optimizers, config.lr_ramp_steps, note)
         self.close_watch_until = 0
@@ -176,22 +178,22 @@ class TorchRun:
 
         A rollback has just put it back: that it is no higher now says nothing about what raised it.
         """
-        self._lr_limit = limit
+        self.lr_limit = limit
         self._lr_limit_until = self.step + self._config.incident_steps
 
     def apply_lr_limit(self) -> None:
         """Scale the rate of the next step down to the limit of :meth:`hold_lr`, if there is one."""
-        if self._lr_limit is None:
+        if self.lr_limit is None:
             return
         lr = self.learning_rate()
-        if lr == 0.0 or 0.0 < lr <= self._lr_limit * (1.0 + 1e-6):
+        if lr == 0.0 or 0.0 < lr <= self.lr_limit * (1.0 + 1e-6):
             self.lr_scale = self._lr_scale
             if self.step >= self._lr_limit_until:
-                self._lr_limit = None
+                self.lr_limit = None
             return
         for optimizer in self._guarded.optimizers:
             # A negative rate changes its sign: no schedule ascends.
-            optimizer.lr_scale = self._lr_limit / lr * min(self._lr_scale, 1.0)
+            optimizer.lr_scale = self.lr_limit / lr * min(self._lr_scale, 1.0)
 
     def capture_after_step(self) -> bool:
         """Take a snapshot within ``step``, to be completed by :meth:`between_steps`.
@@ -238,7 +240,7 @@ class TorchRun:
             "calls": self.calls,
             "lr_scale": self._lr_scale,
             "ramp": self._ramp,
-            "lr_limit": self._lr_limit,
+            "lr_limit": self.lr_limit,
             "micro_batches": self.micro_batches,
             "micro": self.micro.state(),
             "anchor_steps": self.anchor.steps_left,
@@ -249,7 +251,7 @@ class TorchRun:
         """Go on at a step of another process, with what :meth:`state` returned there."""
         self.step, self.calls = step, saved.get("calls", step)  # not in the first checkpoints
         self.lr_scale, self._ramp = saved["lr_scale"], saved["ramp"]
-        self._lr_limit = saved.get("lr_limit")  # not before version 0.2
+        self.lr_limit = saved.get("lr_limit")  # not before version 0.2
         self.micro_batches = saved["micro_batches"]
         if "micro" in saved:  # not in the first checkpoints
             self.micro.load_state(saved["micro"])
