@@ -45,7 +45,6 @@ class TorchRun:
         clip_limits: tightens clipping for some steps.
         anchor: holds weights near those of a snapshot, for some steps after a rollback.
         lr_limit: at which the learning rate is held; None if it is not.
-        is_between_steps: whether a snapshot or a rollback waits for :meth:`between_steps`.
     """
 
     def __init__(
