@@ -11,6 +11,7 @@ import secrets
 import stat
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,12 @@ class Journal:
     def has_readers(self) -> bool:
         """Whether lines go anywhere: to a file, or to a subscriber."""
         return self.run_dir is not None or bool(self._subscribers)
+
+    @property
+    def is_heard(self) -> bool:
+        """The name of :attr:`has_readers` in version 0.1."""
+        warnings.warn("Journal.is_heard is has_readers now", DeprecationWarning, stacklevel=2)
+        return self.has_readers
 
     def path(self, name: str) -> Path | None:
         """Return where the lines of a kind go; None without a run_dir."""

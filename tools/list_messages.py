@@ -24,7 +24,9 @@ CALLS = {
     "add": "note",
     "refuse": "error",
     "error": "error",
+    "fail": "error",
     "report_failure": "warning",
+    "_warn_safely": "warning",
     "print": "print",
 }
 """Functions and methods whose texts reach a user, and what kind of message they make."""

@@ -3,6 +3,7 @@
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -256,3 +257,11 @@ def _number(name: str, text: str) -> int:
     if not text.isdecimal():
         raise RuntimeError(f"{name} in the environment: expected a whole number, got {text!r}")
     return int(text)
+
+
+def __getattr__(name: str) -> Any:
+    """Return the exception under its name of version 0.1, for one release."""
+    if name == "NobodyCame":
+        warnings.warn("NobodyCame is RanksMissing now", DeprecationWarning, stacklevel=2)
+        return RanksMissing
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

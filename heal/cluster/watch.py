@@ -39,15 +39,9 @@ Others are often the program's own doing, and come with an exception."""
 class ClusterWatch:
     """Runs the checks after every step; on the healthy path nothing waits.
 
-    What only this rank knows is reported, and reaches all ranks in the record of the next step.
-
-    Args:
-        model: whose parameters are compared across replicas, where DDP or DTensor says so.
-        config: intervals and timeouts.
-        journal: logs what was seen.
-        report: sends a flag to all ranks.
-        note: logs what cannot be checked.
-        group: the ranks that act alike; all if None.
+    Parameters are compared where DDP or DTensor says that they are replicas. What only this rank
+    knows goes to ``report``, and reaches all ranks in the record of the next step; what cannot be
+    checked goes to ``note``.
 
     Attributes:
         watchdog: expects a beat at every step; None while hangs are not watched for.
@@ -103,11 +97,7 @@ class ClusterWatch:
         self._ping_read_at = None
 
     def start(self, before_exit: Callable[[int], object] = lambda code: None) -> None:
-        """Begin to watch for hangs; the loop ends it.
-
-        Args:
-            before_exit: called with the exit code, in the thread that ends a process that hangs.
-        """
+        """Watch for hangs; the thread that ends the process passes the code to ``before_exit``."""
         self._before_exit = before_exit
         seconds = self._config.hang_timeout_seconds
         if seconds and self.watchdog is None:
@@ -124,7 +114,6 @@ class ClusterWatch:
             watchdog.stop()
 
     def _ping_ranks(self, step: int) -> list[Finding]:
-        found = []
         if self._ping_read_at is not None and step >= self._ping_read_at:
             self._ping_read_at = None
             health = self._ping.finish()
@@ -136,11 +125,11 @@ class ClusterWatch:
                     severity=Severity.FATAL,
                     evidence={"type": health.reason, "missing": health.missing},
                 )
-                found.append(finding)
-        if not found and _is_due(step, self._config.nccl_health_check_interval):
+                return [finding]
+        if _is_due(step, self._config.nccl_health_check_interval):
             self._ping.start()
             self._ping_read_at = step + self._config.lag
-        return found
+        return []
 
     def _compare(self, step: int) -> None:
         if _is_due(step, self._config.nccl_health_check_interval):

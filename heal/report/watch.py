@@ -18,7 +18,6 @@ from heal.report.story import KINDS, Event
 from heal.report.words import count, duration
 
 START_BYTES = 2**20  # read of a file that is long already; the end is what counts
-CHUNK = 2**20
 MAX_EVENTS = 200  # events kept
 MAX_ROWS = 2048  # of the curve of a rank
 CURVE_CELLS = 32
@@ -63,35 +62,28 @@ class Tail:
 
     def _read(self) -> list[dict[str, Any]]:
         try:
-            file = self._opened()
-            chunks = [] if file is None else list(iter(lambda: file.read(CHUNK), b""))
-        except OSError:
+            if self._file is None:
+                self._file = self._open()
+            data = self._rest + self._file.read()
+        except OSError:  # not there yet, or no longer
             self.close()
             return []
-        *whole, self._rest = (self._rest + b"".join(chunks)).split(b"\n")
+        *complete, self._rest = data.split(b"\n")
         if len(self._rest) > read.MAX_LINE:
             self._rest = b""
             self.bad_lines += 1
-        found = []
-        for raw in whole:
-            line = parse_line(raw)
-            if line is not None:
-                found.append(line)
-            elif raw.strip():
-                self.bad_lines += 1
+        lines = [parse_line(raw) for raw in complete if raw.strip()]
+        found = [line for line in lines if line is not None]
+        self.bad_lines += len(lines) - len(found)
         return found
 
-    def _opened(self) -> BinaryIO | None:
-        if self._file is None:
-            try:
-                self._file = open_regular(self.path)
-            except FileNotFoundError:
-                return None
-            size = os.fstat(self._file.fileno()).st_size
-            if size > START_BYTES:
-                self._file.seek(size - START_BYTES)
-                self._file.readline()  # half a line
-        return self._file
+    def _open(self) -> BinaryIO:
+        file = open_regular(self.path)
+        size = os.fstat(file.fileno()).st_size
+        if size > START_BYTES:
+            file.seek(size - START_BYTES)
+            file.readline()  # half a line
+        return file
 
     def _was_replaced(self) -> bool:
         if self._file is None:

@@ -126,6 +126,15 @@ def test_files_are_rotated(tmp_path):
     assert newest["step"] == 49
 
 
+def test_old_names_work_with_a_warning(tmp_path):
+    from heal.cluster import launch
+
+    with pytest.warns(DeprecationWarning, match="has_readers"):
+        assert Journal(tmp_path).is_heard
+    with pytest.warns(DeprecationWarning, match="RanksMissing"):
+        assert launch.NobodyCame is launch.RanksMissing
+
+
 def test_metrics_have_a_file_of_their_own(tmp_path):
     journal = Journal(tmp_path)
     journal.metrics(3, {"healing/nan_count": 1.0, "healing/loss_spike_ratio": math.nan})

@@ -257,3 +257,10 @@ def test_a_nan_loss_names_no_tensor(tmp_path):
     told(tmp_path, bad_loss, bad_gradient)
     (entry,) = worst_tensors(read_run(tmp_path))
     assert entry["failures"] == {"nonfinite_gradient": 1}
+
+
+@pytest.mark.parametrize("name", ["logging_failed", "telling_failed"])  # the latter until 0.1
+def test_a_recovery_that_could_not_be_logged_is_shown_under_both_of_its_names(tmp_path, name):
+    failed = {**started(seconds=3), "event": name, "step": 7, "error": "OSError('full')"}
+    told(tmp_path, failed, steps=20)
+    assert "OSError(" in make_page(read_run(tmp_path))
