@@ -35,12 +35,9 @@ def copy_on_host(
     tensors: Mapping[Key, Tensor],
     without_nan: Mapping[Key, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Copy tensors; return their hashes and how many are bad. A run of bytes is read once.
+    """Copy tensors; return their hashes, and how many are bad as :func:`count_bad` has it.
 
-    Args:
-        copies: written, by key.
-        tensors: read.
-        without_nan: see :func:`count_bad`.
+    What is one run of bytes is read once.
     """
     may_hold_inf = without_nan or {}
     runs = {key: t for key, t in tensors.items() if is_run_of_bytes(copies[key], t)}
@@ -122,9 +119,7 @@ class Constants:
     hashed as it has itself: a base model of many gigabytes takes many snapshots to go round. On a
     device nothing waits: what one look finds is read at the next.
 
-    Args:
-        state: what the run is made of; what is not constant after all becomes a part of it.
-        note: called with a text for each such tensor.
+    What is not constant after all becomes a part of ``state``, and ``note`` gets a text.
     """
 
     def __init__(self, state: TrainingState, note: Callable[[str], None]) -> None:
@@ -225,13 +220,11 @@ class HealthCheck:
 
     One in host memory may be read at once: the sooner damage is found, the fewer steps are undone.
 
+    Buffers that forward writes are checked for NaN, running statistics for Inf as well. All ranks
+    find the same: shards add up, and what is corrupt on one replica is in the mean of all.
+
     Args:
-        optimizers: whose parameters and state are measured.
         names: of the parameters, by identity.
-        buffers: those that forward writes are checked for NaN, running statistics for Inf as well.
-        lag: steps after which a row may be read.
-        ranks: that measure together, so that all of them find the same: shards add up, and what
-            is corrupt on one replica is in the mean of all.
         waits: whether rows in host memory wait as well, as a forecast expects that learned so.
     """
 

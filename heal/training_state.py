@@ -87,7 +87,6 @@ class Undo:
     def put_back(self) -> list[str]:
         """Return to the state that was; return what could not be put back."""
         failures = [] if self.is_whole else ["tensors: there was no host memory for a copy of them"]
-        self._put_back_mappings()
         for target, before in self._tensors:
             try:
                 target.copy_(before)
@@ -98,15 +97,13 @@ class Undo:
                 load(state)
             except Exception as error:
                 failures.append(f"{getattr(load, '__qualname__', load)}: {error!r}")
-        self._put_back_mappings()  # a scheduler may write parameter groups when it is loaded
-        return failures
-
-    def _put_back_mappings(self) -> None:
-        """Give each its entries again; the objects stay, because others hold them."""
-        for mapping, before in self._mappings:
-            for key in [k for k in mapping if k not in before]:
+        # Last, because a scheduler may write parameter groups when it is loaded. The mappings
+        # themselves stay, because other objects hold them.
+        for mapping, entries in self._mappings:
+            for key in [k for k in mapping if k not in entries]:
                 del mapping[key]
-            mapping.update(before)
+            mapping.update(entries)
+        return failures
 
 
 class TrainingState:

@@ -236,7 +236,8 @@ def recompute(
             computed.append(float(loss))
         return _Outcome(_hashes(state), computed, RngState.now())
 
-    there = _Outcome(_hashes(state), [float(loss) for loss in losses or ()], RngState.now())
+    known = [] if losses is None else [float(loss) for loss in losses]
+    there = _Outcome(_hashes(state), known, RngState.now())
     with undone(state, guarded) as undo:
         undo.callback(setattr, micro, "attempts", micro.attempts)
         first = compute()
@@ -246,15 +247,15 @@ def recompute(
         has_other_losses = losses is not None and not _same(there.losses, first.losses)
         mine = [has_other_state, has_other_losses, _same_rng(first.rng, there.rng)]
         facts = ranks.gather_json(mine)
-        suspicious = any(state or losses for state, losses, _ in facts)
+        suspicious = any(other_state or other_losses for other_state, other_losses, _ in facts)
         agrees = True
         if suspicious:
             second = compute()
             same = second.hashes == first.hashes and _same(second.losses, first.losses)
             agrees = all(ranks.gather_json(same))
-    faulty = [rank for rank, (_, losses, _) in enumerate(facts) if losses]
-    faulty = faulty or [rank for rank, (state, _, _) in enumerate(facts) if state]
-    origin, reason = _verdict(suspicious, agrees, all(rng for _, _, rng in facts), faulty)
+    faulty = [rank for rank, (_, other_losses, _) in enumerate(facts) if other_losses]
+    faulty = faulty or [rank for rank, (other_state, _, _) in enumerate(facts) if other_state]
+    origin, reason = _verdict(suspicious, agrees, all(same for _, _, same in facts), faulty)
     found = Recomputation(
         snapshot.step,
         snapshot.step + len(steps) - 1,

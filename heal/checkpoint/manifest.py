@@ -188,9 +188,9 @@ def read_commit(folder: Path) -> Commit:
     world_size = page.whole("world_size", 1, MAX_RANKS)
     listed = page.mapping("manifests")
     names = [manifest_name(rank) for rank in range(world_size)]
-    if list(listed) != names:
-        strange = next((n for n in listed if n not in names), f"not all of {world_size}")
-        page.fail(f"manifests: expected one of each of {world_size} ranks, got {strange[:100]!r}")
+    strange = next((n for n in listed if n not in names), f"not all of {world_size}")
+    expected = f"one of each of {world_size} ranks"
+    page.expect(list(listed) == names, "manifests", expected, strange)
     checksums = tuple(page.text(f"checksum of {n}", v, r"[0-9a-f]{64}") for n, v in listed.items())
     save_id = page.text("save_id", page["save_id"], r"[0-9a-f]{32}")
     return Commit(save_id, page.whole("step", 0, MAX_STEP), world_size, checksums)
@@ -210,8 +210,8 @@ def read_manifest(folder: Path, commit: Commit, rank: int) -> Manifest:
         ("world_size", commit.world_size),
         ("file", shard_name(rank)),
     ):
-        if page[name] != expected or type(page[name]) is not type(expected):
-            page.fail(f"{name}: expected {expected!r}, got {str(page[name])[:100]!r}")
+        is_same = page[name] == expected and type(page[name]) is type(expected)
+        page.expect(is_same, name, repr(expected), page[name])
     entries = {
         name: _checked_entry(page, name, fields, commit.world_size)
         for name, fields in page.mapping("tensors").items()
@@ -222,25 +222,23 @@ def read_manifest(folder: Path, commit: Commit, rank: int) -> Manifest:
 
 def _checked_entry(page: Page, name: str, fields: Any, world_size: int) -> Entry:
     where = f"tensor {name[:100]!r}"
-    if "\0" in name or not re.match(r"[a-z]+/", name):
-        page.fail(f"{where}: expected a name such as param/0, got this one")
-    if not isinstance(fields, list) or len(fields) != 7:
-        page.fail(f"{where}: expected a list of seven fields, got {str(fields)[:100]}")
+    is_name = "\0" not in name and re.match(r"[a-z]+/", name) is not None
+    page.expect(is_name, where, "a name such as param/0", name)
+    is_list = isinstance(fields, list) and len(fields) == 7
+    page.expect(is_list, where, "a list of seven fields", fields)
     held_by, dtype, shape, whole, start, checksum, offset = fields
-    if type(held_by) is not int or not 0 <= held_by < world_size:
-        page.fail(f"{where}: expected a rank under {world_size}, got {str(held_by)[:40]}")
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        page.fail(f"{where}: expected a dtype, got {str(dtype)[:40]!r}")
+    is_rank = type(held_by) is int and 0 <= held_by < world_size
+    page.expect(is_rank, where, f"a rank under {world_size}", held_by)
+    page.expect(isinstance(dtype, str) and dtype in ITEM_BYTES, where, "a dtype", dtype)
     sizes = page.sizes(where, shape)
-    if (whole is None) != (start is None):
-        page.fail(f"{where}: expected both the whole and the start of a part, got one of them")
+    is_both = (whole is None) == (start is None)
+    page.expect(is_both, where, "both the whole and the start of a part", [whole, start])
     if whole is not None:
         bounds, begins = page.sizes(where, whole), page.sizes(where, start)
-        if len({len(sizes), len(bounds), len(begins)}) != 1 or any(
-            b + n > w for b, n, w in zip(begins, sizes, bounds, strict=True)
-        ):
-            page.fail(f"{where}: expected a part within {whole}, got {shape} at {start}")
+        is_part = len(sizes) == len(bounds) == len(begins) and all(
+            b + n <= w for b, n, w in zip(begins, sizes, bounds, strict=True)
+        )
+        page.expect(is_part, where, f"a part within {whole}", f"{shape} at {start}")
     page.text(f"checksum of {where}", checksum, r"[0-9a-f]{16}")
-    if type(offset) is not int or offset < 0:
-        page.fail(f"{where}: expected an offset in bytes, got {str(offset)[:40]}")
+    page.expect(type(offset) is int and offset >= 0, where, "an offset in bytes", offset)
     return Entry.from_json(fields)

@@ -300,8 +300,8 @@ class CheckpointStore:
     ) -> tuple[Restored, dict[Key, Tensor]] | None:
         """Read this rank's checkpoint of a step, with tensors under the keys of a run.
 
-        Waits for a save under way: the result must not depend on the speed of the disk. Nothing is
-        changed. None if there is none that can be used; the notes have the reason.
+        Waits for a save under way, so that the result does not depend on the speed of the disk.
+        None if no checkpoint can be used; the notes have the reason.
         """
         self.wait()
         names = Names(state)
@@ -330,12 +330,7 @@ class CheckpointStore:
         return sorted({*known, begun}, reverse=True)[: self.keep]
 
     def verify(self, step: int) -> None:
-        """Read every byte of a checkpoint, of all ranks.
-
-        Raises:
-            CheckpointCorrupt: names what has changed.
-            CheckpointError: there is no checkpoint of this step.
-        """
+        """Read every byte of a checkpoint, of all ranks; raise an error that names a fault."""
         for folder in reversed(committed(self.directory)):
             if folder.step == step:
                 CheckpointReader(folder.path).check()

@@ -81,50 +81,48 @@ class Page:
     def __init__(self, data: bytes, path: Path) -> None:
         self._path = path
         page = from_bytes(data, path)
-        if not isinstance(page, dict):
-            self.fail(f"expected an object, got a {type(page).__name__}")
+        self.expect(isinstance(page, dict), "content", "an object", page)
         self._page: Mapping[str, Any] = page
-        if self["format"] != FORMAT:
-            self.fail(f"format: expected {FORMAT!r}, got {str(self['format'])[:100]!r}")
-        if type(self["version"]) is not int or self["version"] != VERSION:
-            self.fail(f"version: expected {VERSION}, got {str(self['version'])[:40]}")
+        self.expect(self["format"] == FORMAT, "format", repr(FORMAT), self["format"])
+        version = self["version"]
+        self.expect(type(version) is int and version == VERSION, "version", VERSION, version)
 
-    def fail(self, why: str) -> NoReturn:
-        """Raise, naming the file."""
-        raise CheckpointRefused(f"{self._path}: {why}")
+    def expect(self, is_so: bool, what: str, expected: object, got: object) -> None:
+        """Raise unless ``is_so``."""
+        if not is_so:
+            raise CheckpointRefused(
+                f"{self._path}: {what}: expected {expected}, got {repr(got)[:100]}"
+            )
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._page:
-            self.fail(f"{name} is missing")
+            raise CheckpointRefused(f"{self._path}: {name} is missing")
         return self._page[name]
 
     def whole(self, name: str, least: int, most: int) -> int:
         """Return a whole number within bounds."""
         value = self[name]
-        if type(value) is not int or not least <= value <= most:
-            self.fail(f"{name}: expected a whole number {least} to {most}, got {str(value)[:40]}")
-        return value
+        is_within = type(value) is int and least <= value <= most
+        self.expect(is_within, name, f"a whole number {least} to {most}", value)
+        return int(value)
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Return an object."""
-        value = self[name]
-        if not isinstance(value, dict):
-            self.fail(f"{name}: expected an object, got a {type(value).__name__}")
+        value: Mapping[str, Any] = self[name]
+        self.expect(isinstance(value, dict), name, "an object", value)
         return value
 
     def text(self, what: str, value: Any, pattern: str) -> str:
         """Return a text that matches a pattern as a whole."""
-        if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            self.fail(f"{what}: expected text of the form {pattern}, got {str(value)[:100]!r}")
-        return value
+        matches = isinstance(value, str) and re.fullmatch(pattern, value) is not None
+        self.expect(matches, what, f"text of the form {pattern}", value)
+        return str(value)
 
-    def sizes(self, where: str, value: Any) -> tuple[int, ...]:
+    def sizes(self, what: str, value: Any) -> tuple[int, ...]:
         """Return sizes of dimensions whose product is no absurd number of elements."""
-        good = isinstance(value, list) and len(value) <= MAX_DIMS
-        if not good or any(type(n) is not int or not 0 <= n < MAX_SIZE for n in value):
-            self.fail(f"{where}: expected a shape, got {str(value)[:100]}")
-        if prod(max(n, 1) for n in value) >= MAX_ELEMENTS:
-            self.fail(
-                f"{where}: expected under {MAX_ELEMENTS} elements, got shape {str(value)[:100]}"
-            )
+        is_list = isinstance(value, list) and len(value) <= MAX_DIMS
+        is_shape = is_list and all(type(n) is int and 0 <= n < MAX_SIZE for n in value)
+        self.expect(is_shape, what, "a shape", value)
+        count = prod(max(n, 1) for n in value)
+        self.expect(count < MAX_ELEMENTS, what, f"under {MAX_ELEMENTS} elements", value)
         return tuple(value)

@@ -54,7 +54,7 @@ def test_a_background_save_that_fails_is_told_and_kills_nobody(tmp_path, small_f
     small_files(resource.RLIM_INFINITY)
     (report,) = store.finished_saves()
     assert (report.step, report.error.errno) == (2, errno.EFBIG)
-    assert store.steps() == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     store.save_state(3, state, {})
     store.wait()
     assert [(r.step, r.error) for r in store.finished_saves()] == [(3, None)]

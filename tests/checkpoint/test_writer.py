@@ -192,6 +192,29 @@ def test_in_a_hurry_nobody_waits_for_a_rank_that_may_be_gone(tmp_path, monkeypat
     store.close()
 
 
+def test_a_rank_that_failed_is_not_waited_for(tmp_path):
+    store = CheckpointStore(tmp_path, asynchronous=True, ranks=HalfOfTwo())
+    saver(run().train(1), store)(1)
+    folder = tmp_path / "step-000001"
+    while not (folder / "manifest-00000.json").exists():
+        time.sleep(0.01)
+    (folder / "failed-00001").write_text("no space left")
+    assert store.wait(300)
+    (report,) = store.finished_saves()
+    assert "step-000001 was not committed: rank 1 failed" in str(report.error)
+
+
+def test_a_rank_that_fails_leaves_a_mark_and_nothing_else(tmp_path, monkeypatch):
+    def no_space(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "write_shard", no_space)
+    store = CheckpointStore(tmp_path, asynchronous=True, ranks=HalfOfTwo())
+    saver(run().train(1), store)(1)
+    store.wait()
+    assert [path.name for path in (tmp_path / "step-000001").iterdir()] == ["failed-00000"]
+
+
 LEAVING = """
 import atexit, sys
 from heal.checkpoint import CheckpointStore, writer

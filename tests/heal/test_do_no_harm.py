@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from heal import HealingConfig
 from heal.causes import Cause
@@ -261,6 +262,17 @@ def test_a_dry_run_changes_nothing():
     bare.scheduler = lr.CosineAnnealingLR(bare.optimizer, 50)
     bare.bare(STEPS)
     assert_same(fingerprint(setup), fingerprint(bare))
+
+
+def test_a_dry_run_rewinds_the_generator_of_the_loader():
+    setup = regression()
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(setup.loader.dataset, batch_size=8, shuffle=True, generator=generator)
+    before = generator.get_state()
+    healer = setup.healer()
+    assert healer.dry_run(setup.train_step, loader).is_ok
+    assert torch.equal(generator.get_state(), before)
+    healer.exits.dismiss()
 
 
 class WithTeacher(torch.nn.Module):

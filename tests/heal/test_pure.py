@@ -15,6 +15,7 @@ PURE = [
     "causes",
     "checkpoint/__init__",
     "checkpoint/files",
+    "checkpoint/folders",
     "checkpoint/manifest",
     "checkpoint/strict_json",
     "cli",

@@ -104,6 +104,19 @@ def test_random_numbers_drawn_elsewhere_decide_nothing():
     assert "drawn outside of train_step" in found.reason
 
 
+def test_a_recomputation_that_fails_puts_every_byte_back():
+    setup, healer, kept, losses = trained(draw=True)
+    before, grads = fingerprint(setup), [p.grad for p in setup.model.parameters()]
+
+    def fails(batch):
+        raise ValueError("no such layer")
+
+    with pytest.raises(ValueError, match="no such layer"):
+        healer.recompute(fails, kept, losses)
+    assert_same(fingerprint(setup), before)
+    assert all(p.grad is g for p, g in zip(setup.model.parameters(), grads, strict=True))
+
+
 def test_without_a_snapshot_of_the_first_step_there_is_an_error():
     setup, healer, kept, _ = trained()
     with pytest.raises(CannotRecompute, match="no snapshot of step 11"):

@@ -57,6 +57,20 @@ def test_a_copy_that_stops_half_way_leaves_the_state_that_was(monkeypatch, steps
     assert same(contents(state), before)
 
 
+def test_moments_that_a_failed_restore_made_are_removed_again(monkeypatch):
+    state, _ = build()
+    train(state, 3)
+    saved = {key: tensor.clone() for key, tensor in state.tensors().items()}
+    values = state.values()
+    state.optimizers[0].state.clear()
+    before = contents(state)
+    fail_after_half(monkeypatch, lambda: True)
+    with pytest.raises(RestoreFailed):
+        state.restore(saved, values)
+    assert same(contents(state), before)
+    assert not state.optimizers[0].state
+
+
 def test_a_scheduler_that_cannot_be_loaded_leaves_weights_and_moments_as_they_were(monkeypatch):
     state, _ = build()
     train(state, 3)

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+import zclip
 from heal.buffers import SMALL_BYTES, BufferCopies
+from heal.training_state import TrainingState
 from tests.heal.runs import regression, roll_back_after_skipped
 
 EVALUATED, STEPS = 7, 60
@@ -83,3 +85,15 @@ def test_copies_that_fail_are_told_of_and_do_not_end_the_run(call, monkeypatch):
     monkeypatch.setattr(copies, "_look", lambda: 1 / 0)
     getattr(copies, call)()
     assert "ZeroDivisionError" in notes[0]
+
+
+def test_a_buffer_that_inference_mode_keeps_from_being_written_is_replaced():
+    model = nn.Linear(2, 2)
+    model.register_buffer("cache", torch.zeros(4, 2)[::2])
+    state = TrainingState(model, [zclip.wrap(torch.optim.SGD(model.parameters(), lr=0.1), "zclip")])
+    saved = {key: tensor.clone() for key, tensor in state.everything().items()}
+    with torch.inference_mode():
+        model.cache = torch.ones(4, 2)[::2]
+    state.restore(saved, state.values())
+    assert torch.equal(model.cache, torch.zeros(2, 2))
+    assert not model.cache.is_inference()
