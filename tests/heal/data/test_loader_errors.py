@@ -172,7 +172,7 @@ def test_an_order_that_only_its_sampler_knows_is_left_as_it_is(kind, error, work
     assert [d.evidence["samples"] for _, d, _ in healer.history] == [None]
     if error is NETWORK:
         assert waits == [30.0]
-        assert "its sampler gives another order when asked" in healer.notes[0]
+        assert "its sampler gives another order each time" in healer.notes[0]
 
 
 def test_samples_are_named_without_a_copy_of_the_data(tmp_path):
