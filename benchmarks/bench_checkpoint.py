@@ -23,7 +23,7 @@ from torch import nn
 
 from heal import checkpoint
 from heal.checkpoint import CheckpointStore
-from heal.checkpoint.api import _state
+from heal.checkpoint.store import training_state
 from heal.training_state import RngState
 
 MIB = 2**20
@@ -88,7 +88,7 @@ class Ours:
     def __init__(self, folder, model, optimizer, read_back=True):
         self.path = folder / f"ours-{read_back}"
         self.run = model, optimizer
-        self.state = _state(model, optimizer, None, None)
+        self.state = training_state(model, optimizer, None, None)
         self.store = CheckpointStore(self.path, keep=1, read_back=read_back)
         self.read_back = read_back
 

@@ -136,7 +136,7 @@ def architectures_sentence() -> str:
 def shares_table(source: str) -> str:
     """Every share of false alarms: what is found, what is false."""
     rows = [
-        "| `forecast_false_alarms` | warned in time | median lead, steps | false per 10,000 | "
+        "| share of false alarms | warned in time | median lead, steps | false per 10,000 | "
         "95 % interval | falsely warned, of healthy steps |",
         "|---|---|---|---|---|---|",
     ]

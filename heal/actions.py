@@ -1,7 +1,7 @@
 """What can be done to a sick run. An action says what it does; the policy says when.
 
 Each action is a small frozen value, so that plans can be compared in tests and written to the
-journal as they are. ``apply`` touches the run and nothing else, and tells whether that had an
+journal as they are. ``apply`` changes the run and nothing else, and returns whether it had an
 effect.
 """
 
@@ -9,13 +9,12 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from heal.exit_codes import ExitCode
-from heal.json_lines import encodable
-from heal.plain_values import plain
+from heal.json_lines import encodable, plain
 
 RENAMED = {"CannotHeal": "HealingError", "Refuse": "Skip"}
 """Names of version 0.1: importable until 0.3, and read in old journals for good."""
@@ -33,45 +32,8 @@ def __getattr__(name: str) -> Any:
     return globals()[RENAMED[name]]
 
 
-# Which numbers an action may be told. Settings are checked where they are read; a hook may
-# compute anything, and a plan with NaN in it would be carried out as it is.
-
-
-def check_number(action: Any, name: str, least: float = 0.0, most: float = math.inf) -> None:
-    """Refuse what is no finite number from ``least`` to ``most``; numpy's and torch's are numbers.
-
-    Raises:
-        ValueError: names the action, the field, what it is and what was wanted.
-    """
-    _check(action, name, (int, float), f"a finite number{_range(least, most)}", least, most)
-
-
-def check_above_zero(action: Any, name: str) -> None:
-    """Refuse what is no finite number above 0: a factor of 0 could never be taken back."""
-    _check(action, name, (int, float), "a finite number > 0", math.nextafter(0.0, 1.0), math.inf)
-
-
-def check_count(action: Any, name: str, least: int = 0, most: float = math.inf) -> None:
-    """Refuse what is no whole number from ``least`` to ``most``."""
-    _check(action, name, (int,), f"a whole number{_range(least, most)}", least, most)
-
-
-def _check(action: Any, name: str, kinds: Any, wanted: str, least: float, most: float) -> None:
-    value = plain(getattr(action, name))
-    is_number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not least <= value <= most:
-        raise ValueError(f"{type(action).__name__}: {name} is {value!r}; expected {wanted}")
-
-
-def _range(least: float, most: float) -> str:
-    return f" >= {least:g}" if math.isinf(most) else f" from {least:g} to {most:g}"
-
-
-MAX_EXIT_CODE = 255  # a shell sees no more of it than a byte
-
-
 class Run(Protocol):
-    """The parts of a training run that healing may touch.
+    """The parts of a training run that actions may change.
 
     Steps count from 0. The snapshot of step ``s`` is the state *before* step ``s`` was taken: it
     holds the updates of steps 0 to s - 1, so that a step that did damage at ``s`` is undone by it.
@@ -83,44 +45,21 @@ class Run(Protocol):
 
     def snapshots(self) -> Sequence[int]:
         """Return the steps of the snapshots known to be good, newest first."""
-        ...
 
     def restore(self, step: int) -> None:
         """Return to the snapshot of ``step``: all of it, or raise and change nothing."""
-        ...
-
-    def corruption(self, is_shared: bool, with_frozen: bool) -> Mapping[str, Any] | None:
-        """Look for NaN and Inf in weights, buffers and optimizer state; None if there are none.
-
-        Args:
-            is_shared: whether every rank asks now; else ranks that have peers do not look.
-            with_frozen: whether frozen weights are read too, which may be most of the model.
-        """
-        ...
-
-    def whereabouts(self, step: int, with_samples: bool) -> Mapping[str, Any]:
-        """Return the number of the call of ``step`` and the batch that a step had, if known."""
-        ...
-
-    def data_fault(self, step: int) -> str | None:
-        """Read the batch of a step again: what is NaN in it, "" if nothing is, None if unknown."""
-        ...
 
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:
         """Multiply ``lr_scale``, no lower than ``floor``; return to 1 over ``ramp_steps`` steps."""
-        ...
 
     def hold_lr(self, limit: float) -> None:
         """Hold every learning rate at ``limit``, until it comes to that or less by itself."""
-        ...
 
     def tighten_clip(self, factor: float) -> None:
         """Multiply the thresholds of clipping."""
-        ...
 
     def relearn_clip(self) -> None:
-        """Forget what clipping takes for usual, so that it learns the present level."""
-        ...
+        """Reset the statistics of clipping, so that it learns the present level."""
 
     def skip_batches(self, first_step: int, last_step: int) -> None:
         """Never again feed the batches that these steps had, both ends included.
@@ -128,49 +67,40 @@ class Run(Protocol):
         The numbers are those of the timeline before any rollback of the same plan; a batch that
         lies behind the data position anyhow needs nothing, one not yet reached is passed over.
         """
-        ...
 
     def shrink_micro_batch(self) -> bool:
         """Halve the micro-batch, same effective batch; False if it is at its minimum."""
-        ...
 
     def checkpoint_activations(self) -> bool:
         """Recompute activations in backward; False if the model cannot or already does."""
-        ...
 
     def clear_cache(self) -> None:
         """Give memory that the allocator holds back to the device."""
-        ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait. Tests give a clock of their own."""
-        ...
+        """Wait."""
 
     def take_snapshot(self) -> bool:
         """Take a snapshot now, out of turn; False if there is no room for it."""
-        ...
 
     def watch_closely(self, steps: int) -> None:
         """Check weights and optimizer state ten times as often for so many steps."""
-        ...
 
     def perturb_weights(self, std: float, seed: int) -> None:
         """Add normal noise of ``std`` times each tensor's own spread; alike on every rank."""
-        ...
 
     def anchor_weights(self, strength: float, steps: int) -> bool:
         """Pull weights to where they are now for so many steps; False if there are none."""
-        ...
 
 
 @runtime_checkable
 class Action(Protocol):
-    """One thing that is done to a run; a hook may return its own in a plan.
+    """One change to a run; a hook may return actions of its own in a plan.
 
-    ``apply`` does it and returns whether that had an effect. What it raises becomes a note and the
-    journal's event ``action_failed``, and the rest of the plan is carried out; a
+    ``apply`` makes the change and returns whether it had an effect. An exception becomes a note and
+    the journal's event ``action_failed``, and the rest of the plan is carried out; a
     :class:`HealingError` ends the run. The journal writes the name of the class, with the fields of
-    a dataclass or what a method ``to_json`` returns, a dict of values that JSON has.
+    a dataclass or the dict that a method ``to_json`` returns.
 
     Example:
         >>> class ClearReplayBuffer:
@@ -184,36 +114,73 @@ class Action(Protocol):
 
     def apply(self, run: Run) -> bool:
         """Do it; return whether it had an effect."""
-        ...
 
 
 Plan = tuple[Action, ...]
 
 
 class HealingError(RuntimeError):
-    """Healing is at its end: the run stops and keeps its postmortem; ``exit_code`` says why."""
+    """The run must stop. The postmortem is written; ``exit_code`` says why."""
 
     def __init__(self, reason: str, exit_code: int = ExitCode.UNRECOVERABLE) -> None:
         super().__init__(reason)
         self.exit_code = int(exit_code)
 
 
+RANGES = {
+    "factor": (math.nextafter(0.0, 1.0), math.inf),  # a factor of 0 could never be undone
+    "limit": (math.nextafter(0.0, 1.0), math.inf),
+    "floor": (0.0, 1.0),
+    "std": (0.0, 1.0),
+    "exit_code": (0, 255),  # a shell sees one byte of it
+}
+"""Smallest and largest value of a field, where they are not 0 and infinity."""
+
+
+class BuiltIn:
+    """An action of this library; it checks its fields, because a hook may have computed them."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            if field.type in (int, float):
+                check_number(self, field.name, field.type, *RANGES.get(field.name, ()))
+
+
+def check_number(
+    owner: Any, name: str, kind: Any, least: float = 0, most: float = math.inf
+) -> None:
+    """Check that a field is a finite number from ``least`` to ``most``, of whatever library.
+
+    Raises:
+        ValueError: it is not, or it is no whole number and ``kind`` is ``int``.
+    """
+    value = plain(getattr(owner, name))
+    is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if is_number and math.isfinite(value) and least <= value <= most:
+        return
+    expected = "a whole number" if kind is int else "a finite number"
+    if math.isfinite(most):
+        expected += f" from {least:g} to {most:g}"
+    else:
+        expected += " > 0" if 0 < least < 1 else f" >= {least:g}"
+    raise ValueError(f"{type(owner).__name__}: {name} is {value!r}; expected {expected}")
+
+
 @dataclass(frozen=True, slots=True)
-class Skip:
-    """Nothing to do: the device has skipped the step already and the state is clean."""
+class Skip(BuiltIn):
+    """Do nothing: the device has skipped the step already and the state is clean."""
 
     def apply(self, run: Run) -> bool:
         return True
 
 
 @dataclass(frozen=True, slots=True)
-class TightenClip:
+class TightenClip(BuiltIn):
     """Multiply the thresholds of clipping by ``factor``, for gradients that keep exploding."""
 
     factor: float
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "factor")
 
     def apply(self, run: Run) -> bool:
         run.tighten_clip(self.factor)
@@ -221,10 +188,10 @@ class TightenClip:
 
 
 @dataclass(frozen=True, slots=True)
-class RelearnClip:
-    """Have the clip rule learn anew, when it refuses finite gradients step after step.
+class RelearnClip(BuiltIn):
+    """Reset a clip rule that skips finite gradients step after step.
 
-    A rule that learns only from what it accepts never accepts a new level by itself.
+    A rule that learns only from the steps it accepts never accepts a new level by itself.
     """
 
     def apply(self, run: Run) -> bool:
@@ -233,7 +200,7 @@ class RelearnClip:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleLr:
+class ScaleLr(BuiltIn):
     """Multiply the learning rate by ``factor``, never below ``floor`` of the scheduled one.
 
     The factor is kept beside the schedule and applied at step time, so no scheduler can undo
@@ -244,11 +211,6 @@ class ScaleLr:
     floor: float = 0.01
     ramp_steps: int = 200
 
-    def __post_init__(self) -> None:
-        check_above_zero(self, "factor")
-        check_number(self, "floor", most=1.0)
-        check_count(self, "ramp_steps")
-
     def apply(self, run: Run) -> bool:
         before = run.lr_scale
         run.scale_lr(self.factor, self.floor, self.ramp_steps)
@@ -256,16 +218,13 @@ class ScaleLr:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldLr:
-    """Hold the learning rate at ``limit``, until it comes to that or less by itself.
+class HoldLr(BuiltIn):
+    """Hold the learning rate at ``limit``, until the incident is over and it is no higher.
 
     For a rate that something other than a schedule has changed, and changes again after a rollback.
     """
 
     limit: float
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "limit")
 
     def apply(self, run: Run) -> bool:
         run.hold_lr(self.limit)
@@ -273,7 +232,7 @@ class HoldLr:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollback:
+class Rollback(BuiltIn):
     """Return to the newest snapshot taken before ``before_step`` was.
 
     The snapshot restores parameters, optimizer moments, clip statistics, RNG and data position
@@ -281,9 +240,6 @@ class Rollback:
     """
 
     before_step: int
-
-    def __post_init__(self) -> None:
-        check_count(self, "before_step")
 
     def apply(self, run: Run) -> bool:
         good_step = newest_snapshot(run.snapshots(), self.before_step)
@@ -296,15 +252,11 @@ class Rollback:
 
 
 @dataclass(frozen=True, slots=True)
-class SkipBatches:
+class SkipBatches(BuiltIn):
     """Do not feed the batches of these steps again, both ends included."""
 
     first_step: int
     last_step: int
-
-    def __post_init__(self) -> None:
-        check_count(self, "first_step")
-        check_count(self, "last_step")
 
     def apply(self, run: Run) -> bool:
         run.skip_batches(self.first_step, self.last_step)
@@ -312,7 +264,7 @@ class SkipBatches:
 
 
 @dataclass(frozen=True, slots=True)
-class ShrinkBatch:
+class ShrinkBatch(BuiltIn):
     """Halve the micro-batch; the effective batch stays.
 
     ``halving`` counts within one incident: no two plans for it are the same.
@@ -320,15 +272,12 @@ class ShrinkBatch:
 
     halving: int = 1
 
-    def __post_init__(self) -> None:
-        check_count(self, "halving")
-
     def apply(self, run: Run) -> bool:
         return run.shrink_micro_batch()
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointActivations:
+class CheckpointActivations(BuiltIn):
     """Trade time for memory: recompute activations in the backward pass."""
 
     def apply(self, run: Run) -> bool:
@@ -336,7 +285,7 @@ class CheckpointActivations:
 
 
 @dataclass(frozen=True, slots=True)
-class ClearCache:
+class ClearCache(BuiltIn):
     """Give unused memory back before the retry, so that it is not lost to fragments."""
 
     def apply(self, run: Run) -> bool:
@@ -345,13 +294,10 @@ class ClearCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Backoff:
+class Backoff(BuiltIn):
     """Wait for a service or a network to come back."""
 
     seconds: float
-
-    def __post_init__(self) -> None:
-        check_number(self, "seconds")
 
     def apply(self, run: Run) -> bool:
         run.sleep(self.seconds)
@@ -359,21 +305,18 @@ class Backoff:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeSnapshot:
-    """Keep the state as it is now: trouble is expected, and every step before it counts."""
+class TakeSnapshot(BuiltIn):
+    """Keep the state as it is now, because trouble is expected."""
 
     def apply(self, run: Run) -> bool:
         return run.take_snapshot()
 
 
 @dataclass(frozen=True, slots=True)
-class WatchClosely:
+class WatchClosely(BuiltIn):
     """Check weights and optimizer state more often for a while."""
 
     steps: int
-
-    def __post_init__(self) -> None:
-        check_count(self, "steps")
 
     def apply(self, run: Run) -> bool:
         run.watch_closely(self.steps)
@@ -381,15 +324,11 @@ class WatchClosely:
 
 
 @dataclass(frozen=True, slots=True)
-class PerturbWeights:
+class PerturbWeights(BuiltIn):
     """Nudge the weights off a point that fails every time; off unless asked for."""
 
     std: float
     seed: int
-
-    def __post_init__(self) -> None:
-        check_number(self, "std", most=1.0)
-        check_count(self, "seed")
 
     def apply(self, run: Run) -> bool:
         run.perturb_weights(self.std, self.seed)
@@ -397,7 +336,7 @@ class PerturbWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class AnchorWeights:
+class AnchorWeights(BuiltIn):
     """Hold the weights near those of the snapshot for ``steps`` steps; off unless asked for.
 
     Elastic weight consolidation (arXiv:1612.00796): the important weights are held most.
@@ -406,23 +345,16 @@ class AnchorWeights:
     strength: float
     steps: int
 
-    def __post_init__(self) -> None:
-        check_number(self, "strength")
-        check_count(self, "steps")
-
     def apply(self, run: Run) -> bool:
         return run.anchor_weights(self.strength, self.steps)
 
 
 @dataclass(frozen=True, slots=True)
-class Halt:
-    """Give up, saying why. The journal already holds the rest of the story."""
+class Halt(BuiltIn):
+    """Stop the run and give the reason."""
 
     reason: str
     exit_code: int = ExitCode.UNRECOVERABLE
-
-    def __post_init__(self) -> None:
-        check_count(self, "exit_code", most=MAX_EXIT_CODE)
 
     def apply(self, run: Run) -> bool:
         raise HealingError(self.reason, self.exit_code)
@@ -507,11 +439,11 @@ SEED_WORDS = {
 
 
 def action_in_words(name: str) -> str:
-    """Return an action's name as the postmortem lists it: ``Rollback`` as ``rollback``."""
+    """Return an action's name as the postmortem lists it: ``rollback`` for ``Rollback``."""
     return SEED_WORDS.get(name) or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def changes_training(plan: Plan) -> bool:
-    """Tell whether a plan touches weights, learning rate, clipping, batches or data."""
+    """Return whether a plan touches weights, learning rate, clipping, batches or data."""
     harmless = (Skip, ClearCache, Backoff, TakeSnapshot, WatchClosely, Halt)
     return any(not isinstance(action, harmless) for action in plan)

@@ -1,4 +1,4 @@
-"""Tries to take a step, and heals what the attempt raises."""
+"""Tries to take a step, and recovers from exceptions of forward, backward, step and loader."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,24 +38,22 @@ Failure = tuple[Diagnosis, Exception]
 Step = Callable[[Tensor | None], None]
 
 READ_WAITS = 3
-"""Waits for a batch that the disk does not give; then its file is at fault, and others may not."""
+"""Waits for a batch that the disk cannot read; after that its file is at fault, not the disk."""
 
-
-MAX_WORDS = 300  # characters of an exception's message that other ranks are told
-
+MAX_MESSAGE = 300  # characters of an exception's message that are sent to other ranks
 
 CURES: dict[Family, tuple[type, ...]] = {
     Family.MEMORY: (ShrinkBatch, CheckpointActivations),
     Family.WAIT: (Backoff,),
 }
-"""What makes it worth trying the same batches again; a plan of the policy has one, or halts."""
+"""Actions after which the same batches may work; a plan of the policy has one, or halts."""
 
 
 class Attempts:
     """Forward, backward and step; again in smaller pieces, after a wait or not at all.
 
-    With other ranks nothing is tried again: the failure is told in the record of the step, which
-    all ranks refuse, and the cure is one that all of them take, some steps later.
+    With other ranks nothing is tried again: the record of the step reports the failure, all ranks
+    skip that step, and some steps later all of them apply the same cure.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class Attempts:
         self._bad_files: set[str] = set()
 
     def take_step(self, train_step: TrainStep, batches: StepBatches, step: Step) -> bool:
-        """Do one step; False if its batches were given up.
+        """Take one step; return False if its batches were dropped.
 
         Args:
             train_step: takes a batch and returns its mean loss.
@@ -94,8 +92,8 @@ class Attempts:
 
         Raises:
             NoMoreBatches: there are none.
-            HealingError: healing is at its end.
-            Exception: what was raised, if there is no cure for its kind.
+            HealingError: the run must stop.
+            Exception: there is no cure for it.
         """
         while True:
             for optimizer in self._guarded.optimizers:
@@ -105,7 +103,7 @@ class Attempts:
                 # The except block is left: nothing holds the frames whose tensors must be freed.
                 self._micro.undo()
                 if self._ranks.has_others:
-                    batches.draw_rest()  # others do: all must be at one place in the data
+                    batches.draw_rest()  # as the other ranks do: all stay at one place in the data
                     self._stand_in(failure, train_step, batches.count)
                 elif self.heal(*failure):
                     continue
@@ -122,11 +120,9 @@ class Attempts:
 
     @contextmanager
     def attempt(self, was_stepping: Callable[[], bool]) -> Iterator[None]:
-        """Heal what the body raises: the batch is given up, or the error goes on if it must.
+        """Recover from exceptions of the body: its batch is dropped. Raise those without a cure.
 
-        Args:
-            was_stepping: returns whether the optimizer was stepping, so that some weights may have
-                changed.
+        If ``was_stepping()``, some weights may have changed.
         """
         self._micro.begin()
         failure: Failure | None = None
@@ -141,11 +137,11 @@ class Attempts:
         if failure is None:
             self.worked()
             return
-        if failure[0].family is Family.DATA:
-            failure[0].evidence.update(self._stream.identity())
-            failure[0].evidence["ordinal"] = self._stream.ordinal - 1
-        elif failure[0].family is Family.MEMORY:
-            failure[0].evidence["cannot_be_cut"] = self._micro.note_caller()
+        diagnosis = failure[0]
+        if diagnosis.family is Family.DATA:
+            self._name_batch(diagnosis)
+        elif diagnosis.family is Family.MEMORY:
+            diagnosis.evidence["cannot_be_cut"] = self._micro.note_caller()
         if not is_in_step:
             self._micro.undo()
             if self._ranks.has_others:
@@ -153,51 +149,44 @@ class Attempts:
         self.heal(*failure)
 
     def loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:
-        """Heal what the loader raised, and say what becomes of the batch.
+        """Recover from an exception of the loader; return what becomes of the batch.
 
-        Args:
-            error: what it raised.
-            epoch: counted from 0.
-            index: of the batch; None if the epoch could not be opened. That has no cure but to
-                wait: there is no batch to give up, nor one that could be told of to other ranks.
+        Without an ``index`` the epoch could not be opened. Then the only cure is to wait, because
+        there is no batch to drop or to report to other ranks.
         """
-        judged = self.judge(error, "open") if index is None else self.judge_read(error)
-        diagnosis, error = judged
+        diagnosis, error = self.judge(error, "open") if index is None else self.judge_read(error)
         diagnosis.evidence["epoch"] = epoch
         if index is None:
             if diagnosis.family is not Family.WAIT or self._ranks.has_others:
                 raise error
         else:
-            diagnosis.evidence.update(batch=index, samples=self._samples_of(index))
+            diagnosis.evidence.update(batch=index, samples=self._stream.samples_of(index))
             if self._ranks.has_others:
-                self._tell(diagnosis, error)
+                self._send(diagnosis, error)
                 return AfterError.STAND_IN
         return AfterError.TRY_AGAIN if self.heal(diagnosis, error) else AfterError.PASS_OVER
 
-    def _samples_of(self, index: int) -> list[Any] | None:
-        return self._stream.samples_of(index)
-
     def step_failed(self, error: Exception) -> None:
-        """Tell other ranks that the optimizer stopped half-way here; they go on until they hear.
+        """Report to other ranks that the optimizer stopped half-way here; they go on until then.
 
         Raises:
-            HealingError: nobody can be told.
+            HealingError: no message can reach them.
         """
         diagnosis, error = self.judge(error, "step")
-        self._tell(diagnosis, error)
+        self._send(diagnosis, error)
         self._report(Flag.STEP_FAILED)
 
     def explained(self, halt: HealingError) -> HealingError:
-        """Return a halt of all ranks with the rank that failed and what it raised.
+        """Return a halt of all ranks with the rank that failed and its exception.
 
-        All ranks halt in the same step, so that each can tell the others.
+        All ranks halt in the same step, so that they can exchange messages.
         """
         log = self._recovery.log
         if not log or log[-1][1].evidence.get("flag") != Flag.UNKNOWN_ERROR.name:
             return halt
         own = "" if self._fatal is None else _in_words(self._fatal)
-        told = self._ranks.gather(own)
-        failed = [f"rank {rank} raised {text}" for rank, text in enumerate(told) if text]
+        texts = self._ranks.gather(own)
+        failed = [f"rank {rank} raised {text}" for rank, text in enumerate(texts) if text]
         explained = HealingError(f"{halt}: {'; '.join(failed)}", halt.exit_code)
         explained.__cause__ = self._fatal
         return explained
@@ -205,13 +194,13 @@ class Attempts:
     def _try_all(
         self, train_step: TrainStep, batches: StepBatches
     ) -> tuple[Tensor | None, Failure | None]:
-        """Forward and backward of every batch, as soon as it is drawn, until one fails."""
+        """Run forward and backward of every batch, as soon as it is drawn, until one fails."""
         loss: Tensor | None = None
         is_trial = self._experiment.is_due and not self._guarded.has_stages
         old_losses: list[float | None] = []
         now_losses: list[float | None] = []
         for at in range(batches.count):
-            rng = batches.turn(at)  # not tried: what the loader raises was judged there
+            rng = batches.turn(at)  # not in a try: exceptions of the loader were judged there
             if is_trial:
                 old, now = self._try_old_weights(train_step, batches.drawn[at])
                 old_losses.append(old)
@@ -232,8 +221,8 @@ class Attempts:
     ) -> tuple[float | None, float | None]:
         """Return the loss of a batch with the weights of a snapshot; nothing else changes.
 
-        Where gradients are in question also that with today's weights, computed alike: what makes
-        them NaN in the real step, such as a hook, need not be in a trial. Else None.
+        Where gradients are in question, also the loss with today's weights, else None: the cause
+        of NaN in the real step, such as a hook, may be missing in a trial.
         """
         with self._experiment.trial() as trial:
             old = trial.forward(lambda: train_step(own_copy(batch)))
@@ -250,12 +239,15 @@ class Attempts:
         except Exception as error:
             diagnosis, raised = self.judge(error, self._micro.phase)
         if diagnosis.family is Family.DATA:
-            back = len(batches.drawn) - 1 - self._micro.batch_at
-            diagnosis.evidence.update(self._stream.identity(back))
-            diagnosis.evidence["ordinal"] = self._stream.ordinal - 1 - back
+            self._name_batch(diagnosis, len(batches.drawn) - 1 - self._micro.batch_at)
         elif diagnosis.family is Family.MEMORY and self._micro.cannot_cut:
             diagnosis.evidence["cannot_be_cut"] = self._micro.cannot_cut
         return None, (diagnosis, raised)
+
+    def _name_batch(self, diagnosis: Diagnosis, back: int = 0) -> None:
+        """Add the batch to the evidence: the newest one, or the one ``back`` before it."""
+        diagnosis.evidence.update(self._stream.identity(back))
+        diagnosis.evidence["ordinal"] = self._stream.ordinal - 1 - back
 
     def _scale(self) -> Callable[[Tensor], Tensor]:
         scaler = self._guarded.scaler
@@ -271,21 +263,21 @@ class Attempts:
         return None
 
     def _stand_in(self, failure: Failure, train_step: TrainStep, count: int) -> None:
-        """Tell all ranks of a failure, and send what they wait for. Halt if that is too late."""
+        """Report a failure to all ranks, and send what they wait for. Halt if that is too late."""
         if failure[0].cause.about.sent_as is None:
             self.heal(*failure)  # the group is broken already: halt
         if not self._micro.messages.can_be_matched(count * self._micro.pieces):
             self._leave(*failure)
-        self._tell(*failure)
+        self._send(*failure)
         try:
             self._micro.stand_in(train_step, self._scale())
         except Exception as error:
             self._leave(*self.judge(error, self._micro.phase))
 
-    def _tell(self, diagnosis: Diagnosis, error: Exception) -> None:
+    def _send(self, diagnosis: Diagnosis, error: Exception) -> None:
         flag = diagnosis.cause.about.sent_as
         if flag is None:
-            self.heal(diagnosis, error)  # halts, unless a hook has replaced that
+            self.heal(diagnosis, error)  # halts, unless a hook has replaced the halt
             flag = Flag.UNKNOWN_ERROR
         if flag is Flag.UNKNOWN_ERROR:
             self._fatal = error
@@ -304,11 +296,11 @@ class Attempts:
         last_message.post(self._journal.rank, reason, code)
         self._ranks.abort()
         halt = HealingError(reason, code)
-        halt.__cause__ = error  # the postmortem tells what was raised first
+        halt.__cause__ = error  # for the postmortem
         raise halt
 
     def _after_restart(self, diagnosis: Diagnosis) -> tuple[str, ExitCode]:
-        """Have the next start do otherwise; return what to do, and the exit code that says so."""
+        """Leave a remedy for the next start; return what to do, and the exit code that says so."""
         own = diagnosis.cause.about.exit_code
         evidence = diagnosis.evidence
         error = f"{evidence['type']}: {evidence['message']}"
@@ -332,7 +324,7 @@ class Attempts:
         return then, ExitCode.DISTRIBUTED
 
     def judge(self, error: Exception, phase: str) -> Failure:
-        """Say what an exception of this step means, and let go of the memory that it holds."""
+        """Diagnose an exception of this step, and release the memory that it holds."""
         diagnosis = diagnose_exception(
             error, step=self._run.step, phase=phase, is_alone=self._ranks.is_alone
         )
@@ -343,9 +335,10 @@ class Attempts:
         return diagnosis, error
 
     def judge_read(self, error: Exception) -> Failure:
-        """Say what an exception of the loader means; a disk that was waited for is not to blame.
+        """Diagnose an exception of the loader.
 
-        One file that cannot be read costs its batch, within the limits of bad data.
+        A storage error that lasts after some waits is a fault of its file: the batch is dropped,
+        within the limits of bad data.
         """
         diagnosis, error = self.judge(error, "data")
         if diagnosis.cause is not Cause.STORAGE_ERROR:
@@ -358,10 +351,9 @@ class Attempts:
             self._read_waits += 1
             return diagnosis, error
         if file:
-            self._bad_files.add(file)  # it is not waited for again in the next epoch
-        cause, evidence = Cause.DATA_ERROR, {**diagnosis.evidence, "waits": self._read_waits}
-        about = cause.about.reference
-        return replace(diagnosis, cause=cause, evidence=evidence, reference=about), error
+            self._bad_files.add(file)  # no wait for it in the next epoch
+        evidence = {**diagnosis.evidence, "waits": self._read_waits}
+        return replace(diagnosis, cause=Cause.DATA_ERROR, evidence=evidence), error
 
     def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
         """Carry out the plan; True if the same batches should be tried again."""
@@ -375,20 +367,21 @@ class Attempts:
         except HealingError as halt:
             if diagnosis.cause is Cause.UNKNOWN:
                 raise error from None
-            halt = self._as_told(halt) if diagnosis.cause.about.sent_as is None else halt
+            if diagnosis.cause.about.sent_as is None:
+                halt = self._halt_of_others(halt)
             halt.__cause__ = error
             raise halt from error
         return is_cured and not undone
 
-    def _as_told(self, halt: HealingError) -> HealingError:
-        """Return the halt of the rank that left, where it is why a collective failed here."""
+    def _halt_of_others(self, halt: HealingError) -> HealingError:
+        """Return the halt of the rank that left, if that is why a collective failed here."""
         left = last_message.read() if self._ranks.has_others else None
         if left is None or left.get("rank") == self._journal.rank:
             return halt
         return HealingError(str(left["reason"]), int(left["exit_code"]))
 
     def _is_cured(self, family: Family, plan: Plan) -> bool:
-        """Whether the same batches may do now: a hook may have left out the cure, or repeat it."""
+        """Whether the same batches may work now: a hook may leave out the cure, or repeat it."""
         incident = self._recovery.history.open_incident(family)
         is_endless = incident is not None and len(incident.plans) > MAX_HALVINGS + 1
         cures = CURES.get(family, ())
@@ -407,4 +400,4 @@ def _mean(losses: Sequence[float | None]) -> float | None:
 
 
 def _in_words(error: BaseException) -> str:
-    return f"{qualified_name(error)}: {message_of(error)[:MAX_WORDS]}"
+    return f"{qualified_name(error)}: {message_of(error)[:MAX_MESSAGE]}"

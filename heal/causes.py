@@ -1,4 +1,4 @@
-"""Every cause of trouble that healing knows, one row each, and what a detector reports about one.
+"""Every cause of trouble, one row each, and the finding of a detector.
 
 To add a cause, add a row to :class:`Cause`. Policy, diagnosis, journal, report, postmortem and the
 tables of the documentation read the row; a row that lacks a column is an error at import.
@@ -9,21 +9,21 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from heal.exit_codes import ExitCode, ExitReason
-from heal.plain_values import plain
+from heal.json_lines import plain
 from heal.verdict import Flag
 
 
 class Severity(IntEnum):
     """What a cause asks for. The names are those of the alerts that trackers show."""
 
-    INFO = 0  # write it down
-    WARN = 1  # tell somebody; the state is clean and training goes on
+    INFO = 0  # log it
+    WARN = 1  # warn; the state is clean and training goes on
     ERROR = 2  # act
     FATAL = 3  # stop
 
 
 class Family(str, Enum):
-    """Causes that share one ladder: going up it for one counts for all of the family."""
+    """Causes that share one ladder: a rung tried for one counts as tried for all."""
 
     NUMERIC = "numeric"
     MEMORY = "memory"
@@ -50,14 +50,6 @@ class Blames(str, Enum):
     UNKNOWN = "unknown"
 
 
-class Proof(str, Enum):
-    """What it takes to be sure."""
-
-    FACT = "fact"  # it was counted or signalled
-    SIGNS = "signs"  # it is likely; other findings may support it
-    EXPERIMENT = "experiment"  # unless it was measured, an experiment decides before anything acts
-
-
 class Onset(str, Enum):
     """When it begins, compared with the step in which it is found."""
 
@@ -69,22 +61,22 @@ class Onset(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What is known about a cause, whatever the run.
+    """What is known about a cause.
 
     Attributes:
         title: what happened, in a few words, for the report.
         summary: one sentence.
         family: which ladder treats it.
-        severity: of a finding or an exception that says no more than the cause.
+        severity: of a finding or an exception, unless it knows better.
         blames: where the fault lies.
-        proof: what it takes to be sure.
+        is_fact: whether it is counted or signalled, and not inferred.
         onset: when it begins.
         needs_snapshot: whether nothing but a rollback undoes it.
         explains: names of symptoms that it is suspected of if they follow it shortly.
         sent_as: how one rank reports it to the others; None if no message can reach them.
         exit_code: of a run that has to stop for it.
         exit_reason: for the postmortem; None if there is no special one.
-        reference: who described it; empty if nobody did.
+        reference: the publication that describes it; may be empty.
     """
 
     title: str
@@ -92,7 +84,7 @@ class About:
     family: Family
     severity: Severity
     blames: Blames
-    proof: Proof
+    is_fact: bool
     onset: Onset
     needs_snapshot: bool
     explains: tuple[str, ...]
@@ -120,11 +112,6 @@ class About:
     def may_be_in_snapshots(self) -> bool:
         """Whether snapshots from before it was found may hold it."""
         return self.onset in (Onset.GRADUAL, Onset.CHECKED)
-
-    @property
-    def needs_proof(self) -> bool:
-        """Whether an experiment decides, unless it was measured."""
-        return self.proof is Proof.EXPERIMENT
 
 
 ZCLIP = "ZClip, arXiv:2504.02507"
@@ -161,71 +148,70 @@ class Cause(str, Enum):
     PREEMPTED = "preempted", About(
         title="The job was asked to stop",
         summary="The job received a signal to stop.",
-        family=Family.STOP, severity=Severity.FATAL, blames=Blames.SCHEDULER, proof=Proof.FACT,
+        family=Family.STOP, severity=Severity.FATAL, blames=Blames.SCHEDULER, is_fact=True,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.PREEMPTED, exit_reason=None, reference="",
     )
     DEVICE_ERROR = "device_error", About(
         title="The device failed",
         summary="The device reported an error that poisons the process.",
-        family=Family.STOP, severity=Severity.FATAL, blames=Blames.DEVICE, proof=Proof.SIGNS,
+        family=Family.STOP, severity=Severity.FATAL, blames=Blames.DEVICE, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=None,
         exit_code=ExitCode.HARDWARE, exit_reason=None, reference=UNICRON,
     )
     COLLECTIVE_ERROR = "collective_error", About(
         title="Ranks lost contact",
         summary="A collective failed or timed out; the process group is broken.",
-        family=Family.STOP, severity=Severity.FATAL, blames=Blames.RANKS, proof=Proof.SIGNS,
+        family=Family.STOP, severity=Severity.FATAL, blames=Blames.RANKS, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=None,
         exit_code=ExitCode.DISTRIBUTED, exit_reason=None, reference=UNICRON,
     )
     UNKNOWN = "unknown", About(
         title="An unknown error",
         summary="An error that healing has no cure for.",
-        family=Family.STOP, severity=Severity.FATAL, blames=Blames.UNKNOWN, proof=Proof.SIGNS,
+        family=Family.STOP, severity=Severity.FATAL, blames=Blames.UNKNOWN, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference="",
     )
     OUT_OF_MEMORY = "oom", About(
         title="Memory ran out",
         summary="Out of memory: the micro-batch exceeds what is free.",
-        family=Family.MEMORY, severity=Severity.ERROR, blames=Blames.MEMORY, proof=Proof.SIGNS,
+        family=Family.MEMORY, severity=Severity.ERROR, blames=Blames.MEMORY, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.OUT_OF_MEMORY,
         exit_code=ExitCode.OUT_OF_MEMORY, exit_reason=ExitReason.OOM, reference=UNICRON,
     )
     DESYNC = "desync", About(
         title="Ranks fell out of step",
         summary="Ranks that should be at the same step are not.",
-        family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.RANKS, proof=Proof.FACT,
+        family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.RANKS, is_fact=True,
         onset=Onset.AT_ONCE, needs_snapshot=True, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.DISTRIBUTED, exit_reason=None, reference=SILENT_ERRORS,
     )
     WEIGHT_CORRUPTION = "weight_corruption", About(
         title="Weights were damaged",
-        summary="Weights hold NaN or Inf, or leapt as no update could.",
-        family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.STATE,
-        proof=Proof.EXPERIMENT, onset=Onset.CHECKED, needs_snapshot=True, explains=(),
-        sent_as=Flag.UNKNOWN_ERROR, exit_code=ExitCode.UNRECOVERABLE, exit_reason=None,
-        reference=SILENT_ERRORS,
+        summary="Weights hold NaN or Inf, or changed as no update could change them.",
+        family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.STATE, is_fact=False,
+        onset=Onset.CHECKED, needs_snapshot=True, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=SILENT_ERRORS,
     )
     OPTIMIZER_CORRUPTION = "optimizer_corruption", About(
         title="The optimizer's state was damaged",
         summary="The optimizer's state holds NaN or Inf.",
-        family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.STATE, proof=Proof.FACT,
+        family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.STATE, is_fact=True,
         onset=Onset.CHECKED, needs_snapshot=True, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=SILENT_ERRORS,
     )
     OPTIMIZER_RESET = "optimizer_reset", About(
         title="The optimizer lost its state",
         summary="The optimizer lost its moments or its step count.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.STATE, proof=Proof.SIGNS,
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.STATE, is_fact=False,
         onset=Onset.CHECKED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=SILENT_ERRORS,
     )
     INSTABILITY_AHEAD = "instability_ahead", About(
         title="Instability was forecast",
         summary="The forecast expects the loss to double soon; nothing is damaged yet.",
-        family=Family.WARNING, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        family=Family.WARNING, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference="",
     )
@@ -233,57 +219,57 @@ class Cause(str, Enum):
         title="The learning rate jumped",
         summary="The learning rate is not what the schedule says, or far above all before and "
         "the loss suffers.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.LEARNING_RATE,
-        proof=Proof.SIGNS, onset=Onset.GRADUAL, needs_snapshot=False,
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.LEARNING_RATE, is_fact=False,
+        onset=Onset.GRADUAL, needs_snapshot=False,
         explains=("divergence", "loss_spike", "gradient_explosion"), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=OPT,
     )
     NONFINITE_LOSS = "nonfinite_loss", About(
         title="The loss was NaN or Inf",
         summary="The loss is NaN or Inf; the device skipped the step.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.FACT,
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=True,
         onset=Onset.SKIPPED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.NONFINITE, exit_reason=ExitReason.NAN, reference=ZCLIP,
     )
     NONFINITE_GRADIENT = "nonfinite_gradient", About(
         title="Gradients held NaN or Inf",
         summary="NaN or Inf in the gradients; the device skipped the step.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.FACT,
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=True,
         onset=Onset.SKIPPED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.NONFINITE, exit_reason=ExitReason.NAN, reference=ZCLIP,
     )
     DIVERGENCE = "divergence", About(
         title="The loss kept rising",
         summary="The loss rises above the best level it had.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.EXPERIMENT,
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=False,
         onset=Onset.GRADUAL, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=ExitReason.DIVERGENCE, reference=OPT,
     )
     LOSS_SPIKE = "loss_spike", About(
         title="The loss jumped",
-        summary="The loss leapt far above its level.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.EXPERIMENT,
+        summary="The loss jumped far above its level.",
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=False,
         onset=Onset.GRADUAL, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=ExitReason.DIVERGENCE, reference=PALM,
     )
     GRADIENT_EXPLOSION = "gradient_explosion", About(
         title="Gradients exploded",
         summary="Gradient norms far above all before, and the loss suffers.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.EXPERIMENT,
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=False,
         onset=Onset.GRADUAL, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=ExitReason.DIVERGENCE, reference=ADAGC,
     )
     GRADIENT_SPIKE = "gradient_spike", About(
         title="A gradient was unusually large",
         summary="A gradient norm out of the ordinary; the clip rule dealt with it.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, proof=Proof.SIGNS,
+        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=False,
         onset=Onset.SKIPPED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=ZCLIP,
     )
     DATA_ERROR = "data_error", About(
         title="A batch of data could not be used",
         summary="A batch could not be read or used.",
-        family=Family.DATA, severity=Severity.ERROR, blames=Blames.DATA, proof=Proof.SIGNS,
+        family=Family.DATA, severity=Severity.ERROR, blames=Blames.DATA, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.DATA_ERROR,
         exit_code=ExitCode.BAD_DATA, exit_reason=None,
         reference="Deep Researcher, arXiv:2604.05854",
@@ -291,63 +277,63 @@ class Cause(str, Enum):
     NETWORK_ERROR = "network_error", About(
         title="The network did not answer",
         summary="A service or network did not answer.",
-        family=Family.WAIT, severity=Severity.ERROR, blames=Blames.SERVICE, proof=Proof.SIGNS,
+        family=Family.WAIT, severity=Severity.ERROR, blames=Blames.SERVICE, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.NETWORK_ERROR,
         exit_code=ExitCode.NETWORK, exit_reason=None, reference=UNICRON,
     )
     STORAGE_ERROR = "storage_error", About(
         title="The disk could not be written",
         summary="The disk is full or cannot be written.",
-        family=Family.WAIT, severity=Severity.ERROR, blames=Blames.SERVICE, proof=Proof.SIGNS,
+        family=Family.WAIT, severity=Severity.ERROR, blames=Blames.SERVICE, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.NETWORK_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=UNICRON,
     )
     MEMORY_PRESSURE = "memory_pressure", About(
         title="Memory was nearly used up",
         summary="Memory is nearly used up.",
-        family=Family.MEMORY, severity=Severity.WARN, blames=Blames.MEMORY, proof=Proof.SIGNS,
+        family=Family.MEMORY, severity=Severity.WARN, blames=Blames.MEMORY, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=UNICRON,
     )
     SCALER_OVERFLOW = "scaler_overflow", About(
         title="Gradients overflowed in half precision",
         summary="Gradients overflowed under a loss scale that is still being searched.",
-        family=Family.ALERT, severity=Severity.INFO, blames=Blames.LOSS_SCALE, proof=Proof.SIGNS,
+        family=Family.ALERT, severity=Severity.INFO, blames=Blames.LOSS_SCALE, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference="",
     )
     PLATEAU = "plateau", About(
         title="The loss stopped improving",
         summary="The loss has stopped improving.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=DPO,
     )
     NOT_LEARNING = "not_learning", About(
         title="Nothing was learned",
         summary="The weights do no better than those the run began with.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.EXPERIMENT,
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=OPT,
     )
     OVERFITTING = "overfitting", About(
         title="Evaluation fell behind training",
         summary="The evaluation loss is far above the training loss.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference="",
     )
     THROUGHPUT_COLLAPSE = "throughput_collapse", About(
         title="Steps became slow",
         summary="Steps take much longer than they used to.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.DEVICE, proof=Proof.SIGNS,
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.DEVICE, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=UNICRON,
     )
     WEIGHT_DRIFT = "weight_drift", About(
         title="A weight left its course",
         summary="A weight norm left its course faster than before.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.STATE, proof=Proof.SIGNS,
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.STATE, is_fact=False,
         onset=Onset.CHECKED, needs_snapshot=False, explains=("divergence", "loss_spike"),
         sent_as=Flag.UNKNOWN_ERROR, exit_code=ExitCode.UNRECOVERABLE, exit_reason=None,
         reference=SILENT_ERRORS,
@@ -355,35 +341,35 @@ class Cause(str, Enum):
     REWARD_COLLAPSE = "reward_collapse", About(
         title="Rewards collapsed",
         summary="Rewards of a group are all alike, or fell: nothing is learned.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=DAPO,
     )
     KL_BLOWUP = "kl_blowup", About(
         title="The policy left its reference",
         summary="The policy ran away from its reference.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=GRPO,
     )
     PREFERENCE_INVERSION = "preference_inversion", About(
         title="The model prefers rejected answers",
         summary="The model prefers the rejected answers to the chosen ones.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=ORPO,
     )
     LIKELIHOOD_COLLAPSE = "likelihood_collapse", About(
         title="Chosen answers became unlikely",
         summary="Chosen answers become far less likely than they were.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=DISPLACEMENT,
     )
     PROBE_ALARM = "probe_alarm", About(
         title="A probe raised its alarm",
         summary="A probe that was attached to the run found what it should warn of.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, proof=Proof.SIGNS,
+        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=EDGE,
     )
@@ -392,11 +378,17 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one detector saw.
+    """What one detector found.
 
-    ``step`` is where it was seen; ``bad_step`` the first step that may have done damage: a
-    snapshot of that step or before is clean. ``streak`` counts how often in a row. With
-    ``wants_proof`` it is a suspicion: the experiment settles it before anything is done.
+    Attributes:
+        cause: why, as far as this detector can know.
+        step: where it was seen.
+        bad_step: the first step that may have done damage; a snapshot of it or before is clean.
+        severity: that of the cause, or what the evidence asks for.
+        evidence: numbers and names, for the journal.
+        streak: how often in a row it was seen.
+        wants_proof: whether it is a suspicion, which the experiment settles before anything acts.
+            It depends on the evidence: weights that hold NaN need no proof, a leap of theirs does.
     """
 
     cause: Cause
@@ -409,12 +401,11 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as values that JSON has."""
-        named = {"cause": self.cause.value, "severity": self.severity.name}
-        told: dict[str, Any] = plain(asdict(self))
-        return {**told, **named}
+        values: dict[str, Any] = plain(asdict(self))
+        return {**values, "cause": self.cause.value, "severity": self.severity.name}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> "Finding":
-        """Return what :meth:`to_json` told of."""
-        named = {"cause": Cause(told["cause"]), "severity": Severity[told["severity"]]}
-        return cls(**{**told, **named})
+    def from_json(cls, values: dict[str, Any]) -> "Finding":
+        """Return the finding that :meth:`to_json` wrote."""
+        named = {"cause": Cause(values["cause"]), "severity": Severity[values["severity"]]}
+        return cls(**{**values, **named})

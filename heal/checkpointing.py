@@ -1,7 +1,7 @@
 """The checkpoints of a healed run: when they are saved, what is in them, how a run goes on.
 
-How they are written and read is in :mod:`heal.checkpoint`. A save that fails is told and counted;
-training goes on.
+:mod:`heal.checkpoint` writes and reads them. A save that fails is reported and counted; training
+goes on.
 """
 
 import copy
@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 from heal.actions import HealingError
 from heal.causes import Cause
 from heal.checkpoint import strict_json
-from heal.checkpoint.contents import Names, keyed, restore_rng, wanted_chunk
 from heal.checkpoint.files import (
     CheckpointError,
     StillWriting,
@@ -27,61 +27,52 @@ from heal.checkpoint.files import (
     remove_file,
     write_file,
 )
-from heal.checkpoint.manifest import committed
 from heal.checkpoint.plan import Ranks
-from heal.checkpoint.reading import CheckpointReader, Restored
+from heal.checkpoint.reading import Restored
 from heal.checkpoint.store import CheckpointStore
 from heal.config import HealingConfig
 from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal, Notes
+from heal.json_lines import plain
 from heal.monitor import Monitor
-from heal.plain_values import plain
 from heal.policy import MAX_CONSECUTIVE_DATA_ERRORS
 from heal.recovery import Recovery
 from heal.run import TorchRun
 from heal.snapshots import NEVER, Snapshot, next_due
-from heal.training_state import RngState, StateMismatch, TrainingState
+from heal.training_state import RngState, TrainingState
 
-# What a rank that must leave in the middle of a step asks of the run that is started next.
-#
-# A resumed run is bit by bit the run that died, so that it would meet the same batch again. The
-# rank that could not use it says so in a file beside the checkpoints, and every rank of the next
-# start leaves the batch out, or cuts its batches finer.
+LOG = logging.getLogger("heal")
+Values = Callable[[], dict[str, Any]]
+"""Returns what healing knows of the run, see :class:`HealingMemory`."""
 
+NEEDED = ("data", "unwanted", "healing", "history", "run")
+"""Plain values of a run beside those of its training state."""
 
-NAME = re.compile(r"remedy-(\d+)-rank(\d+)-(\d+)\.json")
-MAX_BYTES = 2**16
+MEMORY_VERSION = 2
+REMEDY_NAME = re.compile(r"remedy-(\d+)-rank(\d+)-(\d+)\.json")
+MAX_REMEDY_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What to do otherwise from a step on.
+    """What the next start of a run must do differently, left by a rank that had to exit in a step.
 
-    Attributes:
-        step: that could not be taken.
-        rank: that could not take it.
-        cause: of :class:`heal.causes.Cause`, by its value.
-        error: what was raised.
-        batches: to leave out, by the number of batches drawn before each.
-        micro: how finely to cut, as :meth:`heal.micro_batch.MicroBatcher.state` tells it.
+    A resumed run is bit by bit the run that died, so that it would meet the same batch again. Every
+    rank of the next start leaves the batch out, or cuts its batches finer.
     """
 
-    step: int
-    rank: int
-    cause: str
+    step: int  # that could not be taken
+    rank: int  # that could not take it
+    cause: str  # value of a :class:`heal.causes.Cause`
     error: str = ""
-    batches: list[int] = field(default_factory=list)
-    micro: dict[str, int] = field(default_factory=dict)
+    batches: list[int] = field(default_factory=list)  # to leave out, by their number in the stream
+    micro: dict[str, int] = field(default_factory=dict)  # see MicroBatcher.state
 
     @classmethod
     def from_json(cls, page: Any) -> "Remedy":
-        """Return what a file says.
-
-        Raises:
-            ValueError: it says something else.
-        """
+        """Return the remedy of a file; raise ValueError if it holds something else."""
         try:
             remedy = cls(**page)
             numbers = [remedy.step, remedy.rank, *remedy.batches, *remedy.micro.values()]
@@ -92,73 +83,30 @@ class Remedy:
         return remedy
 
 
-class Remedies:
-    """The files of one checkpoint folder.
-
-    Args:
-        directory: of the checkpoints; all ranks see it.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def add(self, remedy: Remedy) -> bool:
-        """Write a remedy; False if the disk does not take it."""
-        there = self.read()
-        count = sum(1 for other in there if (other.step, other.rank) == (remedy.step, remedy.rank))
-        name = f"remedy-{remedy.step}-rank{remedy.rank}-{count}.json"
-        try:
-            make_folder(self._directory)
-            write_file(self._directory / name, [strict_json.to_bytes(asdict(remedy))])
-        except OSError:
-            return False
-        return True
-
-    def read(self) -> list[Remedy]:
-        """Return all that can be read, in the order of their steps."""
-        found = []
-        for path in self._paths():
-            try:
-                page = strict_json.from_bytes(read_file(path, MAX_BYTES), path)
-                found.append(Remedy.from_json(page))
-            except (CheckpointError, OSError, ValueError):
-                continue  # torn or forged: the run meets the batch again, and says so again
-        return sorted(found, key=lambda remedy: (remedy.step, remedy.rank))
-
-    def forget_before(self, step: int) -> None:
-        """Remove those of steps that are done; what cannot be removed does no harm."""
-        for path in self._paths():
-            match = NAME.fullmatch(path.name)
-            if match and int(match[1]) < step:
-                try:
-                    remove_file(path)
-                except OSError:
-                    continue
-
-    def _paths(self) -> list[Path]:
-        try:
-            names = os.listdir(self._directory)
-        except OSError:
-            return []
-        return [self._directory / name for name in sorted(names) if NAME.fullmatch(name)]
+def _remedy_files(directory: Path) -> dict[Path, int]:
+    """Return the files of remedies, and the step of each."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return {}
+    matches = [REMEDY_NAME.fullmatch(name) for name in names]
+    return {directory / match[0]: int(match[1]) for match in matches if match}
 
 
-# What healing knows of a run, for checkpoints: ours, those of a trainer and those of Lightning.
-
-
-VERSION = 2
+def _read_remedies(directory: Path) -> list[Remedy]:
+    found = []
+    for path in _remedy_files(directory):
+        # One that is torn or forged is skipped: the run meets the batch again and leaves another.
+        with suppress(CheckpointError, OSError, ValueError):
+            page = strict_json.from_bytes(read_file(path, MAX_REMEDY_BYTES), path)
+            found.append(Remedy.from_json(page))
+    return found
 
 
 class HealingMemory:
-    """What was tried, what the detectors remember, and what healing changed about the run.
+    """What was tried, what the detectors learned, and what healing changed about the run.
 
     Without it a run that was resumed would have all its attempts again, and try what has failed.
-
-    Args:
-        run: the step that comes next, and what healing changed.
-        guarded: clips and watches the loss.
-        monitor: the detectors.
-        recovery: what was tried, and what was found that is not treated yet.
     """
 
     def __init__(
@@ -170,7 +118,7 @@ class HealingMemory:
         self._recovery = recovery
 
     def values(self) -> dict[str, Any]:
-        """Return it as plain values, for whoever saves the tensors of clipping anyway."""
+        """Return it as plain values, without the tensors of clipping and of the loss."""
         self._recovery.catch_up()  # the detectors are saved with all that they can know
         return {
             "healing": self._monitor.watch.state(),
@@ -189,7 +137,7 @@ class HealingMemory:
     def state_dict(self) -> dict[str, Any]:
         """Return it with the state of clipping and of the loss, which are tensors of their own."""
         return {
-            "version": VERSION,
+            "version": MEMORY_VERSION,
             "step": self._run.step,
             "clip": [optimizer.clipper.state_dict() for optimizer in self._guarded.optimizers],
             "loss": self._guarded.watch.state.clone(),
@@ -201,11 +149,11 @@ class HealingMemory:
 
         Raises:
             ValueError: it is of another version of this library.
-            Exception: it cannot be used. All is as it was, for who goes on then learns anew.
+            Exception: it cannot be used. All is as it was before, and healing starts afresh.
         """
         version = state.get("version", 1)  # that of Lightning had none
-        if version != VERSION:
-            raise ValueError(f"healing state is of version {version}; expected {VERSION}")
+        if version != MEMORY_VERSION:
+            raise ValueError(f"healing state is of version {version}; expected {MEMORY_VERSION}")
         before = copy.deepcopy(self.state_dict())
         try:
             self._load(state)
@@ -220,25 +168,11 @@ class HealingMemory:
         self.resume(int(state["step"]), state)
 
 
-Values = Callable[[], dict[str, Any]]
-
-NEEDED = ("data", "unwanted", "healing", "history", "run")
-"""Plain values of a run beside those of its training state."""
-
-LOG = logging.getLogger("heal")
-
-
 class Durable:
     """Saves a run to disk every so many steps, and brings it back.
 
-    Args:
-        directory: of the checkpoints; all ranks see it.
-        config: how often, how many, in a thread or not.
-        state: what training changes.
-        stream: the position in the data.
-        journal: gets an event for every save.
-        notes: told of what failed.
-        group: the ranks that save together; all if None.
+    The journal gets an event for every save, and ``notes`` a text for every failure. ``group`` are
+    the ranks that save together, all if None.
 
     Attributes:
         failures: how many saves failed.
@@ -270,54 +204,34 @@ class Durable:
         self._journal = journal
         self._notes = notes
         self._saved_step = -1
-        self._remedies = Remedies(self.store.directory)
-        self._most_in_a_row = MAX_CONSECUTIVE_DATA_ERRORS
-
-    def is_due(self, step: int) -> bool:
-        """Tell whether it is time to save; how earlier saves ended may be told a little later."""
-        return self._interval > 0 and step % self._interval == 0
 
     def next_due(self, step: int) -> int:
         """Return the next step after ``step`` at which to save."""
         return next_due(step, self._interval, False) if self._interval > 0 else NEVER
 
     def save_if_due(self, step: int, values: Values) -> None:
-        """Save if it is time, and report how earlier saves ended; waits for no disk.
-
-        Args:
-            step: that comes next.
-            values: returns what healing knows of the run.
-        """
+        """Save if it is time, and report how earlier saves ended; waits for no disk."""
         self._report_saves()
-        if self.is_due(step):
-            self._contained(step, lambda: self._save(step, values, asynchronous=None))
+        if self._interval > 0 and step % self._interval == 0:
+            self._contained(step, lambda: self._save(step, values, self._asynchronous))
 
     def save(self, step: int, values: Values) -> None:
-        """Save now, and return when it is on the disk; every rank has to call this.
-
-        Raises:
-            SaveFailed: it is not; training can go on.
-        """
-        self.store.wait()
-        self._report_saves()
+        """Save now, and return when it is on the disk, else raise; every rank has to call this."""
+        self.finish()
         self._save(step, values, asynchronous=False)
 
     def save_last(self, step: int, values: Values) -> None:
         """Save the end of a run, unless that was just done; a failure is reported, not raised."""
         self.finish()
         if self._saved_step != step:
-            self._contained(step, lambda: self.save(step, values))
+            self._contained(step, lambda: self._save(step, values, asynchronous=False))
 
     def saved_before(
         self, halt: HealingError, step: int, values: Values, may_save: bool = True
     ) -> HealingError:
-        """Save before a stop that was asked for; return the stop, with another code if that failed.
+        """Save before a requested stop; return the stop, with another code if saving failed.
 
-        Args:
-            halt: with the exit code that says "run me again".
-            step: that comes next.
-            values: returns what healing knows of the run.
-            may_save: whether all ranks are here to save together.
+        ``may_save``: whether all ranks are here to save together.
         """
         if may_save:
             self.save_last(step, values)
@@ -333,7 +247,7 @@ class Durable:
         )
 
     def finish(self) -> None:
-        """Wait until everything is on the disk, and tell how that ended."""
+        """Wait until everything is on the disk, and report how that ended."""
         self.store.wait()
         self._report_saves()
 
@@ -349,8 +263,7 @@ class Durable:
             StateMismatch: the checkpoint is of another run; nothing was changed.
         """
         restored = self.store.load_state(self._state, needs=NEEDED)
-        for note in self.store.notes:
-            self._notes.add(note)
+        self._copy_notes()
         if restored is None:
             if self.store.passed_over:
                 self._notes.add(
@@ -363,60 +276,56 @@ class Durable:
         if restored.world_size != self.store.ranks.size:
             position = self._moved(position, restored)
         self._stream.resume(position, restored.values["unwanted"])
-        restore_rng(restored, self.store.ranks)
+        restored.restore_rng(self.store.ranks.rank)
         self._saved_step = restored.step
         return restored
 
     def may_leave(self, remedy: Remedy) -> bool:
         """Return whether a restart may still help: as often as data errors may come in a row."""
-        same = [other for other in self._remedies.read() if other.step == remedy.step]
+        same = [r for r in _read_remedies(self.store.directory) if r.step == remedy.step]
         is_of_data = remedy.cause == Cause.DATA_ERROR.value
-        return not is_of_data or len(same) < self._most_in_a_row
+        return not is_of_data or len(same) < MAX_CONSECUTIVE_DATA_ERRORS
 
     def leave(self, remedy: Remedy) -> bool:
-        """Have the next start do otherwise; False if that cannot be written."""
+        """Write a remedy for the next start; False if the disk does not take it."""
         self._journal.event("remedy", remedy.step, remedy=asdict(remedy))
-        return self._remedies.add(remedy)
+        directory, known = self.store.directory, _read_remedies(self.store.directory)
+        count = sum((other.step, other.rank) == (remedy.step, remedy.rank) for other in known)
+        path = directory / f"remedy-{remedy.step}-rank{remedy.rank}-{count}.json"
+        try:
+            make_folder(directory)
+            write_file(path, [strict_json.to_bytes(asdict(remedy))])
+        except OSError:
+            return False
+        return True
 
     def remedies(self, step: int) -> list[Remedy]:
         """Return what ranks could not do when this run was last tried; alike on all ranks."""
-        if self.store.ranks.rank == 0:
-            self._remedies.forget_before(step)
-        own = [asdict(remedy) for remedy in self._remedies.read() if remedy.step >= step]
-        gathered = self.store.ranks.gather(strict_json.to_bytes(own))
-        # Disks may show a new file late on some ranks; what one of them sees, all do.
-        pages = [page for text in gathered for page in strict_json.from_bytes(text, Path())]
+        ranks, directory = self.store.ranks, self.store.directory
+        if ranks.rank == 0:
+            for path, taken in _remedy_files(directory).items():
+                if taken < step:
+                    with suppress(OSError):
+                        remove_file(path)
+        own = [asdict(remedy) for remedy in _read_remedies(directory) if remedy.step >= step]
+        # Disks may show a new file late on some ranks; what one of them sees, all use.
+        pages = [page for pages in ranks.gather_json(own) for page in pages]
         return sorted(map(Remedy.from_json, pages), key=lambda r: (r.step, r.rank))
-
-    # What the run asks when it has to go back.
 
     def steps(self) -> list[int]:
         """Return the steps of checkpoints, newest first; that of a save under way counts."""
         return self.store.saved_or_begun()
 
     def snapshot(self, step: int) -> Snapshot | None:
-        """Return the checkpoint of a step in the form of a snapshot; None if it is damaged.
-
-        Waits for a save under way: where the run goes must not depend on the speed of the disk.
-        """
-        self.store.wait()
-        ranks, names = self.store.ranks, Names(self._state)
-        for folder in reversed(committed(self.store.directory)):
-            if folder.step != step:
-                continue
-            try:
-                restored = CheckpointReader(folder.path).read(
-                    ranks.rank, ranks.size, lambda name: wanted_chunk(self._state, names, name)
-                )
-                restored.check_values(("training", *NEEDED))
-                tensors = keyed(self._state, names, restored.tensors)
-            except (CheckpointError, StateMismatch, OSError) as error:
-                self._notes.add(f"{folder.path.name} cannot be used: {error}")
-                continue
-            values = {**restored.values["training"], **restored.values}
-            nothing = torch.zeros(0, dtype=torch.int64), torch.zeros((), dtype=torch.float64)
-            return Snapshot(step, tensors, values, *nothing, landed=None, is_good=True)
-        return None
+        """Return the checkpoint of a step in the form of a snapshot; None if it is damaged."""
+        found = self.store.read_state(self._state, step, NEEDED)
+        self._copy_notes()
+        if found is None:
+            return None
+        restored, tensors = found
+        values = {**restored.values["training"], **restored.values}
+        nothing = torch.zeros(0, dtype=torch.int64), torch.zeros((), dtype=torch.float64)
+        return Snapshot(step, tensors, values, *nothing, landed=None, is_good=True)
 
     def abandon_after(self, step: int) -> None:
         """Put checkpoints of later steps aside: the run went back before them."""
@@ -426,7 +335,7 @@ class Durable:
             self._notes.add(f"checkpoints after step {step} are not part of the run: {error}")
         self._saved_step = -1
 
-    def _save(self, step: int, values: Values, asynchronous: bool | None) -> None:
+    def _save(self, step: int, values: Values, asynchronous: bool) -> None:
         saved = {
             "rng": RngState.now(),
             "data": self._stream.position(),
@@ -435,7 +344,7 @@ class Durable:
         }
         path = self.store.save_state(step, self._state, saved, asynchronous=asynchronous)
         self._saved_step = step
-        if asynchronous is False or not self._asynchronous:
+        if not asynchronous:
             self._worked(step, path)
 
     def _contained(self, step: int, save: Callable[[], None]) -> None:
@@ -447,11 +356,15 @@ class Durable:
             self._failed(step, error)
 
     def _report_saves(self) -> None:
-        for report in self.store.news():
+        for report in self.store.finished_saves():
             if report.error is not None:
                 self._failed(report.step, report.error)
             elif self.store.ranks.rank == 0:
                 self._worked(report.step, report.path)
+
+    def _copy_notes(self) -> None:
+        for note in self.store.notes:
+            self._notes.add(note)
 
     def _worked(self, step: int, path: Path) -> None:
         self._journal.event("checkpoint", step, path=str(path))
@@ -471,6 +384,6 @@ class Durable:
         old, new = restored.world_size, self.store.ranks.size
         self._notes.add(
             f"saved by {old} ranks, resumed by {new}: the epoch goes on at the same share of its "
-            "samples, which are dealt out anew"
+            "samples, which are dealt out again"
         )
         return replace(position, index=position.index * old // new, loader_state=None)

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from heal.lab.forecast.score import DEFAULT_SHARE
 from heal.settings import (
     ConfigError,
     Removed,
@@ -32,7 +31,6 @@ TABLE = "heal"
 OLD: dict[str, Renamed | Removed] = {
     "data": Renamed("after_rollback", {"skip": "skip_data", "replay": "replay_data"}),
     "max_consecutive": Renamed("max_consecutive_skips"),
-    "skip_window": Renamed("skip_window_batches"),
     "micro_batch_min": Renamed("micro_batch_min_samples"),
     "snapshot_memory_fraction": Renamed("snapshot_memory_factor"),
     "snapshot_count": Removed("snapshot_memory_factor limits the number of snapshots"),
@@ -48,8 +46,19 @@ OLD: dict[str, Renamed | Removed] = {
     "plateau_improvement": Removed("it is fixed; use plateau_steps"),
     "throughput_factor": Removed('it is fixed; use disabled_detectors="throughput_collapse"'),
     "throughput_patience": Removed('it is fixed; use disabled_detectors="throughput_collapse"'),
-    "backoff_cap_seconds": Removed("it is fixed; use backoff_seconds and backoff_budget_seconds"),
-    "max_backoffs": Removed("it is fixed; use backoff_budget_seconds"),
+    "backoff_cap_seconds": Removed("it is fixed; use backoff_seconds"),
+    "max_backoffs": Removed("it is fixed; use backoff_seconds"),
+    "backoff_budget_seconds": Removed("eight waits are the limit; use backoff_seconds"),
+    "attempts_reset_steps": Removed("it is fixed; use max_recovery_attempts"),
+    "skip_window": Removed("it is fixed; a hook may plan SkipBatches"),
+    "skip_window_batches": Removed("it is fixed; a hook may plan SkipBatches"),
+    "rollback_depth": Removed("each attempt goes one deeper; a hook may plan Rollback"),
+    "activation_checkpointing": Removed("it is always tried last when memory runs out"),
+    "perturb_std": Removed("a hook may plan PerturbWeights(std, seed)"),
+    "anchor_strength": Removed("a hook may plan AnchorWeights(strength, steps)"),
+    "anchor_steps": Removed("a hook may plan AnchorWeights(strength, steps)"),
+    "forecast_false_alarms": Removed("it is fixed at 0.02"),
+    "fingerprint_interval": Removed("replicas are compared every nccl_health_check_interval steps"),
     "max_consecutive_data_errors": Removed("it is fixed; use max_data_errors"),
     "nccl_timeout_seconds": Removed("it is fixed; use nccl_health_check_interval"),
     "gpu_health_check_interval": Removed("it is fixed"),
@@ -70,13 +79,6 @@ class HealingConfig:
     max_recovery_attempts: int = setting(
         5,
         "Recovery plans that may change training; one more and the run stops.",
-        group="budget",
-        least=0,
-    )
-    attempts_reset_steps: int = setting(
-        1000,
-        "New steps, beyond the furthest one reached, after which all attempts are available again; "
-        "0: never.",
         group="budget",
         least=0,
     )
@@ -102,12 +104,6 @@ class HealingConfig:
         group="budget",
         least=0,
         most=600,
-    )
-    backoff_budget_seconds: float = setting(
-        3600.0,
-        "Time to wait in all for a network or a disk before the run stops.",
-        group="budget",
-        least=0,
     )
 
     # Detection: what is looked for, and when it is reported.
@@ -195,33 +191,14 @@ class HealingConfig:
         "often.",
         group="detection",
     )
-    forecast_false_alarms: float = setting(
-        DEFAULT_SHARE,
-        "Share of healthy stretches of 500 steps in which the forecast may warn by mistake.",
-        group="detection",
-        least=0.01,
-        most=0.5,
-    )
 
     # Cure: what a recovery does.
-    rollback_depth: int = setting(
-        1,
-        "Which snapshot from before the trouble to return to: 1 is the newest.",
-        group="cure",
-        least=1,
-    )
     after_rollback: str = setting(
         "skip_data",
         "Continue with data that was not seen yet (skip_data), or feed the same data again "
         "(replay_data).",
         group="cure",
         choices=("skip_data", "replay_data"),
-    )
-    skip_window_batches: int = setting(
-        1,
-        "Batches left out after those that did harm; doubles with each attempt, up to 500.",
-        group="cure",
-        least=0,
     )
     lr_factor: float = setting(
         0.5,
@@ -247,27 +224,6 @@ class HealingConfig:
         "Clean steps after which pieces of batches grow again; 0: never.",
         group="cure",
         least=0,
-    )
-    activation_checkpointing: bool = setting(
-        True,
-        "Recompute activations if memory runs out with the smallest pieces too.",
-        group="cure",
-    )
-    perturb_std: float = setting(
-        0.0,
-        "Noise on the weights in the last plan, in standard deviations of each tensor; 0: never.",
-        group="cure",
-        least=0,
-        most=1,
-    )
-    anchor_strength: float = setting(
-        0.0,
-        "Pull of the weights towards those of the snapshot after a rollback; 0: none.",
-        group="cure",
-        least=0,
-    )
-    anchor_steps: int = setting(
-        100, "Steps after a rollback for which that pull lasts.", group="cure", least=1
     )
 
     # Durability: copies of the run, and the health of the job.
@@ -305,13 +261,8 @@ class HealingConfig:
     )
     nccl_health_check_interval: int = setting(
         100,
-        "Steps between pings of all ranks, over any backend; 0: never.",
-        group="durability",
-        least=0,
-    )
-    fingerprint_interval: int = setting(
-        100,
-        "Steps between comparisons of the replicas of DDP and HSDP, bit by bit; 0: never.",
+        "Steps between checks across ranks: pings over any backend, and a comparison of the "
+        "replicas of DDP and HSDP, bit by bit; 0: never.",
         group="durability",
         least=0,
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from heal.causes import Finding, Severity
+from heal.causes import Cause, Finding, Severity
 from heal.config import ConfigError, HealingConfig
 from heal.detectors.gradients import GradientExplosion, SkippedSteps
 from heal.detectors.learning_rate import LrChange
@@ -21,7 +21,7 @@ from heal.detectors.weights import StateHealth
 from heal.lab.forecast.watch import ForecastWatch
 from heal.verdict import HealthRow, Record
 
-__all__ = ["Detector", "Finding", "Usual", "Watch"]
+__all__ = ["CalmLimits", "Detector", "Finding", "Watch"]
 
 
 def names_of(text: str) -> set[str]:
@@ -29,15 +29,10 @@ def names_of(text: str) -> set[str]:
     return {name.strip() for name in text.split(",") if name.strip()}
 
 
-class Usual(NamedTuple):
-    """What the detectors take for usual; as it stands, nothing.
-
-    ``loss_margin`` is by how much a loss may exceed the level and be calm. ``norm`` is the upper
-    range of gradient norms: they scatter, and the last one says little about the next.
-    """
+class CalmLimits(NamedTuple):
+    """The highest loss and gradient norm that no detector counts; as it stands, none is known."""
 
     loss: float = math.nan
-    loss_margin: float = math.nan
     norm: float = 0.0
 
 
@@ -45,7 +40,7 @@ class Detector(Protocol):
     """Looks for one kind of symptom in the stream of records."""
 
     def observe(self, record: Record) -> Finding | None:
-        """Hear of a step, in order; return what is wrong, if anything."""
+        """Take in a step, in order; return what is wrong, if anything."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -91,7 +86,7 @@ class Watch:
             if name not in {*self.detectors, "health"}:
                 known = ", ".join([*self.detectors, "health"])
                 raise ConfigError(f"expected detectors among {known}, got {name!r}")
-        self.forecast = ForecastWatch.of(config) if config.forecast else None
+        self.forecast = ForecastWatch() if config.forecast else None
         if self.forecast is not None:
             self.detectors["forecast"] = self.forecast
 
@@ -116,7 +111,7 @@ class Watch:
                     finding = detector.observe(record)
                     if finding is not None:
                         findings.append(self._muted(name, finding))
-            except Exception as error:  # the others must hear
+            except Exception as error:  # the others go on
                 self._errors.append(error)
         return found
 
@@ -131,10 +126,10 @@ class Watch:
         errors, self._errors = self._errors, []
         return errors
 
-    def usual(self) -> Usual:
-        """Return what the next steps are measured against, as far as it is known."""
+    def calm_limits(self) -> CalmLimits:
+        """Return up to where losses and norms are no sign of trouble, as far as it is known."""
         level, noise = self._loss.level()
-        return Usual(level, LossChange.SLACK * noise, self._explosion.level())
+        return CalmLimits(level + LossChange.SLACK * noise, self._explosion.limit())
 
     def loss_level(self) -> tuple[float, float]:
         """Return the level of the loss and its noise; NaN while they are not known."""
@@ -143,10 +138,6 @@ class Watch:
     def held_lr(self) -> float:
         """Return the highest learning rate that the run has held and no schedule set; 0 if none."""
         return self._lr.held
-
-    def note_nan_data(self) -> None:
-        """Note that sound weights give NaN on the batches that come: it is the data."""
-        self._skipped.data_is_nan = True
 
     def expect_write(self, step: int) -> None:
         """Note that a rollback or the user wrote weights before ``step``."""
@@ -159,12 +150,18 @@ class Watch:
         self._lr.start_over()
         self._health.start_over()
 
-    def rebase(self) -> None:
-        """Take the present level of loss and gradients as usual: the data has changed.
+    def rebase(self, cause: Cause) -> None:
+        """Take the present level as the new baseline: an experiment has cleared the weights.
 
-        The level of the loss only if that was suspected. An answer about weights or gradients is
-        none about the loss, and a slow climb is measured against the best level of the run.
+        The level of the loss only if that was suspected. An answer about weights or gradients says
+        nothing about the loss, and a slow climb is measured against the best level of the run.
+
+        Args:
+            cause: of the suspicion. NaN has no level: the batches that come are the reason.
         """
+        if cause.about.is_nonfinite:
+            self._skipped.data_is_nan = True
+            return
         if self._loss.is_suspected:
             self._loss.rebase()
         self._explosion.rebase()
@@ -181,7 +178,7 @@ class Watch:
     def observe_eval(
         self, step: int, eval_loss: float, train_loss: float | None = None
     ) -> list[Finding]:
-        """Return what an evaluation tells; ``train_loss`` if measured in evaluation mode too."""
+        """Return what an evaluation shows; ``train_loss`` if measured in evaluation mode too."""
         finding = self._gap.observe_eval(step, eval_loss, train_loss)
         return [] if finding is None else [finding]
 
@@ -194,7 +191,7 @@ class Watch:
         return [(at, old.value, new.value) for at, old, new in self.forecast.take_moves()]
 
     def note_rollback(self, step: int) -> None:
-        """Hear that the run goes back to ``step``; before its state is loaded."""
+        """Note that the run goes back to ``step``; before its state is loaded."""
         if self.forecast is not None:
             self.forecast.note_failure(step)
 

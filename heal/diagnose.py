@@ -1,10 +1,10 @@
-"""From what was seen to why: findings or an exception in, one cause with evidence out. Pure."""
+"""Findings or an exception in, one cause with evidence out. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heal.causes import Cause, Family, Finding, Proof, Severity
+from heal.causes import Cause, Family, Finding, Severity
 from heal.exceptions import LOADER_PHASES, classify, message_of, qualified_name
 from heal.history import History
 
@@ -14,7 +14,7 @@ MAX_MESSAGE = 500
 """Characters of an exception's message that are kept: torch prints whole memory tables."""
 
 SUSPECT_STEPS = 300
-"""How long a warning is suspected of what follows: about three checks of the weights."""
+"""For how long a warning may explain what follows: about three checks of the weights."""
 
 ALONE, SUPPORTED = 0.7, 0.9
 MEASURED = 0.99
@@ -23,7 +23,7 @@ MEASURED = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why a run is in trouble, as data.
+    """Why a run is in trouble.
 
     ``bad_step`` is the first step that may have done damage; -1 if that has no meaning. ``step``
     is where it was noticed. ``streak`` counts how often in a row the trouble was seen.
@@ -32,7 +32,6 @@ class Diagnosis:
     cause: Cause
     evidence: dict[str, Any]
     confidence: float
-    reference: str
     severity: Severity
     bad_step: int
     step: int = -1
@@ -43,13 +42,22 @@ class Diagnosis:
         return self.cause.about.family
 
     @property
+    def is_proven(self) -> bool:
+        """Whether an experiment has found the weights damaged."""
+        return "loss_with_old_weights" in self.evidence
+
+    @property
+    def reference(self) -> str:
+        return self.cause.about.reference
+
+    @property
     def summary(self) -> str:
         """One sentence for people, with the evidence that has a name."""
-        told = self.cause.about.summary
+        summary = self.cause.about.summary
         blames, where = self.evidence.get("blames"), self.evidence.get("tensor")
         if blames:
-            return f"{told} To blame is {blames}."
-        return f"{told} Tensor: {where}." if where else told
+            return f"{summary} The cause is {blames}."
+        return f"{summary} Tensor: {where}." if where else summary
 
     def to_json(self) -> dict[str, Any]:
         """Return what the journal writes."""
@@ -69,25 +77,25 @@ class Diagnosis:
 def diagnose(findings: Sequence[Finding], history: History) -> Diagnosis | None:
     """Return the one cause behind the findings of a step; None if there were none.
 
-    Of findings that are equally grave the one that explains the others is taken; the others
-    become evidence. A warning of the recent past is taken as the cause if it explains the symptom.
+    Of findings that are equally severe, the one that explains the others is chosen, and the others
+    become evidence. A recent warning that explains the symptom is named as the suspect.
     """
     if not findings:
         return None
-    gravest = max(finding.severity for finding in findings)
-    candidates = [finding for finding in findings if finding.severity == gravest]
-    chosen = min(candidates, key=lambda finding: _rank(finding.cause))
+    worst = max(finding.severity for finding in findings)
+    candidates = [finding for finding in findings if finding.severity == worst]
+    chosen = min(candidates, key=lambda finding: list(Cause).index(finding.cause))
     others = [finding for finding in findings if finding is not chosen]
     evidence: dict[str, Any] = dict(chosen.evidence)
     if others:
         evidence["also"] = {other.cause.value: dict(other.evidence) for other in others}
-    bad_step = min([chosen.bad_step, *(o.bad_step for o in others if o.severity == gravest)])
-    suspect = _suspect(chosen, history) if gravest >= Severity.ERROR else None
+    bad_step = min([chosen.bad_step, *(o.bad_step for o in others if o.severity == worst)])
+    suspect = _suspect(chosen, history) if worst >= Severity.ERROR else None
     if suspect is not None:
         evidence["suspect"], evidence["suspect_step"] = suspect
         bad_step = min(bad_step, suspect[1])
     confidence = ALONE
-    if chosen.cause.about.proof is Proof.FACT or evidence.get("measured"):
+    if chosen.cause.about.is_fact or evidence.get("measured"):
         confidence = MEASURED
     elif suspect is not None or any(o.severity >= Severity.WARN for o in others):
         confidence = SUPPORTED
@@ -95,8 +103,7 @@ def diagnose(findings: Sequence[Finding], history: History) -> Diagnosis | None:
         cause=chosen.cause,
         evidence=evidence,
         confidence=confidence,
-        reference=chosen.cause.about.reference,
-        severity=gravest,
+        severity=worst,
         bad_step=bad_step,
         step=chosen.step,
         streak=chosen.streak,
@@ -109,10 +116,10 @@ def diagnose_exception(
     """Return why a step raised: by the type of the exception first, by its message second.
 
     Args:
-        exc: what was raised.
-        step: the step during which it was.
-        phase: "data", "forward", "backward", "step" or "" if unknown. In the loader an error that
-            is nobody else's is the data's; in the optimizer's step the state may be half updated.
+        exc: the exception.
+        step: during which it was raised.
+        phase: "data", "forward", "backward", "step" or "" if unknown. An unknown error in the
+            loader is the data's; in the optimizer's step the state may be half updated.
         is_alone: whether there is no other process that a loader could share a collective with.
     """
     cause, confidence, matched = classify(exc, phase, is_alone=is_alone)
@@ -130,7 +137,6 @@ def diagnose_exception(
         cause=cause,
         evidence=evidence,
         confidence=confidence,
-        reference=cause.about.reference,
         severity=severity,
         bad_step=step,
         step=step,
@@ -138,12 +144,12 @@ def diagnose_exception(
 
 
 def may_be_the_weights(diagnosis: Diagnosis, patience: int, most: int) -> bool:
-    """Tell whether weights that hold NaN or Inf could be behind a diagnosis.
+    """Return whether weights that hold NaN or Inf could be behind a diagnosis.
 
-    So it is with NaN losses and gradients, and with any exception of the model's own code: where it
-    samples from its output, looks up an index or inverts a matrix, NaN is an error. Skipped steps
-    are asked about when a streak begins and whenever patience is spent, because a look costs a pass
-    over the state.
+    They could for damage that an experiment has found, for NaN losses and gradients, and for any
+    exception of the model's own code: NaN is an error where it samples from its output, looks up an
+    index or inverts a matrix. For skipped steps only when a streak begins and whenever patience is
+    spent, because a look costs a pass over the state.
 
     Args:
         diagnosis: what is wrong, as far as is known.
@@ -151,6 +157,8 @@ def may_be_the_weights(diagnosis: Diagnosis, patience: int, most: int) -> bool:
         most: skipped steps in a row that end the run.
     """
     was_raised = "type" in diagnosis.evidence
+    if diagnosis.is_proven:
+        return True
     if diagnosis.cause.about.is_nonfinite:
         streak = diagnosis.streak
         return was_raised or streak == 1 or streak % patience == 0 or streak >= most
@@ -160,31 +168,26 @@ def may_be_the_weights(diagnosis: Diagnosis, patience: int, most: int) -> bool:
     return diagnosis.cause is Cause.DATA_ERROR and not is_of_loader
 
 
-def blame_state(diagnosis: Diagnosis, found: Mapping[str, Any], step: int) -> Diagnosis:
-    """Return the diagnosis that a look at the state leads to.
+def diagnose_corruption(diagnosis: Diagnosis, found: Mapping[str, Any], step: int) -> Diagnosis:
+    """Return the diagnosis of NaN or Inf in the state.
 
     Args:
         diagnosis: what it was taken for.
-        found: where NaN or Inf was found, see :func:`heal.weight_checks.find_corruption`.
+        found: where NaN or Inf was found, see :func:`heal.integrity.find_corruption`.
         step: the step that comes next. Good snapshots never hold NaN, so that any of them will do.
     """
-    cause = Cause(found["cause"])
-    evidence: dict[str, Any] = {k: v for k, v in found.items() if k != "cause"}
-    evidence |= {"measured": True, "seen_as": diagnosis.cause.value}
-    evidence |= {k: diagnosis.evidence[k] for k in ("type", "message") if k in diagnosis.evidence}
+    raised = ("type", "message")
+    seen: dict[str, Any] = {k: v for k, v in diagnosis.evidence.items() if k in raised}
+    evidence: dict[str, Any] = {**found, "measured": True, "seen_as": diagnosis.cause.value, **seen}
+    cause = Cause(evidence.pop("cause"))
     return Diagnosis(
         cause=cause,
         evidence=evidence,
         confidence=MEASURED,
-        reference=cause.about.reference,
         severity=Severity.ERROR,
         bad_step=step,
         step=step,
     )
-
-
-def _rank(cause: Cause) -> int:
-    return list(Cause).index(cause)
 
 
 def _suspect(finding: Finding, history: History) -> tuple[str, int] | None:

@@ -1,4 +1,7 @@
-"""What a check of ``heal doctor`` has to say."""
+"""The checks of ``heal doctor``: a folder of checkpoints, a heal.toml, and the cluster.
+
+Each returns findings and never raises.
+"""
 
 import math
 import os
@@ -12,16 +15,21 @@ from pathlib import Path
 from typing import Literal
 
 from heal.checkpoint.files import CheckpointError, free_bytes
-from heal.checkpoint.manifest import ABANDONED, NAME, StepFolder, committed, list_folders
+from heal.checkpoint.folders import ABANDONED, NAME, StepFolder, committed, list_folders
 from heal.cluster.slurm import get_slurm_info
 from heal.config import ConfigError, HealingConfig
 
+GIB = 2**30
+CONNECT_SECONDS = 3.0
+CLOCK_SECONDS = 5.0  # by which clocks may differ before logs of several nodes cannot be ordered
+
 Level = Literal["ok", "warn", "error"]
+Environment = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of a report: how grave it is, what was seen, what to do about it.
+    """One line of a report: how severe it is, what was seen, what to do about it.
 
     Args:
         level: ``"ok"``, ``"warn"`` (it works, but not as well as it could) or ``"error"``.
@@ -34,14 +42,8 @@ class Finding:
     todo: str = ""
 
 
-# Checks a folder of checkpoints: is there one to resume from, and what is wrong with the rest?
-
-
-GIB = 2**30
-
-
 def check_checkpoints(directory: str | os.PathLike[str], *, quick: bool = False) -> list[Finding]:
-    """Return what is right and wrong with a folder of checkpoints; never raises.
+    """Is there a checkpoint to resume from, and what is wrong with the rest?
 
     Args:
         directory: as it was given to the healer or the store.
@@ -51,15 +53,14 @@ def check_checkpoints(directory: str | os.PathLike[str], *, quick: bool = False)
     if not path.is_dir():
         todo = "give the folder that was named checkpoint_dir, or start a run that saves there"
         return [Finding("error", f"{path} is no folder", todo)]
-    checks: list[Callable[[Path], list[Finding]]] = [
+    found = []
+    for check in (
         lambda folder: check_bytes(folder, quick),
         check_unfinished,
-        check_strangers,
+        check_links,
         check_space,
         check_permissions,
-    ]
-    found: list[Finding] = []
-    for check in checks:
+    ):
         try:
             found += check(path)
         except OSError as error:
@@ -68,25 +69,35 @@ def check_checkpoints(directory: str | os.PathLike[str], *, quick: bool = False)
 
 
 def check_bytes(directory: Path, quick: bool = False) -> list[Finding]:
-    """Read every checkpoint, newest first, and say which one a run would resume from."""
+    """Read every checkpoint, newest first, and name the one that a run would resume from."""
     folders = committed(directory)[::-1]
     if not folders:
         todo = "a run that resumes here starts afresh; is this the right folder?"
         return [Finding("error", f"{directory} has no finished checkpoint", todo)]
-    found: list[Finding] = []
-    resumable: StepFolder | None = None
-    for folder in folders:
-        trouble = _trouble_of(folder, quick)
-        if not trouble:
-            resumable = resumable or folder
-            found.append(Finding("ok", f"{folder.path.name}: {_described(folder, quick)}"))
-            continue
+    found = [_read_checkpoint(folder, quick) for folder in folders]
+    whole = [f.step for f, finding in zip(folders, found, strict=True) if finding.level == "ok"]
+    if whole:
+        return [*found, Finding("ok", f"a run resumes from step {whole[0]}")]
+    todo = "bring one back from a copy; a run that resumes here starts afresh"
+    return [*found, Finding("error", "no checkpoint is whole", todo)]
+
+
+def _read_checkpoint(folder: StepFolder, quick: bool) -> Finding:
+    from heal.checkpoint.reading import CheckpointReader
+
+    name = folder.path.name
+    try:
+        reader = CheckpointReader(folder.path)
+        ranks = reader.commit.world_size
+        tensors = {tensor for rank in range(ranks) for tensor in reader.manifest(rank).entries}
+        if not quick:
+            reader.check()
+    except (CheckpointError, OSError) as error:
         todo = f"remove {folder.path}, or bring it back from a copy; resuming passes it over"
-        found.append(Finding("error", f"{folder.path.name} is damaged: {trouble}", todo))
-    if resumable is None:
-        todo = "bring one back from a copy; a run that resumes here starts afresh"
-        return [*found, Finding("error", "no checkpoint is whole", todo)]
-    return [*found, Finding("ok", f"a run resumes from step {resumable.step}")]
+        return Finding("error", f"{name} is damaged: {error}", todo)
+    state = "manifests are whole" if quick else "every byte is what was saved"
+    size = f"{_size(folder) / 2**20:.1f} MiB"
+    return Finding("ok", f"{name}: {state}; {len(tensors)} tensors of {ranks} ranks, {size}")
 
 
 def check_unfinished(directory: Path) -> list[Finding]:
@@ -101,18 +112,18 @@ def check_unfinished(directory: Path) -> list[Finding]:
     aside = sorted(path.name for path in directory.glob(f"step-*{ABANDONED}*"))
     if aside:
         what = f"{len(aside)} checkpoints were abandoned by a rollback: {', '.join(aside[-3:])}"
-        found.append(Finding("ok", what, "remove them when nobody wants to look at them"))
+        found.append(Finding("ok", what, "remove them when they are no longer needed"))
     return found
 
 
-def check_strangers(directory: Path) -> list[Finding]:
-    """Name links and files that are none of ours."""
-    found = []
-    for path in sorted(directory.iterdir()):
-        if path.is_symlink() and NAME.fullmatch(path.name):
-            todo = "copy what it points to, or give that folder itself"
-            found.append(Finding("warn", f"{path.name} is a link, which is not followed", todo))
-    return found
+def check_links(directory: Path) -> list[Finding]:
+    """Name links, which resuming does not follow."""
+    todo = "copy what it points to, or give that folder itself"
+    return [
+        Finding("warn", f"{path.name} is a link, which is not followed", todo)
+        for path in sorted(directory.iterdir())
+        if path.is_symlink() and NAME.fullmatch(path.name)
+    ]
 
 
 def check_space(directory: Path) -> list[Finding]:
@@ -121,13 +132,13 @@ def check_space(directory: Path) -> list[Finding]:
     free = free_bytes(directory)
     if not sizes:
         return []
-    told = f"{free / GIB:.2f} GiB are free, a checkpoint takes {sizes[-1] / GIB:.2f} GiB"
+    what = f"{free / GIB:.2f} GiB are free, a checkpoint takes {sizes[-1] / GIB:.2f} GiB"
     if free < sizes[-1]:
         todo = "free space, or set checkpoint_keep lower; until then nothing is saved"
-        return [Finding("error", told, todo)]
+        return [Finding("error", what, todo)]
     if free < 2 * sizes[-1]:
-        return [Finding("warn", told, "room for one more save: free space")]
-    return [Finding("ok", told)]
+        return [Finding("warn", what, "room for one more save: free space")]
+    return [Finding("ok", what)]
 
 
 def check_permissions(directory: Path) -> list[Finding]:
@@ -136,74 +147,37 @@ def check_permissions(directory: Path) -> list[Finding]:
     found = []
     if mode & 0o002:
         todo = f"chmod o-w {directory}"
-        found.append(Finding("warn", f"everybody may write to {directory}", todo))
+        found.append(Finding("warn", f"any user may write to {directory}", todo))
     if not os.access(directory, os.W_OK):
-        found.append(
-            Finding("warn", f"{directory} cannot be written", f"chown or chmod {directory}")
-        )
+        todo = f"chown or chmod {directory}"
+        found.append(Finding("warn", f"{directory} cannot be written", todo))
     return found
-
-
-def _trouble_of(folder: StepFolder, quick: bool) -> str:
-    from heal.checkpoint.reading import CheckpointReader
-
-    try:
-        reader = CheckpointReader(folder.path)
-        if quick:
-            for rank in range(reader.commit.world_size):
-                reader.manifest(rank)
-        else:
-            reader.check()
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    return ""
-
-
-def _described(folder: StepFolder, quick: bool) -> str:
-    from heal.checkpoint.reading import CheckpointReader
-
-    reader = CheckpointReader(folder.path)
-    ranks = reader.commit.world_size
-    count = len({n for r in range(ranks) for n in reader.manifest(r).entries})
-    told = "manifests are whole" if quick else "every byte is what was saved"
-    return f"{told}; {count} tensors of {ranks} ranks, {_size(folder) / 2**20:.1f} MiB"
 
 
 def _size(folder: StepFolder) -> int:
     return sum(path.lstat().st_size for path in folder.path.iterdir())
 
 
-# Checks the surroundings of a rank: launcher, network, GPU, shared folder, clock.
-
-
-CONNECT_SECONDS = 3.0
-CLOCK_SECONDS = (
-    5.0  # by which clocks may differ before logs of several nodes cannot be put in order
-)
-
-Environment = Mapping[str, str]
-
-
 def check_cluster(
     environment: Environment | None = None, shared_dir: str | os.PathLike[str] | None = None
 ) -> list[Finding]:
-    """Return what is right and wrong where this process runs; never raises, never hangs.
+    """Check launcher, network, GPU, shared folder and clock of this process; never hangs.
 
     Args:
         environment: variables of the process; its own if None.
         shared_dir: folder that all ranks write to, such as that of the checkpoints.
     """
     env = os.environ if environment is None else environment
-    checks: list[tuple[str, Callable[[], list[Finding]]]] = [
-        ("launcher", lambda: check_launcher(env)),
-        ("master", lambda: check_master(env)),
-        ("backend", lambda: check_backend(env)),
-        ("GPU", check_gpu),
-        ("folder", lambda: check_folder(shared_dir)),
-        ("clock", lambda: check_clock(shared_dir)),
-    ]
+    checks: dict[str, Callable[[], list[Finding]]] = {
+        "launcher": lambda: check_launcher(env),
+        "master": lambda: check_master(env),
+        "backend": lambda: check_backend(env),
+        "GPU": check_gpu,
+        "folder": lambda: check_folder(shared_dir),
+        "clock": lambda: check_clock(shared_dir),
+    }
     found: list[Finding] = []
-    for name, check in checks:
+    for name, check in checks.items():
         try:
             found += check()
         except Exception as error:
@@ -212,7 +186,9 @@ def check_cluster(
 
 
 def check_launcher(env: Environment) -> list[Finding]:
-    """Who started this process, and does what it says make sense?"""
+    """Does what the launcher set make sense?"""
+    from heal.cluster.launch import find_place
+
     slurm = get_slurm_info(env)
     found = []
     if slurm is not None:
@@ -221,22 +197,16 @@ def check_launcher(env: Environment) -> list[Finding]:
         if env.get("SLURM_JOB_ID") and slurm.rank < 0 and "RANK" not in env:
             todo = "start the program by srun, or torchrun by srun on every node"
             found.append(Finding("warn", "this is the batch script, not a task", todo))
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    there = [name for name in names if env.get(name)]
-    if not there:
+    if not any(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         if slurm is None:
             todo = "start by torchrun or srun for more than one process"
             found.append(Finding("ok", "no launcher: a single process", todo))
         return found
-    missing = [name for name in names if name not in there]
-    if missing:
-        what = f"{', '.join(there)} set, but not {', '.join(missing)}"
-        return [*found, Finding("error", what, "let torchrun set all of them, or none")]
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"):
-        if not env.get(name, "0").isdecimal():
-            what = f"{name} is {env[name]!r}, not a number"
-            return [*found, Finding("error", what, "let torchrun set it")]
-    rank, size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    try:
+        place = find_place(env)
+    except RuntimeError as error:
+        return [*found, Finding("error", str(error), "let torchrun set all of them, or none")]
+    rank, size, port = place.rank, place.world_size, place.master_port
     if rank >= size:
         what = f"RANK {rank} is not below WORLD_SIZE {size}"
         found.append(Finding("error", what, "ranks count from 0; let torchrun set both"))
@@ -265,7 +235,7 @@ def check_master(env: Environment) -> list[Finding]:
             return [Finding("ok", f"{address}:{port} answers")]
     except ConnectionRefusedError:
         todo = "right before a start; during a run rank 0 or torchrun's agent should listen there"
-        return [Finding("warn", f"{address}:{port} is reachable, and nobody listens", todo)]
+        return [Finding("warn", f"{address}:{port} is reachable, and no process listens", todo)]
     except OSError as error:
         todo = "open the port in the firewall, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return [Finding("error", f"{address}:{port} cannot be reached: {error}", todo)]
@@ -289,16 +259,16 @@ def check_backend(env: Environment) -> list[Finding]:
     else:
         found.append(Finding("ok", "no GPU: gloo"))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = env.get(name, "").lstrip("^=").split(",")[0]
+        first = env.get(name, "").lstrip("^=").split(",")[0]
         here = [interface for _, interface in socket.if_nameindex()]
-        if wanted and not any(interface.startswith(wanted) for interface in here):
+        if first and not any(interface.startswith(first) for interface in here):
             what = f"{name} is {env[name]!r}, and the interfaces are {', '.join(here)}"
             found.append(Finding("error", what, "name one of these, or unset it"))
     return found
 
 
 def check_gpu() -> list[Finding]:
-    """What does the driver say?"""
+    """Does the driver report faults?"""
     from heal.cluster.hardware import check_gpu_health
 
     health = check_gpu_health()
@@ -332,26 +302,20 @@ def check_folder(path: str | os.PathLike[str] | None) -> list[Finding]:
 
 def check_clock(path: str | os.PathLike[str] | None) -> list[Finding]:
     """Does the clock agree with that of the file server?"""
-    found = []
-    if path is not None and os.access(path, os.W_OK):
-        with tempfile.NamedTemporaryFile(prefix=".heal-doctor-", dir=path) as file:
-            file.write(b"heal")
-            file.flush()
-            apart = abs(os.stat(file.name).st_mtime - time.time())
-        if apart > CLOCK_SECONDS:
-            what = f"the clock is {apart:.0f} s off that of {path}"
-            todo = "start chrony or ntpd: events of several ranks cannot be put in order"
-            found.append(Finding("warn", what, todo))
-        else:
-            found.append(Finding("ok", f"the clock agrees with that of {path}"))
-    return found
-
-
-# Checks a heal.toml: can it be read, and do its settings go together?
+    if path is None or not os.access(path, os.W_OK):
+        return []
+    with tempfile.NamedTemporaryFile(prefix=".heal-doctor-", dir=path) as file:
+        file.write(b"heal")
+        file.flush()
+        apart = abs(os.stat(file.name).st_mtime - time.time())
+    if apart <= CLOCK_SECONDS:
+        return [Finding("ok", f"the clock agrees with that of {path}")]
+    todo = "start chrony or ntpd: events of several ranks cannot be put in order"
+    return [Finding("warn", f"the clock is {apart:.0f} s off that of {path}", todo)]
 
 
 def check_config(path: str | os.PathLike[str]) -> list[Finding]:
-    """Return what is right and wrong with a file of settings; never raises."""
+    """Can a heal.toml be read, and do its settings go together?"""
     try:
         config = HealingConfig.from_toml(Path(path))
     except FileNotFoundError:
@@ -362,56 +326,49 @@ def check_config(path: str | os.PathLike[str]) -> list[Finding]:
         return [Finding("error", f"{path}: {error}", "heal init prints every setting it may have")]
     default = HealingConfig()
     changed = [k for k, v in config.to_dict().items() if v != getattr(default, k)]
-    told = ", ".join(changed) if changed else "none"
-    return [Finding("ok", f"{path} is read; settings that differ: {told}"), *_pairs(config)]
+    names = ", ".join(changed) if changed else "none"
+    return [Finding("ok", f"{path} is read; settings that differ: {names}"), *_pairs(config)]
 
 
 def _pairs(config: HealingConfig) -> list[Finding]:
     """Settings that are right by themselves and wrong together."""
-    found = []
     count = math.ceil(config.snapshot_memory_factor)
     reach = config.snapshot_interval * count
-    if config.quarantine_steps >= reach:
-        found.append(
-            Finding(
-                "error",
-                f"quarantine_steps = {config.quarantine_steps}, but the {count} "
-                f"snapshots reach back {reach} steps: none ever counts as good",
-                f"set quarantine_steps below {reach}",
-            )
-        )
-    if config.quarantine_steps < config.lag:
-        found.append(
-            Finding(
-                "warn",
-                f"quarantine_steps = {config.quarantine_steps} is less than lag = {config.lag}: a "
-                "snapshot counts as good before the step after it is heard of",
-                f"set quarantine_steps to {config.lag} or more",
-            )
-        )
-    if config.max_recovery_attempts == 0:
-        found.append(
-            Finding(
-                "warn",
-                "max_recovery_attempts = 0: the first trouble ends the run",
-                "set it to 1 or more, unless that is what you want",
-            )
-        )
-    if config.nan_action == "rollback" and config.nan_patience >= config.max_consecutive_skips:
-        found.append(
-            Finding(
-                "warn",
-                f"nan_patience = {config.nan_patience} is not below max_consecutive_skips = "
-                f"{config.max_consecutive_skips}: the run stops before it would roll back",
-                "set nan_patience below max_consecutive_skips",
-            )
-        )
-    if not config.nccl_health_check_interval:
-        found.append(
-            Finding(
-                "warn",
-                "nccl_health_check_interval = 0: a rank that is gone is noticed by a timeout only",
-                "set it to 100 for runs on several ranks",
-            )
-        )
-    return found
+    quarantine = f"quarantine_steps = {config.quarantine_steps}"
+    skips, patience = config.max_consecutive_skips, config.nan_patience
+    rules: tuple[tuple[bool, Level, str, str], ...] = (
+        (
+            config.quarantine_steps >= reach,
+            "error",
+            f"{quarantine}, but the {count} snapshots reach back {reach} steps: none ever counts "
+            "as good",
+            f"set quarantine_steps below {reach}",
+        ),
+        (
+            config.quarantine_steps < config.lag,
+            "warn",
+            f"{quarantine} is less than lag = {config.lag}: a snapshot counts as good before the "
+            "record of the step after it is polled",
+            f"set quarantine_steps to {config.lag} or more",
+        ),
+        (
+            config.max_recovery_attempts == 0,
+            "warn",
+            "max_recovery_attempts = 0: the first trouble ends the run",
+            "set it to 1 or more, unless that is what you want",
+        ),
+        (
+            config.nan_action == "rollback" and patience >= skips,
+            "warn",
+            f"nan_patience = {patience} is not below max_consecutive_skips = {skips}: the run "
+            "stops before it would roll back",
+            "set nan_patience below max_consecutive_skips",
+        ),
+        (
+            not config.nccl_health_check_interval,
+            "warn",
+            "nccl_health_check_interval = 0: a rank that is gone is noticed by a timeout only",
+            "set it to 100 for runs on several ranks",
+        ),
+    )
+    return [Finding(level, what, todo) for is_wrong, level, what, todo in rules if is_wrong]

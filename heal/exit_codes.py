@@ -45,7 +45,7 @@ class ExitCode(IntEnum):
     """A signal came, and saving took over ``shutdown_timeout_sec``; the last checkpoint counts."""
 
     HUNG = 50
-    """No step ended within the timeout; ``hang.rank*.txt`` has the stacks, and who was missing."""
+    """No step ended within the timeout; ``hang.rank*.txt`` has the stacks and the missing ranks."""
 
     REPLICAS_DIFFER = 51
     """Copies of a parameter differ between ranks: memory or arithmetic of one is at fault."""

@@ -1,8 +1,8 @@
-"""How a run ends: a postmortem is left behind, whichever way it was.
+"""How a run ends: with a postmortem, whatever the reason.
 
 Outside of ``with healer:``, ``healer.run`` and a trainer's ``train`` nothing of the process is
-changed: one ``atexit`` function closes a run that nobody closed. Inside, SIGTERM and SIGUSR1 stop
-the run after a step, and a halt that nobody catches ends the process with its own exit code.
+changed: one ``atexit`` function closes a run that is still open. Inside, SIGTERM and SIGUSR1 stop
+the run after a step, and an uncaught halt ends the process with its own exit code.
 """
 
 import atexit
@@ -13,12 +13,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing import util
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from heal.actions import HealingError as HealingError
+from heal.actions import HealingError
 from heal.cluster.shutdown import ShutdownHandler
 from heal.exit_codes import ExitCode
 from heal.journal import Journal
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class OwnExitCode:
-    """Ends the process with the exit code of a halt that nobody catches, not with 1.
+    """Ends the process with the exit code of an uncaught halt, not with 1.
 
-    It is ``sys.excepthook`` as long as the halt exists: a halt that is caught and dropped takes it
-    along. The hook from before prints the traceback. At a prompt nothing ends.
+    It is ``sys.excepthook`` as long as the halt exists, so not after a halt that was caught and
+    dropped. The hook from before prints the traceback. At a prompt nothing ends.
     """
 
     def __init__(self, halt: HealingError) -> None:
@@ -40,7 +39,7 @@ class OwnExitCode:
         self._previous = sys.excepthook
 
     def install(self) -> None:
-        """Be the hook, unless one for this halt is."""
+        """Become the hook, unless there is one for this halt."""
         present = sys.excepthook
         if not isinstance(present, OwnExitCode) or present.halt() is not self.halt():
             sys.excepthook = self
@@ -72,7 +71,7 @@ def uncaught() -> BaseException | None:
 
 
 def is_interactive() -> bool:
-    """Return whether somebody types at a prompt."""
+    """Return whether Python runs at a prompt."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
@@ -80,31 +79,10 @@ SIGNALS = ("SIGTERM", "SIGUSR1")  # what schedulers send before they kill
 SIGNAL_BASE = 128  # a shell's code for "ended by signal n" is this plus n
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a run ended; None stands for what is not known, or follows from the error."""
-
-    error: BaseException | None = None
-    reason: ExitReason | None = None
-    exit_code: int | None = None
-
-    @classmethod
-    def by(cls, error: BaseException | None) -> "Ending":
-        """The ending by what was raised, or in order."""
-        return cls(error, None, _exit_code(error))
-
-
-EXITED = Ending(None, ExitReason.EXITED, None)
-"""Left before the end, by ``sys.exit`` or by ``break``: Python does not say with which code."""
-
-
 class Exits:
     """Writes one postmortem: at the end of ``run`` or ``with``, on a halt, or when Python exits.
 
-    Args:
-        healer: asked for the last step and metrics; not kept alive.
-        journal: where the postmortem goes.
-        clock: seconds.
+    It does not keep the healer alive.
     """
 
     def __init__(self, healer: "Healer", journal: Journal, clock: Callable[[], float]) -> None:
@@ -123,7 +101,7 @@ class Exits:
             util.Finalize(None, self.at_exit, exitpriority=0)
 
     def enter(self) -> None:
-        """Have a halt end the process with its own exit code, until :meth:`leave`."""
+        """Let a halt end the process with its own exit code, until :meth:`leave`."""
         self._closed = self._is_written = False
         self._is_entered, self._unanswered = True, 0
 
@@ -155,31 +133,31 @@ class Exits:
             healer.request_stop()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write the postmortem, once, and give the signals back; then no deadline runs any more."""
+        """Write the postmortem, once, and restore the signal handlers; no deadline runs then."""
         is_main = threading.current_thread() is threading.main_thread()
         if isinstance(error, HealingError) and self._is_entered and is_main:
             OwnExitCode(error).install()
         is_stopped = error is None and self._unanswered
-        self._finish(Ending(None, ExitReason.SIGTERM, None) if is_stopped else Ending.by(error))
+        self._finish(error, ExitReason.SIGTERM if is_stopped else None)
 
     def late_stop(self) -> HealingError | None:
         """Return the stop that a signal asked for after the last step; None if none did."""
         if not self._unanswered:
             return None
         name = signal.Signals(self._unanswered).name
-        return HealingError(f"told to stop by {name} after the last step", ExitCode.PREEMPTED)
+        return HealingError(f"{name} came after the last step", ExitCode.PREEMPTED)
 
     def draft(self, halt: HealingError) -> None:
         """Write the postmortem of a halt before the last save, which may never end."""
         healer = self._healer()
         if healer is not None and not self._closed:
             self._facts = _facts_of(healer)
-            self._journal.draft_postmortem(**self._page(Ending.by(halt)))
+            self._journal.draft_postmortem(**self._page(halt))
 
     def leaving(self, code: int) -> None:
         """Write the postmortem in a thread that is about to end the process.
 
-        The main thread may be anywhere: only what needs no device and no other rank is told.
+        The main thread may be anywhere, so the page has only what needs no device and no rank.
         """
         healer = self._healer()
         if self._is_written or os.getpid() != self._process:
@@ -188,79 +166,84 @@ class Exits:
         if healer is not None and not self._facts:
             self._facts = {"last_step": healer.last_step}
         if self._facts:
-            self._journal.draft_postmortem(**self._page(Ending(None, reason, code)))
+            self._journal.draft_postmortem(**self._page(None, reason, code))
 
     def dismiss(self) -> None:
         """Write no postmortem: this run is watched, not trained, by its healer."""
         self._closed = self._is_written = True
         atexit.unregister(self.at_exit)
-        shutdown = self._release_signals()
-        if shutdown is not None:
-            shutdown.finish()
+        self._end_shutdown(self._restored_signals())
 
     def at_exit(self) -> None:
-        """Close a run that nobody closed, by how the process ended."""
+        """Close a run that is still open, by how the process ended."""
         if self._closed or os.getpid() != self._process:
             return  # in a child that was forked, the run is its parent's
-        self._finish(self._ending())
+        error, healer = uncaught(), self._healer()
+        is_over = healer is not None and not healer.stream.was_left
+        if error is not None or (is_over and not self._unanswered):
+            self._finish(error)
+        else:
+            self._finish(None, ExitReason.SIGTERM if self._unanswered else ExitReason.EXITED)
 
     def collected(self, healer: "Healer") -> None:
-        """Write the postmortem of a healer that nobody refers to any more.
+        """Write the postmortem of a healer that is garbage.
 
-        If its loop was left early, how the process ends will tell why; until then it says so.
+        If its loop was left early, it is a draft until the process ends, which shows why.
         """
         if self._closed or os.getpid() != self._process:
             return
-        if not healer.has_others:  # else to hear is to wait for ranks that may be elsewhere
-            healer.hear_the_rest(hurries=True)
+        if not healer.has_others:  # else a poll would wait for ranks that may be elsewhere
+            healer.finish(hurries=True)
         self._facts = _facts_of(healer)
-        if not healer.left_loop_early:
-            self._finish(Ending.by(None))
+        if not healer.stream.was_left:
+            self._finish(None)
             return
-        self._journal.draft_postmortem(**self._page(EXITED))
-        shutdown = self._release_signals()  # no step is to come that could stop the run
-        if shutdown is not None:
-            shutdown.finish()
+        self._journal.draft_postmortem(**self._page(None, ExitReason.EXITED))
+        self._end_shutdown(self._restored_signals())  # no step will come that could stop the run
 
-    def _ending(self) -> Ending:
-        error, healer = uncaught(), self._healer()
-        if error is not None:
-            return Ending.by(error)
-        if self._unanswered:
-            return Ending(None, ExitReason.SIGTERM, None)
-        is_over = healer is not None and not healer.left_loop_early
-        return Ending.by(None) if is_over else EXITED
-
-    def _finish(self, ending: Ending) -> None:
-        shutdown = self._release_signals()
+    def _finish(self, error: BaseException | None, reason: ExitReason | None = None) -> None:
+        shutdown = self._restored_signals()
         if not self._closed:
             self._closed = True
-            self._write(ending)
+            self._write(error, reason)
             atexit.unregister(self.at_exit)
-        if shutdown is not None:
-            shutdown.finish()  # only now: the deadline also covers the last save and the postmortem
+        self._end_shutdown(shutdown)  # only now: its deadline covers the last save and postmortem
 
-    def _write(self, ending: Ending) -> None:
-        healer, error = self._healer(), ending.error
+    def _write(self, error: BaseException | None, reason: ExitReason | None) -> None:
+        healer = self._healer()
         if healer is not None:
             sudden = isinstance(error, Exception) and not isinstance(error, HealingError)
-            healer.hear_the_rest(hurries=sudden)
+            healer.finish(hurries=sudden)
             self._facts = _facts_of(healer)
         if self._facts:
             self._is_written = True
-            self._journal.postmortem(**self._page(ending))
+            self._journal.postmortem(**self._page(error, reason))
             self._journal.close()
 
-    def _page(self, ending: Ending) -> dict[str, Any]:
+    def _page(
+        self,
+        error: BaseException | None,
+        reason: ExitReason | None = None,
+        code: int | None = None,
+    ) -> dict[str, Any]:
+        """Return what the postmortem needs; without a reason, that and the code follow from error.
+
+        Of a run that was left by ``sys.exit`` or ``break`` the code is unknown.
+        """
         return {
-            "exception": ending.error,
-            "exit_reason": ending.reason,
-            "exit_code": ending.exit_code,
+            "exception": error,
+            "exit_reason": reason,
+            "exit_code": _exit_code(error) if reason is None else code,
             "running_time_seconds": self._clock() - self._began,
             **self._facts,
         }
 
-    def _release_signals(self) -> ShutdownHandler | None:
+    def _end_shutdown(self, shutdown: ShutdownHandler | None) -> None:
+        if shutdown is not None:
+            shutdown.finish()
+
+    def _restored_signals(self) -> ShutdownHandler | None:
+        """Restore the signal handlers; return ours, whose deadline still runs."""
         if threading.current_thread() is not threading.main_thread():
             return None
         shutdown, self._shutdown = self._shutdown, None

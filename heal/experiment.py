@@ -6,15 +6,14 @@ without an update, and compare it with the loss that today's weights have on the
 the old weights do much better on today's data, today's weights are damaged. If they do as badly,
 the data changed and no rollback can help.
 
-:class:`Experiment` asks one question at a time. Somebody who can run a forward pass (``run``, the
+:class:`Experiment` asks one question at a time. Whoever can run a forward pass (``run``, the
 loop over ``batches``, a trainer) looks at :attr:`Experiment.is_due` before each step and runs one
 :class:`Trial`; the loss of the real step that follows is the other half of the pair.
 """
 
 import math
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -24,15 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heal.buffers import Key, local_part
+from heal.buffers import local_part
 from heal.causes import Cause, Finding, Severity
-from heal.data.split import own_copy
-from heal.guarded_step import GuardedStep, OtherOptimizers
-from heal.lr_schedules import Schedules
 from heal.ranks import Ranks
 from heal.run import TorchRun
 from heal.snapshots import Snapshot, SnapshotCorrupt
-from heal.training_state import RngState, TrainingState
+from heal.training_state import TrainingState
+from heal.trial import Trial
 from heal.verdict import Record
 
 CLEAR_NOISE, CLEAR_RATIO = 1.0, 1.5
@@ -63,7 +60,7 @@ LATEST = 5
 """Losses whose median says whether the loss comes down."""
 
 UNANSWERED_STEPS = 3
-"""Steps after which a question that nobody could run a forward pass for is given up."""
+"""Steps after which a question is given up if no forward pass could be run for it."""
 
 
 class Answer(str, Enum):
@@ -127,6 +124,8 @@ class Settled:
 
     Attributes:
         finding: the suspicion; if the weights are damaged, as a proven finding to act upon.
+        findings: what is known now: damage, or what no experiment could settle.
+        takes_level: whether the present level becomes the baseline of the detectors.
         answer: what was shown.
         why: the answer in words.
         pairs: all losses that were compared, today's first.
@@ -140,6 +139,8 @@ class Settled:
     pairs: tuple[Pair, ...] = ()
     snapshots: tuple[int, ...] = ()
     forwards: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    takes_level: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return what the journal writes."""
@@ -169,6 +170,7 @@ class _Question:
     pairs: list[Pair] = field(default_factory=list)
     all_pairs: list[Pair] = field(default_factory=list)
     forwards: int = 0
+    fresh: int | None = None  # the snapshot of right before the damage, once that was shown
     level: float | None = None  # of the loss when the weights were last found damaged
     trial_step: int = -1
     old_loss: float = math.nan
@@ -176,7 +178,7 @@ class _Question:
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether the loss is finite and the gradients are not: a forward pass tells nothing."""
+        """Whether the loss is finite and the gradients are not: a forward pass shows nothing."""
         return self.finding.cause is Cause.NONFINITE_GRADIENT
 
 
@@ -196,7 +198,7 @@ class Experiment:
         loss_level: returns the usual loss and its noise.
         held_lr: returns the highest learning rate that was held without a schedule.
         patience: steps that weights found damaged are given to recover by themselves.
-        note: told of what cannot be tried.
+        note: called with what cannot be tried.
 
     Attributes:
         forwards: passes that experiments have cost so far.
@@ -221,6 +223,7 @@ class Experiment:
         self._held_lr = held_lr
         self._note = note
         self._question: _Question | None = None
+        self._unprovable: set[Cause] = set()  # reported once for lack of a forward pass
         self._spent: deque[int] = deque()
         self._recent: deque[float] = deque(maxlen=LATEST)
         self.forwards = 0
@@ -263,7 +266,7 @@ class Experiment:
         self._recent.clear()
 
     @contextmanager
-    def trial(self) -> Iterator["Trial"]:
+    def trial(self) -> Iterator[Trial]:
         """Put the old weights in place for the body; every bit is put back afterwards."""
         trial = self.begin_trial()
         try:
@@ -279,7 +282,7 @@ class Experiment:
             now = trial.forward(compute)
         self.note_losses(old, now)
 
-    def begin_trial(self) -> "Trial":
+    def begin_trial(self) -> Trial:
         """Put the old weights in place until :meth:`Trial.end`. Only where :attr:`is_due`."""
         question = self._question
         assert question is not None
@@ -287,18 +290,19 @@ class Experiment:
         question.trial_step = self._run.step
         question.old_loss, question.now_loss = math.nan, None
         try:
-            snapshot: Snapshot | None = self._run.ring.take(step)
+            is_proven = step != question.fresh
+            snapshot: Snapshot | None = self._run.ring.take(step, is_proven)
         except (SnapshotCorrupt, KeyError) as error:
             self._note(f"experiment: {error}")
             snapshot = None
-        return Trial(self, self._state, snapshot, player, question.needs_gradients)
+        return Trial(self._state, snapshot, player, question.needs_gradients, self._note)
 
     def note_losses(self, old: Tensor | float | None, now: Tensor | float | None = None) -> None:
         """Take in what a trial has shown.
 
         Args:
             old: the loss with the old weights; None if it could not be computed.
-            now: that with today's weights, if it was computed as well; else the real step tells.
+            now: that with today's weights, if computed as well; else the real step has it.
         """
         question = self._question
         if question is None:
@@ -345,6 +349,11 @@ class Experiment:
             if pair.now < pair.old - LEARNED_NOISE * question.noise:
                 return self._settle(Answer.OTHER_DATA, "today's weights do better than the first")
             return self._settle(Answer.UNDECIDED, NOT_LEARNING)
+        if question.fresh is not None:
+            if not _loses(question.pairs[-1], CLEAR_NOISE * question.noise, CLEAR_RATIO):
+                return self._settle(Answer.UNDECIDED, "")  # of this snapshot only
+            self._run.ring.prove(question.fresh)
+            return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
         answer = judge(question.pairs, question.noise, question.usual)
         is_game = question.arms[0][1] is not None
         if answer is None and is_game:
@@ -365,7 +374,26 @@ class Experiment:
                 question.pairs.clear()
                 question.due_at = step + wait
                 return None
+        if answer is Answer.DAMAGED and self._goes_on_with_fresh(question):
+            return None
         return self._settle(answer, WHY[answer])
+
+    def _goes_on_with_fresh(self, question: _Question) -> bool:
+        """Try the snapshot that was taken right before the damage, if there is one.
+
+        It was in quarantine, because too few clean steps came after it. If today's weights lose to
+        it as well, it is sound, and fewer steps are undone.
+        """
+        last, newest = question.arms[question.arm][0], question.finding.bad_step + 1
+        fresh = [s for s in self._run.ring.finite_steps() if last < s <= newest]
+        fresh = [s for s in self._ranks.common(fresh) if self._fits(s)]
+        if not fresh or not self._can_afford():
+            return False
+        question.fresh = fresh[0]
+        question.arm += 1
+        question.arms.insert(question.arm, (fresh[0], None))
+        question.pairs.clear()
+        return True
 
     def _next_player(self, question: _Question, answer: Answer) -> Settled | None:
         """Ask the other snapshot about a player who lost; one who did not is acquitted."""
@@ -402,12 +430,30 @@ class Experiment:
         self._question = None
         self._run.ring.pin(set())
         self.settled += 1
-        finding = question.finding
+        if answer is Answer.UNDECIDED and question.fresh is not None:  # an older one has shown it
+            question.arms.remove((question.fresh, None))
+            question.arm -= 1
+            answer, why = Answer.DAMAGED, WHY[Answer.DAMAGED]
+        finding, cause = question.finding, question.finding.cause
         snapshots = tuple(dict.fromkeys(s for s, _ in question.arms[: question.arm + 1]))
-        pairs = tuple(question.all_pairs)
+        findings: list[Finding] = []
+        takes_level = answer is Answer.OTHER_DATA and cause is not Cause.NOT_LEARNING
         if answer is Answer.DAMAGED:
             finding = self._proven(question, snapshots[-1])
-        return Settled(finding, answer, why, pairs, snapshots, question.forwards)
+            findings = [finding]
+        elif why is NOT_LEARNING:
+            findings = [replace(finding, wants_proof=False)]
+        elif why is NO_FORWARD and cause is not Cause.NOT_LEARNING:
+            self._note(why)
+            if not cause.about.is_nonfinite:  # else each skipped step was reported already
+                takes_level = True  # unexplained; later ones are measured against it
+                if cause not in self._unprovable:
+                    findings = [replace(finding, wants_proof=False)]
+                self._unprovable.add(cause)
+        pairs = tuple(question.all_pairs)
+        return Settled(
+            finding, answer, why, pairs, snapshots, question.forwards, findings, takes_level
+        )
 
     def _proven(self, question: _Question, snapshot_step: int) -> Finding:
         """Return the suspicion as a fact; blamed on the learning rate if nothing explains that."""
@@ -518,244 +564,5 @@ WHY = {
 }
 
 
-class Trial:
-    """Old weights in place of today's, until :meth:`end`.
-
-    Weights that the optimizer trains and buffers that move are swapped by copying, so that every
-    tensor keeps its address. Gradients, generators, parameter groups and schedulers are put back.
-    """
-
-    def __init__(
-        self,
-        experiment: Experiment,
-        state: TrainingState,
-        snapshot: Snapshot | None,
-        player: int | None,
-        wants_gradients: bool,
-    ) -> None:
-        self._experiment = experiment
-        self.wants_gradients = wants_gradients
-        self._state = state
-        self._live = state.everything()
-        held = [key for key in self._live if key[0] in ("parameter", "buffer")]
-        self._saved = {key: self._live[key].detach().clone() for key in held}
-        self._grads = [(p, p.grad) for p in state.parameters()]
-        self._modes = [(module, module.training) for module in state.model.modules()]
-        self._values = state.values()
-        self.rng = RngState.now()
-        self.is_possible = snapshot is not None
-        for param, _ in self._grads:
-            param.grad = None
-        if snapshot is not None:
-            swapped = state.keys_of(player, snapshot.tensors)
-            self._write({key: snapshot.tensors[key] for key in swapped if key in self._live})
-
-    @torch.no_grad()
-    def _write(self, tensors: Mapping[Key, Tensor]) -> None:
-        for key, tensor in tensors.items():
-            # Through .data: a write that is taken back is none to whoever counts versions.
-            self._live[key].data.copy_(tensor)
-        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # to import it takes a second
-        for module in () if fsdp is None else self._state.model.modules():
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()  # what a forward without a backward leaves gathered is old now
-
-    def forward(self, compute: Callable[[], Tensor | float]) -> float | None:
-        """Return a loss computed without gradients; None if that failed. Generators are put back.
-
-        Where gradients are in question it is backpropagated, and infinite if they are not finite.
-        With several ranks all of them call this, and a failure of one is a failure of all.
-        """
-        if not self.is_possible:
-            return None
-        if self.wants_gradients:
-            return self._backward(compute)
-        for mode in (torch.no_grad, torch.enable_grad):  # a loss may differentiate by itself
-            try:
-                with mode():
-                    return float(compute())
-            except Exception as error:  # an experiment must not end a run
-                problem = error
-            finally:
-                self.rng.put_back()
-        self._experiment._note(f"experiment: the forward pass failed: {problem!r}")
-        return None
-
-    def _backward(self, compute: Callable[[], Tensor | float]) -> float | None:
-        try:
-            with torch.enable_grad():
-                loss = compute()
-                if isinstance(loss, Tensor) and loss.requires_grad:
-                    loss.backward()
-            return self.judged(float(loss.detach() if isinstance(loss, Tensor) else loss))
-        except Exception as error:  # an experiment must not end a run
-            self._experiment._note(f"experiment: the backward pass failed: {error!r}")
-            return None
-        finally:
-            for param, _ in self._grads:
-                param.grad = None
-            self.rng.put_back()
-
-    def judged(self, loss: float) -> float:
-        """Return the loss of a body that has backpropagated; infinite if its step would be skipped.
-
-        So it is where gradients are in question and they, or the statistics that forward wrote,
-        are not finite: weights that overflow a variance leave loss and gradients finite.
-        """
-        if not self.wants_gradients:
-            return loss
-        grads = [p.grad for p, _ in self._grads if p.grad is not None]
-        buffers = [
-            self._live[key]
-            for key, before in self._saved.items()
-            if key[0] == "buffer" and _is_finite(before)
-        ]
-        return loss if all(map(_is_finite, [*grads, *buffers])) else math.inf
-
-    def put_back(self) -> None:
-        """Put today's weights back, and go on in the trial, to compute with them."""
-        self._write(self._saved)
-        self.rng.put_back()
-
-    def end(self) -> None:
-        """Put every bit back. May be called again, if a body goes on after it."""
-        self._write(self._saved)
-        for param, grad in self._grads:
-            param.grad = grad
-        for module, mode in self._modes:
-            module.training = mode
-        self._state.restore_settings(self._values)
-        self.rng.put_back()
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(getattr(tensor, "_local_tensor", tensor).isfinite().all())
-
-
 def _number(value: object, otherwise: float) -> float:
     return float(value) if isinstance(value, int | float) else otherwise
-
-
-# Runs the trials of experiments in a hand-written loop, by the loop's own body.
-#
-# Only the body knows how a batch becomes a loss. So the batches of one step are given out once
-# more, with old weights in place: the body computes and backpropagates, ``healer.step(loss)`` takes
-# the loss and changes nothing, and the same batches are given out again, for real.
-
-
-Forward = Callable[[Any], Tensor | float]
-
-
-class BodyTrials:
-    """Gives batches out, and once more where an experiment is due.
-
-    A body that steps other optimizers than the healer's, or a scheduler that was not given, would
-    step them in a trial as well; there no trial is run, unless ``forward`` says how to compute a
-    loss without the body.
-
-    Args:
-        experiment: says when a trial is due, and takes its loss.
-        guarded: whose optimizers are the healer's own.
-        schedules: say whether there is one that was not given.
-        forward: computes the loss of a batch; None if only the body can.
-        note: told of a body that cannot be run twice.
-
-    Attributes:
-        is_open: whether the body runs with old weights, so that its step must change nothing.
-    """
-
-    def __init__(
-        self,
-        experiment: Experiment,
-        guarded: GuardedStep,
-        schedules: Schedules,
-        forward: Forward | None,
-        note: Callable[[str], None],
-    ) -> None:
-        self._experiment = experiment
-        self._guarded = guarded
-        self._schedules = schedules
-        self._forward = forward
-        self._note = note
-        self._trial: Trial | None = None
-        self.is_open = False
-        self._others = OtherOptimizers(o.inner for o in guarded.optimizers)
-        self._repeats = True
-
-    def batches(self, source: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of ``source``; those of a trial twice."""
-        iterator = iter(source)
-        for batch in iterator:
-            if not self._experiment.is_due:
-                yield batch
-                del batch  # it would stay in memory while the next one is read
-            elif self._forward is not None:
-                self._run_forward(self._forward, batch)
-                yield batch
-                del batch
-            elif self._can_repeat():
-                yield from self._twice(batch, iterator)
-            else:
-                yield batch
-                del batch
-
-    def finish(self, loss: Tensor | float | None) -> None:
-        """Take the loss of the body instead of a step, and put everything back."""
-        trial = self._trial
-        assert trial is not None
-        self._trial, self.is_open = None, False
-        if loss is not None:
-            loss = trial.judged(float(loss.detach() if isinstance(loss, Tensor) else loss))
-        trial.end()
-        if self._guarded.scaler is not None:
-            self._guarded.forget_scaling()
-        self._experiment.note_losses(loss if trial.is_possible else None)
-
-    def abandon(self) -> None:
-        """Give up the trial that is under way: its body could not be run to its step."""
-        trial, self._trial, self.is_open = self._trial, None, False
-        if trial is not None:
-            trial.end()
-            self._experiment.note_losses(None)
-
-    def close(self) -> None:
-        """Stop watching the optimizers of the process."""
-        self._others.close()
-
-    def _can_repeat(self) -> bool:
-        if self._repeats and self._others.have_stepped and not self._guarded.ranks.has_others:
-            self._repeats = False
-        return self._repeats and self._schedules.are_known and not self._guarded.has_stages
-
-    def _run_forward(self, forward: Forward, batch: Any) -> None:
-        with self._experiment.trial() as trial:
-            old = trial.forward(lambda: forward(own_copy(batch)))
-            trial.put_back()
-            now = trial.forward(lambda: forward(own_copy(batch)))
-        self._experiment.note_losses(old, now)
-
-    def _twice(self, batch: Any, source: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of one step for the trial, then again for real."""
-        trial = self._trial = self._experiment.begin_trial()
-        self.is_open = True
-        drawn: list[tuple[Any, RngState]] = [(batch, RngState.now())]
-        del batch
-        try:
-            yield own_copy(drawn[0][0])
-            while self._trial is not None:  # the step accumulates several batches
-                following = next(source, _END)
-                if following is _END:
-                    self.abandon()  # the epoch ended in the midst of a step
-                    break
-                drawn.append((following, RngState.now()))
-                yield own_copy(following)
-        finally:  # also if the loop was left, by a break or by an exception
-            if self._trial is trial:
-                self.abandon()
-            trial.end()  # once more: the body may have gone on after its step
-        for again, rng in drawn:
-            rng.put_back()
-            yield again
-
-
-_END = object()

@@ -1,6 +1,6 @@
-"""The optimizer's step, guarded: clip, watch the loss, step unless refused, mail the verdict.
+"""The optimizer's step, guarded: clip, watch the loss, step unless skipped, post the verdict.
 
-Everything is decided on the device. The host hears of it ``lag`` steps later.
+Everything is decided on the device. The host polls the verdict ``lag`` steps later.
 """
 
 import math
@@ -33,28 +33,26 @@ from zclip.layout import (
     CLIPPED_NORM,
     FLAGS,
     FOREIGN_WRITE,
+    HEALTH_FLAGS,
     NORM,
     NUM_LOSS_STATE,
     NUM_STATS,
     NUM_VERDICT,
     WORST,
 )
-from zclip.optim import FusedOptimizer
+from zclip.optim import FusedOptimizer, Guard, StepResult
 from zclip.schemas import wide_dtype
 from zclip.unscaling import adopt_unscaling
-
-# Gradients that no kernel of ours measures, sparse and complex ones: what has them is left out.
-#
-# They are stepped unguarded: not clipped, and NaN in them is seen only once it is in the weights or
-# in the loss. All else about the step is judged as ever, and what is refused is refused for them
-# too.
-
 
 Groups = list[dict[str, Any]]
 
 
 class Unmeasured:
-    """Those parameters of one optimizer whose gradient was seen to be of such a kind."""
+    """Parameters of one optimizer whose gradients no kernel measures: sparse and complex ones.
+
+    They are stepped unguarded: not clipped, and NaN in them is seen only in the weights or in the
+    loss. A step that is skipped is skipped for them too.
+    """
 
     def __init__(self) -> None:
         self._params: list[Tensor] = []
@@ -64,12 +62,8 @@ class Unmeasured:
     def add_from(self, groups: Groups) -> list[tuple[Tensor, str]]:
         """Look for more of them; return each with what its gradient is."""
         known = {id(p) for p in self._params}
-        found = [
-            (param, kind)
-            for group in groups
-            for param in group["params"]
-            if id(param) not in known and (kind := _kind(param.grad))
-        ]
+        params = (p for group in groups for p in group["params"] if id(p) not in known)
+        found = [(param, kind) for param in params if (kind := _kind(param.grad))]
         self._params += [param for param, _ in found]
         self._seen = []
         return found
@@ -88,10 +82,7 @@ class Unmeasured:
         return self._measured
 
     def stand_in(self) -> ClipResult | None:
-        """Return a result for a step in which nothing else has a gradient; None if they have none.
-
-        It allows the step, and has NaN where a norm was not measured.
-        """
+        """Return a result that allows the step and has NaN for norms; None without gradients."""
         device = next((p.device for p in self._params if p.grad is not None), None)
         if device is None:
             return None
@@ -103,7 +94,7 @@ class Unmeasured:
 
 
 def _kind(grad: Tensor | None) -> str:
-    """Say what keeps a gradient from being measured; empty if nothing does."""
+    """Return what keeps a gradient from being measured; empty if nothing does."""
     if grad is None:
         return ""
     if grad.layout is not torch.strided:
@@ -111,14 +102,11 @@ def _kind(grad: Tensor | None) -> str:
     return "" if grad.dtype in MEASURED else str(grad.dtype).removeprefix("torch.")
 
 
-# One optimizer of a guarded step: clipped at one time, stepped at another, between them judged.
-
-
 class WatchedOptimizer(zclip.ClippedOptimizer):
     """A clipped optimizer that clips now and steps later, once all are judged together.
 
     Attributes:
-        note: told once of each parameter that cannot be guarded.
+        note: called once for each parameter that cannot be guarded.
         pull: set for some steps after a rollback, if asked for; it is added before clipping.
     """
 
@@ -132,7 +120,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         extra: Tensor | None = None,
         grad_scale: Tensor | None = None,
     ) -> ClipResult | None:
-        """Clip without the step and without mail; None if there are no gradients."""
+        """Clip without the step and without posting; None if there are no gradients."""
         if self.pull is not None:
             self.pull.add_to_gradients(grad_scale)
         groups = self.inner.param_groups
@@ -174,30 +162,32 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         found_inf: Tensor | None = None,
         row: list[float] | None = None,
     ) -> None:
-        """Step unless the result says that it is refused.
-
-        A verdict in host memory is simply read: that is no wait, and cheaper than to have the
-        optimizer look at it.
+        """Step unless the result skips it; a verdict in host memory is read, which is no wait.
 
         Args:
             result: what :meth:`clip` returned.
             grad_scale: what it was given.
-            found_inf: 0-dim; refused if it is not 0.
+            found_inf: 0-dim; the step is skipped if it is not 0.
             row: the verdict, if it was read already.
         """
         is_read = row is not None or result.verdict.is_cpu
-        if self.apply == "inplace" and found_inf is None and is_read:
-            if not self.was_skipped(result.verdict.tolist() if row is None else row):
-                self._step_inner()
-            return
-        super().step_if_allowed(result, grad_scale, found_inf)
+        if self.apply != "inplace" or found_inf is not None or not is_read:
+            super().step_if_allowed(result, grad_scale, found_inf)
+        elif not self.was_skipped(result.verdict.tolist() if row is None else row):
+            if self.lr_scale == 1.0:
+                self.inner.step()
+            else:
+                with self.scaled_lr():
+                    self.inner.step()
 
-    def _step_inner(self) -> None:
+    def step_at_once(self, fused: FusedOptimizer, loss: Tensor | None, guard: Guard) -> None:
+        """Clip, judge the loss and step, all by one call of the optimizer inside."""
+        self.steps += 1
         if self.lr_scale == 1.0:
-            self.inner.step()
-            return
-        with self.scaled_lr():
-            self.inner.step()
+            fused.step(loss=loss, guard=guard)
+        else:
+            with self.scaled_lr():
+                fused.step(loss=loss, guard=guard)
 
 
 def watched(
@@ -211,6 +201,8 @@ def watched(
         clipper, optimizer.clipper = optimizer.clipper, None  # else gradients are clipped twice
     else:
         clipper = make_clipper(config)
+    if isinstance(optimizer, FusedOptimizer):
+        clipper.align()
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     is_complete = own <= {id(p) for _, p in names}
     return WatchedOptimizer(
@@ -230,20 +222,15 @@ def make_clipper(config: HealingConfig) -> Clipper:
     return zclip.ZClip(z_thresh=config.zclip_z_threshold, max_grad_norm=limit)
 
 
-# The loss, judged on the device: NaN and Inf are refused there, rises are left to the host.
-
-
-LOSS_DECAY = 0.99  # the running mean of the loss remembers about a hundred steps
+LOSS_DECAY = 0.99  # the running mean of the loss covers about a hundred steps
 LOSS_WARMUP_STEPS = 25  # losses to absorb before any is called a spike, as many as ZClip's norms
 
 JUDGED = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 """Dtypes of a loss that can be judged as they are."""
 
-_watch = torch.ops.zclip.watch_loss_.default
-
 
 def judgeable(loss: Any, note: Callable[[str], None]) -> Tensor | None:
-    """Return a loss as one number that can be judged; None if it cannot, which is told once.
+    """Return a loss as one number that can be judged; None, with a note, if it cannot be.
 
     Raises:
         TypeError: it is neither a number nor a tensor.
@@ -270,14 +257,17 @@ def _as_tensor(loss: Any) -> Tensor:
 
 
 class LossWatch:
-    """The running statistics of the loss, on the device of the parameters."""
+    """The running statistics of the loss, on the device of the parameters.
+
+    NaN and Inf skip the step on the device; rises are left to the host.
+    """
 
     def __init__(self, factor: float, device: torch.device) -> None:
-        self.factor = factor
         self.state = torch.zeros(NUM_LOSS_STATE, dtype=wide_dtype(device), device=device)
+        self.settings = (factor, 0, LOSS_DECAY, LOSS_WARMUP_STEPS)
 
     def judge(self, loss: Tensor, verdict: Tensor) -> None:
-        """Write into the verdict what the loss says. Rises are left to the host, which has time."""
+        """Write into the verdict what the loss says."""
         if loss.dim() and loss.numel() != 1:
             loss = loss.mean()
         if loss.device != self.state.device:
@@ -285,24 +275,16 @@ class LossWatch:
         with_graph = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as no_grad() does, in a tenth of its time
         try:
-            _watch(self.state, loss, verdict, self.factor, 0, LOSS_DECAY, LOSS_WARMUP_STEPS)
+            torch.ops.zclip.watch_loss_.default(self.state, loss, verdict, *self.settings)
         finally:
             torch._C._set_grad_enabled(with_graph)
 
-    def judge_together(self, ranks: Ranks, summed: Tensor, verdict: Tensor) -> None:
-        """As :meth:`judge`, by the mean over all ranks; refuse too if one of them failed."""
-        self.judge(ranks.mean_loss(summed, self.state), verdict)
-        verdict[BLOCKED].clamp_(min=summed[HAS_FAILED].clamp(max=1.0).to(verdict.dtype))
-
-
-# What a GradScaler knows of gradients: how much too large they are, and whether they overflowed.
-#
-# ``GradScaler.step`` refuses each optimizer by itself, which for several may be half a step. So the
-# scaler is asked here for all that it does before and after, and the step between is ours.
-
 
 class ScaledGradients:
-    """The gradients of one step, before they are clipped.
+    """What a GradScaler knows of the gradients of one step, before they are clipped.
+
+    ``GradScaler.step`` skips each optimizer by itself, which for several may be half a step. So
+    everything that it does before and after is done here, and the step between is ours.
 
     Args:
         scaler: a GradScaler that is enabled.
@@ -322,7 +304,8 @@ class ScaledGradients:
         self.overflows: list[Tensor] = []
         for optimizer in optimizers:
             self.scales.append(self._prepare(optimizer))
-            self.overflows += self._state_of(optimizer)["found_inf_per_device"].values()
+            state = scaler._per_optimizer_states[id(optimizer)]
+            self.overflows += state["found_inf_per_device"].values()
 
     def update(self) -> None:
         """Have the scale grow, or back off where the scaler found something."""
@@ -330,13 +313,9 @@ class ScaledGradients:
         if any(state["found_inf_per_device"] for state in states):  # else update() would raise
             self._scaler.update()
 
-    def forget(self) -> None:
-        """Let the scaler begin anew: the next gradients are scaled, also if this step failed."""
-        self._scaler._per_optimizer_states.clear()
-
     def _prepare(self, optimizer: ClippedOptimizer) -> Tensor | None:
         adopt_unscaling(self._scaler, optimizer, optimizer.inner)
-        stage = self._state_of(optimizer)["stage"]
+        stage = self._scaler._per_optimizer_states[id(optimizer)]["stage"]
         if stage is OptState.STEPPED:
             raise RuntimeError(
                 f"{type(optimizer.inner).__name__} was stepped by the GradScaler already; expected "
@@ -351,25 +330,25 @@ class ScaledGradients:
         self._scaler.unscale_(optimizer)
         return None
 
-    def _state_of(self, optimizer: ClippedOptimizer) -> dict[str, Any]:
-        state: dict[str, Any] = self._scaler._per_optimizer_states[id(optimizer)]
-        return state
-
 
 TOGETHER = 25
-"""Records that may wait in the mailbox to be heard at once, if nothing comes up before. After a
+"""Records that may wait in the mailbox to be polled at once, if nothing comes up before. After a
 forward and a backward pass the detectors have left the caches, and what it takes to bring them back
 is several times what they do for a record."""
 
-NO_LOSS_SCALE = 0.0  # no scaler has it: what is sent where there is none
+NO_LOSS_SCALE = 0.0  # no scaler has it: what is posted where there is none
 
 
 Judged = tuple[Tensor, Tensor | None]
-"""What goes out by mail: the verdict about a step, and what ranks told, if there are others."""
+"""What is posted: the verdict about a step, and what all ranks reported, if there are others."""
 
 
-BAD = BAD_WEIGHT | BAD_STATE
 STATE_NONFINITE, FOREIGN = int(Flag.STATE_NONFINITE), int(Flag.FOREIGN_WRITE)
+HEALTH = [
+    STATE_NONFINITE * bool(bits & (BAD_WEIGHT | BAD_STATE)) + FOREIGN * bool(bits & FOREIGN_WRITE)
+    for bits in range(2 * FOREIGN_WRITE)
+]
+"""The flags of a record for those that a fused optimizer has after an update."""
 
 
 class GuardedStep:
@@ -378,11 +357,11 @@ class GuardedStep:
     Args:
         optimizers: bare ones are wrapped; of those already clipped the clipper is kept.
         config: clipping and the limits of the loss.
-        named_parameters: names for what goes wrong.
+        named_parameters: names to report.
         scaler: a GradScaler. Its scale backs off where it found NaN or Inf, and only there.
         process_group: the ranks that act alike; all if None.
-        note: told of what cannot be guarded.
-        buffers: what forward writes beside the gradients; put back where the step is refused.
+        note: called with what cannot be guarded.
+        buffers: what forward writes beside the gradients; put back where the step is skipped.
 
     Raises:
         TypeError: an optimizer calls a closure by itself, as LBFGS does.
@@ -390,10 +369,10 @@ class GuardedStep:
     Attributes:
         optimizers: the wrapped ones.
         names: of the parameters, by identity.
-        mailbox: carries the verdict of each step, the loss scale after it, and what ranks told.
+        mailbox: carries the verdict of each step, the loss scale after it, and reports of ranks.
         posted: what went into it last, if that was in host memory.
         watch: the statistics of the loss.
-        ranks: with whom to agree. Then loss, news and failures are judged by what all told.
+        ranks: all of them judge loss, host flags and failures by the sum of their reports.
     """
 
     def __init__(
@@ -427,21 +406,36 @@ class GuardedStep:
         self.watch = LossWatch(config.loss_spike_factor, device)
         self._blamed = [o.clipper for o in self.optimizers]
         if self.ranks.has_others and self.optimizers:
-            # The first carries what ranks tell; each judges gradients that all ranks share.
+            # The first carries what ranks report; each judges gradients that all ranks share.
             _add_record_group(self.optimizers[0].clipper, self.ranks)
         # Each rank measures its own; only records that all ranks share may lead to an action.
         inner = [] if self.ranks.has_others else [o.inner for o in self.optimizers]
-        self._measuring = [o for o in inner if isinstance(o, FusedOptimizer) and o.telemetry]
+        self._fused = [o for o in inner if isinstance(o, FusedOptimizer)]  # these have telemetry
+        self._steps_at_once = (
+            len(inner) == len(self._fused) == 1
+            and self.scaler is None
+            and self.optimizers[0].apply == "inplace"
+        )
+        self._telemetry: dict[FusedOptimizer, StepResult] = {}  # that was posted last
         self._no_scale = torch.full((1,), NO_LOSS_SCALE, device=device)
 
     def step(self, step: int, loss: Tensor | None, facts: HostFacts | None = None) -> bool:
-        """Take the step, or refuse it on the device; False if there were no gradients at all.
+        """Take the step, or skip it on the device; False if there were no gradients at all.
 
         Args:
             step: its number.
             loss: of this rank.
-            facts: what the host of this rank knows; all ranks hear of it in the record.
+            facts: what the host of this rank knows; all ranks get it in the record.
         """
+        first = self.optimizers[0]
+        if self._steps_at_once and first.pull is None and not self.buffers.are_there:
+            fused = self._fused[0]
+            guard = Guard(first.clipper, self.watch.state, self.watch.settings)
+            first.step_at_once(fused, loss, guard)
+            if fused.result is None or fused.result.clip is None:
+                return False
+            self.post(step, (fused.result.clip.verdict, None))
+            return True
         lanes = None
         if self.ranks.has_others:
             lanes = self.ranks.lanes(facts or HostFacts(), loss)
@@ -464,31 +458,13 @@ class GuardedStep:
                     self.optimizers[o].step_if_allowed(result, scale, row=own)
             if scaled is not None:
                 scaled.update()
-            if self._measuring and judged is not None:
-                row = self._add_telemetry(judged[0], row)
-        finally:  # also if the optimizer fails: ranks that count their mail differently are lost
+        finally:  # also if the optimizer fails: all ranks must post as many records
             if judged is not None:
                 self.post(step, judged, row)
             else:
                 self.buffers.settle(False)
-            if scaled is not None:
-                scaled.forget()
+            self.forget_scaling()
         return judged is not None
-
-    def _add_telemetry(self, verdict: Tensor, row: list[float] | None) -> list[float] | None:
-        """Add to the flags what fused optimizers measured while they updated; nothing waits."""
-        for optimizer in self._measuring:
-            if optimizer.result is None:
-                continue
-            health = optimizer.result.health_flags
-            if row is not None and health.is_cpu:
-                bits = int(health)
-                row[FLAGS] += STATE_NONFINITE * bool(bits & BAD) + FOREIGN * bool(bits & ~BAD)
-            else:
-                flags = _moved(health, verdict.device)
-                is_bad = flags.remainder(FOREIGN_WRITE) > 0
-                verdict[FLAGS].add_(STATE_NONFINITE * is_bad + FOREIGN * (flags >= FOREIGN_WRITE))
-        return row
 
     def clip(
         self,
@@ -500,13 +476,13 @@ class GuardedStep:
 
         Args:
             loss: of this rank.
-            lanes: what this rank tells the others; None if there are none.
+            lanes: what this rank reports to the others; None if there are none.
             scales: for each optimizer by what its gradients are to be divided first; none if empty.
         """
         results = []
         for o, optimizer in enumerate(self.optimizers):
             results.append(optimizer.clip(loss, lanes, scales[o] if scales else None))
-            lanes = None  # told once
+            lanes = None  # reported once
         return results
 
     def judge(
@@ -518,41 +494,42 @@ class GuardedStep:
     ) -> Judged | None:
         """Come to one verdict about all optimizers and the loss; None if there are no gradients.
 
-        Refused by one is refused by all: half a step is a state no run ever had. Their own
-        verdicts hear of it.
+        A step that one skips is skipped by all: half a step is a state no run ever had. It is
+        written into their own verdicts too.
 
         Args:
             results: what :meth:`clip` returned.
             loss: of this rank.
             lanes: as given to :meth:`clip`.
-            overflows: 0-dim, on any device; refused if one is not 0.
+            overflows: 0-dim, on any device; the step is skipped if one is not 0.
         """
         found = [result for result in results if result is not None]
         if not found:
             return None
-        told = None
+        reported = None
         if lanes is not None:
-            first = results[0]
-            told = self.ranks.reduce(lanes) if first is None or first.extra is None else first.extra
+            extra = None if results[0] is None else results[0].extra
+            reported = self.ranks.reduce(lanes) if extra is None else extra
         is_alone = len(results) == 1
         verdict = found[0].verdict if is_alone else self._merged(results)
         blocked = verdict[BLOCKED]
         for overflow in overflows:
             blocked.clamp_(min=_moved(overflow, blocked.device).clamp(max=1.0))
-        if told is None and self.buffers.are_there:
-            # Ranks have statistics of their own and would not agree: checks find theirs.
-            for fault in self.buffers.faults():
-                fault = _moved(fault, blocked.device)
-                blocked.clamp_(min=fault)
-                verdict[FLAGS].add_(fault, alpha=int(Flag.STATISTICS_BAD))
-        if told is not None:
-            self.watch.judge_together(self.ranks, told, verdict)
-        elif loss is not None:
-            self.watch.judge(loss, verdict)
+        if reported is not None:
+            self.watch.judge(self.ranks.mean_loss(reported, self.watch.state), verdict)
+            blocked.clamp_(min=reported[HAS_FAILED].clamp(max=1.0).to(verdict.dtype))
+        else:
+            if self.buffers.are_there:  # ranks have statistics of their own: checks find theirs
+                for fault in self.buffers.faults():
+                    fault = _moved(fault, blocked.device)
+                    blocked.clamp_(min=fault)
+                    verdict[FLAGS].add_(fault, alpha=int(Flag.STATISTICS_BAD))
+            if loss is not None:
+                self.watch.judge(loss, verdict)
         if not is_alone:
             for result in found:
-                result.verdict[BLOCKED] = _moved(verdict[BLOCKED], result.verdict.device)
-        return verdict, told
+                result.verdict[BLOCKED] = _moved(blocked, result.verdict.device)
+        return verdict, reported
 
     def _merged(self, results: Sequence[ClipResult | None]) -> Tensor:
         """Return one verdict for all; the tensor that it blames is one of all, in their order."""
@@ -565,25 +542,40 @@ class GuardedStep:
             [_moved(result.verdict, device) for _, result in measured],
             torch.cat([_moved(result.stats, device) for _, result in measured]),
         )
-        refused = [_moved(o.skips(result.verdict), device) for o, result in judged]
-        merged[BLOCKED] = torch.stack(refused).amax()
+        skipped = [_moved(o.skips(result.verdict), device) for o, result in judged]
+        merged[BLOCKED] = torch.stack(skipped).amax()
         return merged
 
     def post(self, step: int, judged: Judged, row: list[float] | None = None) -> None:
-        """Mail what was judged; ``row`` is the verdict, if it is in host memory and was read."""
-        verdict, told = judged
+        """Post what was judged; ``row`` is the verdict, if it is in host memory and was read."""
+        verdict, reported = judged
         scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
         if verdict.is_cpu and (scale is None or scale.is_cpu):
             row = verdict.tolist() if row is None else row
+        else:
+            row = None
+        for optimizer in self._fused:
+            result = optimizer.result
+            if result is None or result is self._telemetry.get(optimizer):
+                continue  # it has not stepped
+            self._telemetry[optimizer] = result
+            bits = result.summary[HEALTH_FLAGS]
+            if row is not None and bits.is_cpu:
+                row[FLAGS] += HEALTH[int(bits)]
+            elif row is None:
+                bits = _moved(bits, verdict.device)
+                is_bad = bits.remainder(FOREIGN_WRITE) > 0
+                verdict[FLAGS].add_(STATE_NONFINITE * is_bad + FOREIGN * (bits >= FOREIGN_WRITE))
+        if row is not None:
             row.append(NO_LOSS_SCALE if scale is None else float(scale))
-            self.posted = row if told is None else row + told.tolist()
+            self.posted = row if reported is None else row + reported.tolist()
             self.mailbox.post_row(step, self.posted)
             if self.buffers.are_there:
                 self.buffers.settle(self.optimizers[0].was_skipped(row), scale is not None)
             return
         self.posted = None
         tail = self._no_scale if scale is None else scale.reshape(1).to(verdict)
-        parts = [verdict, tail] if told is None else [verdict, tail, told]
+        parts = [verdict, tail] if reported is None else [verdict, tail, reported]
         self.mailbox.post(step, torch.cat(parts))
         self.buffers.settle(self.optimizers[0].skips(verdict), scale is not None)
 
@@ -598,7 +590,7 @@ class GuardedStep:
             self.scaler._per_optimizer_states.clear()
 
     def learn_names(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Hear the names again, because parameters have joined."""
+        """Learn the names again, because parameters have joined."""
         named = list(named_parameters)
         self.names.update((id(p), name) for name, p in named)
         for optimizer in self.optimizers:
@@ -658,10 +650,7 @@ class OtherOptimizers:
             OtherOptimizers._handle = None
 
 
-# The limits of the clippers: tightened for some steps, then put back as they were.
-
-
-RECENT_NORMS = 101  # gradient norms whose median is taken for the usual one
+RECENT_NORMS = 101  # gradient norms whose median is the baseline
 WATCHED = 200  # steps over which clipped ones are counted
 NEARLY_ALL = 0.95  # share of them from which a limit is too low
 FAR_BELOW = 2.0  # times the norm after clipping that the norm before it is
@@ -669,12 +658,12 @@ NAMES = ("max_grad_norm", "max_norm")  # what clippers call their limit
 
 
 class ClipLimits:
-    """What was done to the limits of all clippers, and for how long.
+    """The limits of all clippers: tightened for some steps, then put back as they were.
 
     Args:
         optimizers: whose clippers are tightened.
         steps: how long a tighter limit holds.
-        note: told of clippers without a limit.
+        note: called with clippers that have no limit.
 
     Attributes:
         steps_left: for how many steps they stay tightened.
@@ -693,7 +682,7 @@ class ClipLimits:
         self._has_warned = False
 
     def note_norm(self, norm: float, clipped_norm: float = math.nan) -> None:
-        """Hear of the norm of a step that was taken, before and after clipping."""
+        """Take note of the norm of a step that was taken, before and after clipping."""
         if not math.isfinite(norm):
             return
         self._norms.append(norm)
@@ -704,7 +693,7 @@ class ClipLimits:
                 self._ratios.clear()
 
     def _warn_of_a_low_limit(self, clipped_norm: float) -> None:
-        """Say once that nearly all steps are clipped, and by much: the limit sets the step size."""
+        """Warn once that nearly all steps are clipped, and by much: the limit sets their size."""
         num_cut = sum(ratio > FAR_BELOW for ratio in self._ratios)
         if num_cut >= NEARLY_ALL * WATCHED:
             self._has_warned = True
@@ -716,7 +705,7 @@ class ClipLimits:
             )
 
     def tighten(self, factor: float) -> None:
-        """Multiply the limit of every clipper; one without gets the usual norm for a start."""
+        """Multiply the limit of every clipper; one without starts from the median norm."""
         for optimizer in self._optimizers:
             clipper = optimizer.clipper
             name = next((n for n in NAMES if hasattr(clipper, n)), None)
@@ -733,7 +722,7 @@ class ClipLimits:
         self.steps_left = self._steps
 
     def count_step(self) -> None:
-        """Hear that a step is over; after the last one the limits are what they were."""
+        """Count a step; after the last one the limits are what they were."""
         if self.steps_left:
             self.steps_left -= 1
             if not self.steps_left:
@@ -755,7 +744,7 @@ class ClipLimits:
         }
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Go on with what :meth:`state` returned in another process."""
+        """Continue with what :meth:`state` returned in another process."""
         self.steps_left = saved["relax_in"]
         self._norms.extend(saved["norms"])
         for o, name, limit in saved["limits"]:

@@ -1,13 +1,13 @@
-"""The healing loop: clip, step, poll what the device reported, and recover where it must be.
+"""The healing loop: clip, step, poll what the device reported, and recover if something is wrong.
 
-``step`` and ``batches`` serve a hand-written loop; ``run`` is the whole loop.
+Call ``step`` and ``batches`` in a loop of your own, or ``run``, which is the whole loop.
 """
 
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from heal.actions import HealingError, Plan
 from heal.attempts import Attempts
+from heal.body_trials import BodyTrials
 from heal.buffers import BufferCopies
 from heal.causes import Finding
 from heal.checkpointing import Durable, HealingMemory
@@ -26,27 +27,26 @@ from heal.data.loader_pass import AfterError
 from heal.data.stream import BatchStream, NoMoreBatches, StepBatches
 from heal.detect import Detector, Watch
 from heal.diagnose import Diagnosis
-from heal.dry_run import DryRunReport, dry_run
 from heal.exit_codes import ExitCode
 from heal.exits import Exits
-from heal.experiment import BodyTrials, Experiment
+from heal.experiment import Experiment
 from heal.extra_state import note_rewriting, note_stateless
-from heal.guarded_step import GuardedStep, judgeable
+from heal.guarded_step import JUDGED, GuardedStep, judgeable
 from heal.integrations.trackers import attach
 from heal.journal import LEFT_OUT, Journal, Notes
 from heal.lab.attached_probes import AttachedProbe, AttachedProbes
 from heal.lab.forecast.watch import SILENT
-from heal.lr_schedules import LearningRates, Schedules
+from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, TrainStep
 from heal.monitor import Monitor
 from heal.postmortem import describe_machine, describe_training
 from heal.progress import Progress
 from heal.ranks import HostFacts
-from heal.recompute import Recomputation, recompute
 from heal.recovery import Hook, Recovery
 from heal.run import TorchRun
 from heal.snapshots import Snapshot
 from heal.training_state import TrainingState
+from heal.undone_steps import DryRunReport, Recomputation, dry_run, recompute
 from heal.verdict import Flag, Record
 from zclip import ClippedOptimizer
 
@@ -56,54 +56,49 @@ Entered = TypeVar("Entered", bound="Healer")
 
 
 class Healer:
-    """Watches a training run, and heals it.
+    """Watches a training run and recovers it from NaN, damage, lack of memory and bad batches.
 
-    A healthy run is bit by bit what it would be without (clipping apart, see ``zclip_enabled``),
-    and nothing waits for the device. The optimizer object that was given goes on working:
-    gradients, state and parameter groups are shared.
+    A healthy run is bit-identical to the bare loop (apart from clipping, see ``zclip_enabled``),
+    and nothing waits for the device. The optimizer that you pass goes on working: gradients, state
+    and parameter groups are shared.
 
     Args:
         model: the module that is trained.
         optimizer: one, or several that step together; best built with ``fused=True``.
-        scheduler: one, several or None: stepped by ``step``, once per step, be it refused or not.
-            A ReduceLROnPlateau is left to you, who have its metric.
-        config: how patient to be, and how hard to push back; a dict is read by
-            :meth:`HealingConfig.from_dict`.
-        own_schedulers: those that you step yourself, say once per epoch: saved, never stepped. They
-            go with your loop: see :class:`heal.lr_schedules.Schedules`.
-        scaler: a GradScaler; ``step`` then steps and updates it.
+        scheduler: one, several or None; :meth:`step` steps each once per step, skipped steps
+            included. Step a ReduceLROnPlateau yourself, because it needs your metric.
+        config: a :class:`HealingConfig`, or a dict for :meth:`HealingConfig.from_dict`.
+        own_schedulers: those that you step yourself, say once per epoch: saved, never stepped. See
+            :class:`heal.lr_schedules.Schedules` for what a rollback does to them.
+        scaler: a GradScaler; :meth:`step` then steps and updates it.
         run_dir: where the journal goes; without it only the postmortem of a failure is written.
-        checkpoint_dir: where checkpoints go, seen by all ranks; without it none are saved. See
+        checkpoint_dir: where checkpoints go, shared by all ranks; without it none are saved. See
             :meth:`resume` and ``checkpoint_interval``.
         rank: of this process; the environment's ``RANK`` if None.
         process_group: the ranks that act alike, where ``torch.distributed`` is in use; all if None.
         trackers: names such as "trackio,tensorboard", or objects; see
             :func:`heal.integrations.trackers.make_trackers`.
-        forward: computes the loss of a batch without a backward pass. Experiments use it to tell
-            damaged weights from other data; without it they let the body of your loop over
-            :meth:`batches` run once more. Give it if that body does what must not be done twice.
-        sleep: waits between retries of what the network refused.
+        forward: computes the loss of a batch without a backward pass. Experiments use it to
+            distinguish damaged weights from other data; without it they run the body of your loop
+            over :meth:`batches` once more. Pass it if that body must not run twice.
+        sleep: waits between retries.
         clock: seconds, for the duration of steps.
 
     Attributes:
         notes: what healing itself could not do; also in the journal.
         guarded: clips and steps, unless the device skips the step.
-        schedules: the schedulers.
         state: all that training changes.
-        micro: cuts batches into pieces that fit into memory.
         stream: the batches, and where in them the run is.
         durable: the checkpoints on disk; None without a ``checkpoint_dir``.
         training: the run as plans change it: snapshots, learning rate, data.
         monitor: what the device reported, as records and findings.
         experiment: distinguishes damaged weights from other data.
         recovery: makes plans and carries them out.
-        retries: takes steps, and heals what they raise.
-        memory: what healing knows of the run, for checkpoints.
 
     Raises:
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         ValueError: there is no optimizer, one is given twice, or a setting is wrong.
-        OSError: ``checkpoint_dir`` cannot be made; a ``run_dir`` that cannot is only told of.
+        OSError: ``checkpoint_dir`` cannot be made; a ``run_dir`` that cannot is only noted.
 
     Example:
         >>> healer = Healer(model, optimizer, scheduler)
@@ -134,51 +129,39 @@ class Healer:
     ) -> None:
         if not isinstance(model, Module):
             raise TypeError(f"model is {type(model).__name__}; expected a torch Module")
-        refuse_config_as_scheduler(scheduler)
-        self.config = checked_config(config)
-        optimizers = checked_optimizers(optimizer)
+        if isinstance(scheduler, HealingConfig):
+            raise TypeError(
+                "scheduler is a HealingConfig; expected a scheduler or None there, and the "
+                "settings as Healer(model, optimizer, config=...)"
+            )
         self.model = model
+        self.config = config = checked_config(config)
+        given = checked_optimizers(optimizer)
+
         self.journal = Journal(run_dir, rank)
         self._notes = Notes(self.journal, self._next_step)
         self.notes, note = self._notes.texts, self._notes.add
-        attach(self.journal, trackers, self.config.to_dict(), note)
+        attach(self.journal, trackers, config.to_dict(), note)
+
         buffers = BufferCopies(model, note)
         self.guarded = GuardedStep(
-            optimizers,
-            self.config,
-            model.named_parameters(),
-            scaler,
-            process_group,
-            note,
-            buffers,
+            given, config, model.named_parameters(), scaler, process_group, note, buffers
         )
-        ranks, wrapped = self.guarded.ranks, self.guarded.optimizers
-        self.schedules = Schedules(
-            scheduler, own_schedulers, wrapped, self.config.after_rollback == "replay_data", note
-        )
+        ranks, optimizers = self.guarded.ranks, self.guarded.optimizers
+        replays = config.after_rollback == "replay_data"
+        self.schedules = Schedules(scheduler, own_schedulers, optimizers, replays, note)
+        rules = {"loss": self.guarded.watch.state}
         self.state = TrainingState(
-            model,
-            wrapped,
-            self.schedules.all,
-            self.guarded.scaler,
-            {"loss": self.guarded.watch.state},
-            buffers,
-            note,
+            model, optimizers, self.schedules.all, self.guarded.scaler, rules, buffers, note
         )
-        self.micro = MicroBatcher(
-            model,
-            self.state.parameters,
-            self.config.micro_batch_min_samples,
-            self.config.micro_batch_grow_steps,
-            None,
-            buffers,
-        )
+        least, grow_steps = config.micro_batch_min_samples, config.micro_batch_grow_steps
+        self.micro = MicroBatcher(model, self.state.parameters, least, grow_steps, None, buffers)
         self.stream = BatchStream(self._loader_failed, keeps_last=ranks.has_others, note=note)
         self.durable = None if checkpoint_dir is None else self._open(checkpoint_dir, process_group)
         self.training = TorchRun(
             self.state,
             self.guarded,
-            self.config,
+            config,
             self.stream,
             self.micro,
             self.schedules,
@@ -186,31 +169,33 @@ class Healer:
             note,
             sleep,
         )
-        watch = Watch(self.config)
+
+        watch = Watch(config)
         self.experiment = Experiment(
             self.training,
             self.state,
             ranks,
             watch.loss_level,
             watch.held_lr,
-            2 * self.config.loss_spike_patience,
+            2 * config.loss_spike_patience,
             note,
         )
         self.trials = BodyTrials(self.experiment, self.guarded, self.schedules, forward, note)
         reported: deque[Flag] = deque()  # signal handlers and threads append while a step reads
+        cluster = ClusterWatch(model, config, self.journal, reported.append, note, process_group)
         self.monitor = Monitor(
             self.training,
             self.guarded,
-            self.config,
-            LearningRates(wrapped, self.schedules.wanted, note),
+            config,
+            self.schedules,
             watch,
             self.experiment,
-            ClusterWatch(model, self.config, self.journal, reported.append, note, process_group),
+            cluster,
             reported,
             clock,
             note,
         )
-        self.recovery = Recovery(self.training, self.monitor, self.config, self.journal, note)
+        self.recovery = Recovery(self.training, self.monitor, config, self.journal, note)
         self.retries = Attempts(
             self.training,
             self.guarded,
@@ -224,13 +209,14 @@ class Healer:
         )
         self.memory = HealingMemory(self.training, self.guarded, self.monitor, self.recovery)
         self.probes = AttachedProbes(model, ranks, self.recovery, self.journal, self._notes)
+
         self._wants_snapshot = self._owes_checkpoint = self._is_stepping = False
         self._busy_at = 0  # the next step after which something is due
         self._num_waited = 0  # steps that a snapshot was put off
         note_stateless(self.schedules.given, note)
-        note_rewriting(optimizers, note)
+        note_rewriting(given, note)
         self.exits = Exits(self, self.journal, clock)
-        trained = describe_training(model, wrapped, self.config)
+        trained = describe_training(model, optimizers, config)
         self.journal.event("started", self.training.step, **describe_machine(), **trained)
 
     # What a hand-written loop calls.
@@ -238,7 +224,7 @@ class Healer:
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of one epoch; skips bad ones, moves on or rewinds after a rollback.
 
-        For training only, and one loop at a time: a loader for evaluation is iterated by itself.
+        For training only, and one loop at a time. Iterate a loader for evaluation directly.
         """
         return self.trials.batches(self.epoch(loader))
 
@@ -272,47 +258,41 @@ class Healer:
 
         Raises:
             TypeError: the loss is neither a number nor a tensor.
-            HealingError: healing is at its end; its ``exit_code`` says why. The postmortem is
-                written.
+            HealingError: the run must stop; ``exit_code`` says why. The postmortem is written.
         """
-        if loss is not None:
-            loss = judgeable(loss, self.note)
+        number: Tensor | None = None
+        if type(loss) is Tensor and not loss.dim() and loss.dtype in JUDGED:
+            number = loss
+        elif loss is not None:
+            number = judgeable(loss, self.note)
         if self.trials.is_open:  # an experiment: the body ran with old weights, nothing is taken
-            self.trials.finish(loss)
+            self.trials.finish(number)
             return
-        facts = self._before_step()
-        self._is_stepping = True
-        posted = self._take(loss, facts)  # clip, decide, step, post: no sync
-        self.schedules.step()
-        self._is_stepping = False
-        try:
-            self.after_step(facts, posted, loss is not None)
-        except HealingError as halt:
-            self._halt(halt)
-        except Exception as error:
-            self.note(f"{LEFT_OUT}: {error!r}")
-
-    def _before_step(self) -> HostFacts:
-        """Return what the host knows of the step that is about to be taken."""
-        facts = HostFacts()
+        facts, posted = HostFacts(), True
         try:
             self.schedules.before_step(self.training.step)
             self.before_step()
             facts = self.monitor.facts()
-            self.training.apply_lr_limit()
+            if self.training.lr_limit is not None:
+                self.training.apply_lr_limit()
         except Exception as error:
             self.note(f"{LEFT_OUT}: {error!r}")
-        return facts
-
-    def _take(self, loss: Tensor | None, facts: HostFacts) -> bool:
+        self._is_stepping = True
         try:
-            return self.guarded.step(self.training.step, loss, facts)
+            posted = self.guarded.step(self.training.step, number, facts)  # nothing waits
         except Exception as error:
             if not self.guarded.ranks.has_others:
                 self.monitor.not_sent(facts)
                 raise
             self.retries.step_failed(error)
-            return True
+        self.schedules.step()
+        self._is_stepping = False
+        try:
+            self.after_step(facts, posted, number is not None)
+        except HealingError as halt:
+            self._halt(halt)
+        except Exception as error:
+            self.note(f"{LEFT_OUT}: {error!r}")
 
     def after_step(self, facts: HostFacts, posted: bool, has_loss: bool) -> None:
         """Count the step, recover from what was wrong with those before it, and do what is due.
@@ -330,7 +310,11 @@ class Healer:
         step = self.training.step + 1
         is_calm = self.monitor.note_step(step, facts, posted, has_loss)
         self.training.advance()
-        has_changed_shape = self._has_changed_shape()
+        has_changed_shape = False
+        try:
+            has_changed_shape = self.training.has_changed_shape()
+        except Exception as error:  # the detectors must be shown the records all the same
+            self.note(f"{LEFT_OUT}: {error!r}")
         if is_calm and step < self._busy_at and not self.recovery.late and not has_changed_shape:
             return  # as after most steps
         self._busy_at = 0
@@ -338,18 +322,18 @@ class Healer:
         self.contained(self.monitor.check_health)
         for seen in self.recovery.poll():
             if self.recovery.treat(seen):
-                break  # the rest of the mail is of steps that did not happen
+                break  # the remaining records are of steps that did not happen
         else:
             self._maintain(step)
         self._write_metrics()
         self._busy_at = self._next_due(self.training.step)
 
     def _next_due(self, step: int) -> int:
-        """Return after which step there is something to do again, if all stays calm."""
+        """Return the step after which something is due again, if all stays calm."""
         if self._wants_snapshot or self.recovery.late:
             return step + 1
         due = [self.monitor.next_due(step), self.training.ring.next_due(step)]
-        if self.journal.is_heard:
+        if self.journal.has_readers:
             due.append(step - step % METRICS_INTERVAL + METRICS_INTERVAL)
         if self.durable is not None:
             due.append(self.durable.next_due(step))
@@ -359,7 +343,7 @@ class Healer:
         """Take snapshots, save checkpoints and run probes that are due."""
         self._capture_if_due()
         if self.durable is not None:
-            # States that the user updates after ``step`` are in a checkpoint only if it waits.
+            # States that the user updates after ``step`` are complete only before the next one.
             self._owes_checkpoint = self.training.has_added_states and self.stream.is_open
             if not self._owes_checkpoint:
                 self.durable.save_if_due(step, self.memory.values)
@@ -368,9 +352,9 @@ class Healer:
                 self.probes.look(step)
 
     def _capture_if_due(self) -> None:
-        """Take a snapshot; if a check or a suspicion is open, once it is settled.
+        """Take a snapshot that is due, but not while a check or a suspicion is open.
 
-        A new snapshot takes the place of another, which the check or the experiment may need.
+        It would replace another one, which the check or the experiment may need.
         """
         ring = self.training.ring
         if not self._wants_snapshot and not ring.is_due(self.training.step):
@@ -388,19 +372,20 @@ class Healer:
                 "the last snapshots held NaN or Inf and were dropped: a rollback can only "
                 "return to an older one; look at buffers and optimizer state"
             )
-        if not self.training.capture_after_step() and ring.degraded:
-            self.note(ring.degraded)
+        self.training.capture_after_step()
 
     def _write_metrics(self) -> None:
-        if self.monitor.take_snapshot_wish():
-            self._wants_snapshot = True
+        self._wants_snapshot |= self.monitor.take_snapshot_request()
         if self.training.step % METRICS_INTERVAL:
             return
         forecast = self.monitor.watch.forecast
         if forecast is not None and forecast.is_silent:
             self.note(SILENT)
-        if self.journal.is_heard:
-            self.journal.metrics(self.training.step - 1, self.numbers())
+        if self.journal.has_readers:
+            latest = self.latest
+            seen = {} if latest is None else {"seen_at": latest.step, "loss": latest.loss}
+            numbers = {**seen, "lr_scale": self.training.lr_scale, **self.metrics()}
+            self.journal.metrics(self.last_step, {**numbers, **self.monitor.series.take()})
 
     def _halt(self, halt: HealingError) -> None:
         """Save if the stop was asked for, write the postmortem, and raise."""
@@ -414,11 +399,11 @@ class Healer:
             raise halt from halt.__cause__
 
     def before_step(self) -> None:
-        """Let copies finish that the step would overtake; before the first, take a snapshot.
+        """Wait for copies that the step would overwrite; before the first step take a snapshot.
 
         For integrations that step the optimizer themselves; :meth:`step` calls it.
         """
-        if self.training.has_turn_to_end or self._owes_checkpoint:
+        if self.training.is_between_steps or self._owes_checkpoint:
             self._between_steps(is_drawing=False)
         if self.training.ring.copying is not None or self.training.step == 0:
             self.contained(self._prepare_step)
@@ -426,45 +411,32 @@ class Healer:
     def _prepare_step(self) -> None:
         self.training.ring.before_step()
         if self.training.step == 0:  # what has changed since an epoch began must be in it
-            self._wants_snapshot |= self._has_changed_shape()
-            self.first_snapshot()
+            self._wants_snapshot |= self.training.has_changed_shape()
+            self._first_snapshot()
 
-    def _has_changed_shape(self) -> bool:
-        """Return whether parameters came, went, froze or thawed since last asked."""
-        try:
-            return self.training.has_changed_shape()
-        except Exception as error:  # the detectors must be shown the records all the same
-            self.note(f"{LEFT_OUT}: {error!r}")
-            return False
+    def _first_snapshot(self) -> None:
+        """Take a snapshot unless there is one.
 
-    def first_snapshot(self) -> None:
-        """Take a snapshot before anything happens, unless there is one.
-
-        That of step 0 is good at once: nothing has happened that it would have to be proven
-        against, and trouble in the first steps would have nowhere to return to.
+        That of step 0 needs no proof: nothing has happened yet, and trouble in the first steps
+        would have nowhere to return to.
         """
         if self.training.ring.newest_step() is None:
-            self.contained(self._take_first_snapshot)
+            self.training.capture(is_proven=self.training.step == 0)
 
-    def _take_first_snapshot(self) -> None:
-        run = self.training
-        if not run.capture(is_proven=run.step == 0) and run.ring.degraded:
-            self.note(run.ring.degraded)
-
-    # What the stream of batches asks.
+    # What the stream of batches calls.
 
     def _next_step(self) -> int:
         training = vars(self).get("training")  # none while the healer is being made
         return 0 if training is None else training.step
 
     def _begin_epoch(self) -> None:
-        """Take the first snapshot; what was loaded since the healer was made is no step's doing."""
+        """Take the first snapshot, of what was loaded since the healer was made, too."""
         if self.training.step == 0 and self.training.ring.newest_step() is None:
             self.contained(self.training.buffers.restored)
-        self.first_snapshot()
+        self.contained(self._first_snapshot)
 
     def _between_steps(self, is_drawing: bool) -> None:
-        """Do what had to wait until the user's loop was through with the last step."""
+        """Finish what had to wait for the user's code after the last step."""
         self.contained(lambda: self.training.between_steps(is_drawing))
         if self._owes_checkpoint and self.durable is not None:
             self._owes_checkpoint = False
@@ -476,13 +448,14 @@ class Healer:
 
     # What may go wrong.
 
-    def attempt(self) -> AbstractContextManager[None]:
-        """Heal what the body raises, from forward to ``step``, as :meth:`run` does.
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Recover from exceptions of the body, from forward to ``step``, as :meth:`run` does.
 
-        Out of memory, a batch that cannot be used, a network that is away: gradients, buffers and
+        Out of memory, an unusable batch, a network that does not answer: gradients, buffers and
         generators are put back, the plan is carried out, and the loop goes on with the next batch.
-        Out of memory is healed by smaller pieces, so the loop has to ask for them. Without that the
-        run halts when recomputing activations does not help either. What has no cure is raised.
+        The cure for lack of memory is smaller pieces, so iterate :meth:`pieces`; otherwise the run
+        halts once recomputing activations does not help either. Other exceptions pass through.
 
         Example:
             >>> for batch in healer.batches(loader):
@@ -495,10 +468,6 @@ class Healer:
             ...         healer.step(total)
             ...     optimizer.zero_grad()
         """
-        return self._attempt()
-
-    @contextmanager
-    def _attempt(self) -> Iterator[None]:
         self._is_stepping = False
         with self.halting(), self.retries.attempt(self._was_stepping):
             try:
@@ -548,7 +517,7 @@ class Healer:
             raise
 
     def note(self, text: str) -> None:
-        """Say once what healing itself could not do: in :attr:`notes`, the journal and the log."""
+        """Report once what healing itself could not do: in :attr:`notes`, journal and log."""
         self._notes.add(text)
 
     def contained(self, action: Callable[[], None]) -> None:
@@ -558,14 +527,14 @@ class Healer:
     # What a user may add.
 
     def on_instability(self, hook: Hook) -> Hook:
-        """Have ``hook(diagnosis, plan)`` see every plan; what it returns, if not None, is done.
+        """Call ``hook(diagnosis, plan)`` with every plan; a plan that it returns is used instead.
 
         A plan is a tuple of actions. See :class:`heal.Action` for your own; a plan with one counts
         as an attempt, and is left out when ``max_recovery_attempts`` are spent. With several ranks
-        the hook must answer alike on each. A halt because a limit is reached (exit codes 41 and 43
-        to 46) is shown to it and cannot be replaced: healing always ends. What was raised and gets
-        a plan without a cure costs the batch, three times in a row at most. If the hook raises, or
-        returns what is no plan (or one with NaN in it), the plan is kept and :attr:`notes` says so.
+        the hook must return the same on each. It is called for a halt because a limit is reached
+        (exit codes 41 and 43 to 46) but cannot replace that: healing always ends. If an exception
+        gets a plan without a cure, its batch is dropped, at most three times in a row. If the hook
+        raises, or returns something invalid, the plan is kept and :attr:`notes` says so.
         """
         self.recovery.add_hook(hook)
         return hook
@@ -574,7 +543,7 @@ class Healer:
         """Call ``callback(step)`` after each rollback; ``step`` is the one that comes next.
 
         Weights, optimizer, schedules, data and added states have returned by then. With several
-        ranks it is called on each. What it raises ends the run.
+        ranks it is called on each. An exception of the callback ends the run.
 
         Example:
             >>> @healer.on_rollback
@@ -588,16 +557,16 @@ class Healer:
         """Call ``callback(record)`` with every record that is polled, ``lag`` steps late or more.
 
         A record holds loss, gradient norm, clip coefficient, flags and learning rate of one step.
-        What the callback raises is noted once, and training goes on.
+        An exception of the callback is noted once, and training goes on.
         """
-        self.monitor.add_listener(callback)
+        self.monitor.on_record(callback)
         return callback
 
     def add_detector(self, name: str, detector: Detector) -> None:
-        """Have ``detector.observe(record)`` see every record from now on.
+        """Call ``detector.observe(record)`` with every record from now on.
 
-        What it returns is treated like a finding of ours; one with ``wants_proof`` is settled by an
-        experiment first. Its state is saved in snapshots and checkpoints under ``name``.
+        Its findings are treated like ours; one with ``wants_proof`` is settled by an experiment
+        first. Its state is saved in snapshots and checkpoints under ``name``.
 
         Raises:
             ValueError: there is a detector of this name.
@@ -611,12 +580,12 @@ class Healer:
         detectors[name] = detector
 
     def expect_change(self, reason: str) -> None:
-        """Say that something was changed on purpose, so that it is not taken for trouble.
+        """Announce a change made on purpose, so that it is not mistaken for trouble.
 
         Call it right after you reset the optimizer, replace a head, insert a layer, change the
-        loss, the task or the learning rate by hand. What loss, gradients, weights and learning
-        rate are from now on counts as usual, a suspicion that is being looked into is dropped, and
-        a snapshot of the new state is taken at the end of the next step. Every rank has to call it.
+        loss, the task or the learning rate by hand. Loss, gradients, weights and learning rate get
+        new baselines, an open suspicion is dropped, and a snapshot of the new state is taken at the
+        end of the next step. Every rank has to call it.
 
         Args:
             reason: what was changed, for the journal.
@@ -636,11 +605,10 @@ class Healer:
         self.journal.event("expected_change", self.training.step, reason=str(reason))
 
     def observe_eval(self, eval_loss: float, train_loss: float | None = None) -> None:
-        """Tell of an evaluation, to be warned of overfitting."""
+        """Report the loss of an evaluation, to be warned of overfitting."""
         self.recovery.catch_up()
         watch, step = self.monitor.watch, self.training.step
-        findings = watch.observe_eval(step, eval_loss, train_loss)
-        self.treat(findings)
+        self.treat(watch.observe_eval(step, eval_loss, train_loss))
 
     def treat(self, findings: Sequence[Finding]) -> None:
         """Diagnose findings of your own and carry out the plan, as for those of detectors.
@@ -652,11 +620,11 @@ class Healer:
             self.recovery.treat_findings(findings)
 
     def add_state(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """Have rollbacks and checkpoints hold a state that is outside of model and optimizer.
+        """Add a state outside of model and optimizer to rollbacks and checkpoints.
 
-        A moving average of the weights, a reference model, a replay buffer: what is not added stays
-        as it is in a rollback. Call this before the first step. A state that the loop updates after
-        :meth:`step` is exact too: it is saved, and given back, before the next batch is drawn.
+        A moving average of the weights, a reference model, a replay buffer: without this, a
+        rollback leaves it as it is. Call it before the first step. A state that the loop updates
+        after :meth:`step` is exact too: it is saved and restored before the next batch is drawn.
 
         Args:
             name: of the state, in checkpoints.
@@ -674,15 +642,15 @@ class Healer:
         self.state.added.add(name, save, load)
 
     def report(self, flag: Flag) -> None:
-        """Send news of this host with the record of the next step, so that all ranks act on it.
+        """Send a flag of this host with the record of the next step, so that all ranks act on it.
 
-        Safe in a signal handler and from other threads. What each flag leads to is in
-        :class:`heal.detectors.pace.HostNews`.
+        Safe in a signal handler and from other threads. See :class:`heal.detectors.pace.HostNews`
+        for the effect of each flag.
         """
         self.monitor.report(flag)
 
     def add_source(self, source: Callable[[], Flag]) -> None:
-        """Ask ``source`` before every step for flags to send; it must be quick and not wait."""
+        """Call ``source`` before every step for flags to send; it must be quick and not wait."""
         self.monitor.sources.append(source)
 
     def watch_closely(self, steps: int) -> None:
@@ -696,7 +664,7 @@ class Healer:
 
     def request_snapshot(self) -> None:
         """Take a snapshot at the end of a coming step, on all ranks at the same one."""
-        self.report(Flag.SNAPSHOT_WANTED)
+        self.report(Flag.SNAPSHOT_REQUESTED)
 
     def add_probe(
         self,
@@ -706,22 +674,22 @@ class Healer:
         every: int,
         alarm: Callable[[Any], bool] | None = None,
     ) -> None:
-        """Run ``look()`` after every ``every``-th step, write its numbers down, and heed an alarm.
+        """Run the diagnostic ``look()`` after every ``every``-th step and log its numbers.
 
         The numbers are an event ``probe`` of the journal and entries ``probe/<name>`` of
-        :meth:`metrics`. Generators, buffers and modes are put back, so that training goes on bit
-        by bit as without; weights and gradients are the probe's to leave alone, as those of
-        :mod:`heal.lab.probes` do. The step waits for it, and its time counts for no step. One that
-        raises is noted once and not run again. With several ranks each adds the same probes.
+        :meth:`metrics`. Generators, buffers and modes are put back, so training stays
+        bit-identical; a probe must not change weights and gradients (those of
+        :mod:`heal.lab.probes` do not). The step waits for it, and its time counts for no step. One
+        that raises is noted once and not run again. With several ranks each adds the same probes.
 
         Args:
-            name: that no other probe has.
+            name: a unique one.
             look: returns a number, a mapping or dataclass of numbers, or None if there is nothing
-                to tell; what is no number in these is left out.
-            every: steps between looks.
-            alarm: given what was found, tells whether somebody should know. That is an alert
-                ``probe_alarm``, told when it comes on; what ``on_instability`` makes of it is
-                yours, by itself it changes nothing.
+                to log; values that are no numbers are left out.
+            every: steps between runs.
+            alarm: takes what ``look`` returned, and returns whether to warn. The warning is an
+                alert ``probe_alarm``, once each time the alarm comes on; it changes nothing unless
+                a hook of :meth:`on_instability` acts on it.
 
         Raises:
             ValueError: the name is taken or empty, or ``every`` is below 1.
@@ -755,10 +723,9 @@ class Healer:
         Args:
             train_step: takes a batch and returns its mean loss; ``run`` backpropagates, so that it
                 can cut the batch when memory runs out.
-            loader: passed over again and again; its samplers and dataset are told of each new epoch
-                by their ``set_epoch``, unless somebody else does. If nothing comes any more, as
-                from a generator in a second epoch, the run ends early, and a note and standard
-                error say so.
+            loader: iterated once per epoch; ``set_epoch`` of its samplers and dataset is called,
+                unless your code does. If an epoch has no batches, as the second one of a
+                generator, the run ends early, and a note and standard error say so.
             steps: optimizer steps in all, those already done included.
             accumulate: batches per step.
             weigh: how much a piece of a batch counts, if not by its samples; see MicroBatcher.
@@ -766,66 +733,53 @@ class Healer:
             on_step: called with its number after every step that was not taken back.
 
         Raises:
-            HealingError: healing is at its end; ``exit_code`` says why.
+            HealingError: the run must stop; ``exit_code`` says why.
         """
         self.micro.weigh_by(weigh)
         self.schedules.follow_caller()
         self.journal.event("goal", self.training.step, steps=steps, accumulate=accumulate)
         with self, Progress(self, steps, progress) as bar:
-            shortfall = self._train(train_step, loader, steps, accumulate, bar, on_step)
-            if shortfall is not None:
-                self.note(shortfall)
-                print(f"heal: {shortfall}", file=sys.stderr)
-            elif self.durable is not None:
+            with closing(self._all_epochs(loader)) as source:
+                while self.training.step < steps:
+                    before = self.training.step
+                    try:
+                        batches = StepBatches(source, accumulate)
+                        was_taken = self.retries.take_step(train_step, batches, self.step)
+                    except NoMoreBatches:
+                        self._note_shortfall(steps)
+                        return
+                    if was_taken:
+                        bar.update(self.training.step)
+                        if on_step is not None and self.training.step > before:  # not rolled back
+                            on_step(self.last_step)
+            if self.durable is not None:
                 self.durable.save_last(self.training.step, self.memory.values)
 
-    def _train(
-        self,
-        train_step: TrainStep,
-        loader: Any,
-        steps: int,
-        accumulate: int,
-        bar: Progress,
-        on_step: Callable[[int], None] | None,
-    ) -> str | None:
-        """Train to the end; return why not all steps could be done, None if they were."""
-        with closing(self._all_epochs(loader)) as source:
-            while self.training.step < steps:
-                before = self.training.step
-                try:
-                    batches = StepBatches(source, accumulate)
-                    was_taken = self.retries.take_step(train_step, batches, self.step)
-                except NoMoreBatches:
-                    return self._shortfall(steps)
-                if was_taken:
-                    bar.update(self.training.step)
-                    if on_step is not None and self.training.step > before:  # not taken back
-                        on_step(self.training.step - 1)
-        return None
-
     def _all_epochs(self, loader: Any) -> Generator[Any, None, None]:
-        """Yield batches without end, unless an epoch has none: a step may begin in one epoch."""
+        """Yield batches of all epochs, until one has none: a step may span two epochs."""
         before = -1
         while self.stream.ordinal != before:
             before = self.stream.ordinal
             yield from self.epoch(loader, sets_epoch=True)
 
-    def _shortfall(self, steps: int) -> str:
+    def _note_shortfall(self, steps: int) -> None:
         done = f"{self.training.step} of {steps} steps were done"
-        if not self.stream.ordinal:
-            return f"the loader has no batches; {done}"
-        return (
-            f"the loader gave {self.stream.ordinal} batches and then none; {done}. Iterables that "
-            "can be passed over once, such as generators, end a run with their first epoch: give a "
-            "loader that starts again, or ask for fewer steps"
-        )
+        text = f"the loader has no batches; {done}"
+        if self.stream.ordinal:
+            text = (
+                f"the loader gave {self.stream.ordinal} batches and then none; {done}. Iterables "
+                "that can be passed over once, such as generators, end a run with their first "
+                "epoch: give a loader that starts again, or ask for fewer steps"
+            )
+        self.note(text)
+        print(f"heal: {text}", file=sys.stderr)
 
     def dry_run(
         self, train_step: TrainStep, loader: Any, steps: int = 2, *, accumulate: int = 1
     ) -> DryRunReport:
-        """Try ``steps`` steps and take them back: all of the model, optimizer, generators, loader.
+        """Try ``steps`` steps and undo them: model, optimizer, generators and loader.
 
-        What ``train_step`` changes elsewhere, as a teacher that is no part of the model, stays so.
+        Changes of ``train_step`` elsewhere, as to a teacher outside of the model, are not undone.
 
         Raises:
             ValueError: ``steps`` or ``accumulate`` is less than 1: nothing would be tried.
@@ -835,18 +789,18 @@ class Healer:
     # From the first step to the last record.
 
     def close(self, error: BaseException | None = None) -> None:
-        """Hear the last records and write the postmortem; ``run`` and ``with`` do it for you.
+        """Read the last records and write the postmortem; ``run`` and ``with`` do it for you.
 
-        A loop that nobody closes is closed when Python exits. In ``with healer:`` SIGTERM and
-        SIGUSR1 also stop the loop after a step, which saves a checkpoint first, and a HealingError
-        that nobody catches ends the process with its own exit code.
+        Without either, this happens when Python exits. Inside ``with healer:`` SIGTERM and SIGUSR1
+        also stop the loop after a step, which saves a checkpoint first, and an uncaught
+        HealingError ends the process with its own exit code.
         """
         self.monitor.cluster.stop()
         self.trials.close()
         self.exits.close(error)
 
     def enter(self, *, catches_signals: bool = True) -> None:
-        """Have a halt end the process with its own exit code, until :meth:`leave`.
+        """Let a halt end the process with its own exit code, until :meth:`leave`.
 
         For integrations; ``with healer:`` does it for you.
 
@@ -873,7 +827,7 @@ class Healer:
         if halt is not None:
             self.exits.draft(halt)
             if self.durable is not None:
-                # Other ranks are past saving: what this one saved last has to do.
+                # Other ranks may have left already, and a save needs all of them.
                 halt = self.durable.saved_before(
                     halt, self.training.step, self.memory.values, may_save=not self.has_others
                 )
@@ -882,16 +836,15 @@ class Healer:
             raise halt
 
     def __del__(self) -> None:
-        exits = vars(self).get("exits")  # none where the arguments were refused
+        exits = vars(self).get("exits")  # none if the constructor raised
         if exits is not None:
             exits.collected(self)
 
-    def hear_the_rest(self, hurries: bool = False) -> None:
-        """Read the last records, when no step is to come that a plan could serve.
+    def finish(self, hurries: bool = False) -> None:
+        """Finish saves and read the last records, when no more steps will be taken.
 
         Args:
-            hurries: the run ends by an error, perhaps because a rank died: do not wait for others
-                to finish a save.
+            hurries: do not wait for other ranks to finish a save, because one may have died.
         """
         if self.durable is not None:
             if hurries:
@@ -907,9 +860,9 @@ class Healer:
         """Go on from the newest checkpoint that is whole on every rank; return the next step.
 
         Call it once, before the first step, on every rank; 0 if there is nothing to resume.
-        Weights, optimizer, schedules, generators, position in the data and what healing remembers
-        are as they were: the run goes on bit by bit as if it had never stopped. A damaged
-        checkpoint is passed over and noted.
+        Weights, optimizer, schedules, generators, position in the data and the memory of healing
+        are restored: the run goes on bit by bit as if it had never stopped. A damaged checkpoint is
+        passed over and noted.
 
         Raises:
             ValueError: no ``checkpoint_dir`` was given.
@@ -921,11 +874,11 @@ class Healer:
             self.journal.event("resumed", restored.step, world_size=restored.world_size)
         self._apply_remedies()
         if restored is not None:
-            self.first_snapshot()
+            self.contained(self._first_snapshot)
         return self.training.step
 
     def _apply_remedies(self) -> None:
-        """Do otherwise what a rank could not do when this run was last tried."""
+        """Avoid the step that stopped this run when it was last started."""
         for remedy in self._checkpoints().remedies(self.training.step):
             self.stream.leave_out(remedy.batches)
             if remedy.micro.get("pieces", 0) > self.training.micro_batches:
@@ -946,7 +899,7 @@ class Healer:
 
         Raises:
             ValueError: no ``checkpoint_dir`` was given.
-            SaveFailed: nothing was saved; what was saved before is untouched.
+            SaveFailed: nothing was saved; older checkpoints are untouched.
         """
         self._checkpoints().save(self.training.step, self.memory.values)
 
@@ -963,16 +916,15 @@ class Healer:
         *,
         accumulate: int = 1,
     ) -> Recomputation:
-        """Compute the last steps again, and tell a passing fault from data and model.
+        """Compute the last steps again, to distinguish a transient fault from data and model.
 
-        There must be a snapshot of the first of them: see :meth:`request_snapshot`. The run itself
-        computes, and every byte is put back. Every rank has to call this. The verdict is in the
-        journal too.
+        There must be a snapshot of the first of them: see :meth:`request_snapshot`. Every byte of
+        the run is put back. Every rank has to call this. The verdict is in the journal too.
 
         Args:
             train_step: takes a batch and returns its mean loss, as it did.
             batches: of the last steps, in order.
-            losses: of these steps, if they were kept: they tell which rank it was.
+            losses: of these steps, if you kept them: they show which rank it was.
             accumulate: batches per step.
 
         Raises:
@@ -986,8 +938,7 @@ class Healer:
         """Open the folder of checkpoints.
 
         Raises:
-            OSError: it cannot be made. At once, because nothing is trained yet that could be lost;
-                a run whose every save will fail would be found out too late.
+            OSError: it cannot be made. Better now than at the first save.
         """
         try:
             return Durable(
@@ -1000,17 +951,16 @@ class Healer:
                 "give a folder that this process may write to, or none, to save no checkpoints",
             ) from error
 
-    # What a healer knows.
+    # What there is to know.
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log; those of the device are ``lag`` steps old."""
-        history, listener = self.recovery.history, self.monitor
-        unheard = listener.unheard
-        latest = listener.latest if unheard is None else unheard
+        history, latest = self.recovery.history, self.latest
         metrics = {
             "healing/recovery_attempts": float(history.total_attempts),
             "healing/nan_count": float(history.nan_count),
-            **listener.watch.metrics(unheard),
+            "healing/snapshot_bytes": float(self.training.ring.held_bytes()),
+            **self.monitor.watch.metrics(self.monitor.pending),
             **self.probes.metrics(),
         }
         if latest is not None:
@@ -1024,27 +974,10 @@ class Healer:
             }
         return metrics
 
-    def numbers(self) -> dict[str, Any]:
-        """Return what a plot needs: the newest record, and the series since the last call."""
-        latest = self.latest
-        seen = {} if latest is None else {"seen_at": latest.step, "loss": latest.loss}
-        series = self.monitor.series.take()
-        return {**seen, "lr_scale": self.training.lr_scale, **self.metrics(), **series}
-
     @property
     def last_step(self) -> int:
         """The number of the last step taken, from 0; -1 before the first."""
         return self.training.step - 1
-
-    @property
-    def is_in_loop(self) -> bool:
-        """Whether a loop over :meth:`batches` is under way."""
-        return self.stream.is_open
-
-    @property
-    def left_loop_early(self) -> bool:
-        """Whether the newest loop over :meth:`batches` was left before its end, or is not over."""
-        return self.stream.was_left
 
     @property
     def has_others(self) -> bool:
@@ -1053,7 +986,7 @@ class Healer:
 
     @property
     def latest(self) -> Record | None:
-        """The newest record that may be read, a calm one also before the detectors hear of it."""
+        """The newest record that may be read, observed by the detectors or not."""
         return self.monitor.latest
 
     @property
@@ -1063,7 +996,7 @@ class Healer:
 
     @property
     def attempts(self) -> int:
-        """How often ``run`` tried to take a step, those that were repeated included."""
+        """How often ``run`` tried to take a step, repetitions included."""
         return self.micro.attempts
 
     @property
@@ -1073,7 +1006,7 @@ class Healer:
 
     @property
     def history(self) -> Sequence[tuple[int, Diagnosis, Plan]]:
-        """Every diagnosis: the step that came next, what it was, and what was done."""
+        """Every diagnosis: the step that came next, the diagnosis, and the plan."""
         return self.recovery.log
 
     @property
@@ -1098,11 +1031,11 @@ class Healer:
 
 
 def checked_config(config: HealingConfig | Mapping[str, Any] | None) -> HealingConfig:
-    """Return settings; plain values are looked through.
+    """Return settings; those of a dict are checked.
 
     Raises:
         ConfigError: a name is unknown or a value is wrong.
-        TypeError: neither settings nor plain values.
+        TypeError: neither settings nor a dict.
     """
     if config is None:
         return HealingConfig()
@@ -1117,7 +1050,7 @@ def checked_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optim
     """Return the optimizers as a list.
 
     Raises:
-        TypeError: one of them is none.
+        TypeError: one of them is not an optimizer.
         ValueError: there is none, or one is given twice and would be stepped twice.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -1131,16 +1064,3 @@ def checked_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optim
                 f"optimizer[{i}], {type(one).__name__}, is given twice; expected each one once"
             )
     return optimizers
-
-
-def refuse_config_as_scheduler(scheduler: Any) -> None:
-    """Find the settings in the wrong place: the third argument is the scheduler.
-
-    Raises:
-        TypeError: says where they belong.
-    """
-    if isinstance(scheduler, HealingConfig):
-        raise TypeError(
-            "scheduler is a HealingConfig; expected a scheduler or None there, and the settings as "
-            "Healer(model, optimizer, config=...)"
-        )

@@ -1,32 +1,25 @@
 """What was tried so far. Survives rollbacks: a ladder that forgot its rungs would never end.
 
 Plain values, saved with the run. :func:`heal.policy.decide` reads it and changes nothing; the loop
-tells it of every step (:meth:`History.note_step`) and every plan (:meth:`History.note_plan`).
+notes every clean step (:meth:`History.note_step`) and every plan (:meth:`History.note_plan`).
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from heal.actions import Backoff, Plan, Rollback, action_to_json, changes_training, is_custom
-from heal.causes import Cause, Family, Finding, Severity
+from heal.causes import Family, Finding, Severity
 from heal.config import HealingConfig
+
+if TYPE_CHECKING:
+    from heal.diagnose import Diagnosis
 
 MAX_SUSPECTS = 32
 """Warnings kept for the diagnosis of what follows them."""
 
-
-class Trouble(Protocol):
-    """What the history needs to know of a diagnosis."""
-
-    @property
-    def cause(self) -> Cause: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def bad_step(self) -> int: ...
-    @property
-    def evidence(self) -> dict[str, Any]: ...
+ATTEMPTS_RESET_STEPS = 1000
+"""New steps, beyond the furthest one reached, after which all attempts are available again."""
 
 
 @dataclass(slots=True)
@@ -43,12 +36,12 @@ class Incident:
     plans: list[list[dict[str, Any]]] = field(default_factory=list)
     effects: list[list[bool]] = field(default_factory=list)
     loss_before: float | None = None
-    """The usual loss from before the trouble, where it is known; and its noise."""
+    """The level of the loss before the trouble, where it is known; and its noise."""
     noise: float = 0.0
 
     @property
     def rollbacks(self) -> int:
-        return sum(any(a["action"] == Rollback.__name__ for a in plan) for plan in self.plans)
+        return self.count(Rollback)
 
     @property
     def waited_seconds(self) -> float:
@@ -56,7 +49,7 @@ class Incident:
         return float(sum(a["seconds"] for a in waits))
 
     def was_tried(self, plan: Plan) -> bool:
-        """Tell whether this very plan was carried out in this incident."""
+        """Return whether this very plan was carried out in this incident."""
         return [action_to_json(action) for action in plan] in self.plans
 
     def count(self, action: type) -> int:
@@ -64,7 +57,7 @@ class Incident:
         return sum(any(a["action"] == action.__name__ for a in plan) for plan in self.plans)
 
     def had_no_effect(self, action: type) -> bool:
-        """Tell whether an action was tried and reported that it can do no more."""
+        """Return whether an action was tried and reported that it can do no more."""
         return any(
             step["action"] == action.__name__ and not effect
             for plan, effects in zip(self.plans, self.effects, strict=True)
@@ -83,13 +76,13 @@ class History:
     attempt_mark: int = -1
     """The furthest step when the last attempt was made: progress is counted from there."""
     nan_count: int = 0
-    """Steps refused for NaN or Inf, and errors that say so."""
+    """Steps skipped for NaN or Inf, and errors that say so."""
     nonfinite_errors: int = 0
     """Errors in a row that say NaN or Inf, as of anomaly detection; no step was taken since."""
     data_errors: int = 0
     consecutive_data_errors: int = 0
     data_error_step: int = -1
-    """Where the last one was: steps before it, taken again after a rollback, prove nothing."""
+    """Where the last one was; steps before it come again after a rollback and prove nothing."""
     incidents: list[Incident] = field(default_factory=list)
     """Those not yet over, at most one per family."""
     closed_incidents: int = 0
@@ -111,8 +104,7 @@ class History:
             over = [i for i in self.incidents if step >= i.last_step + config.incident_steps]
             self.closed_incidents += len(over)
             self.incidents = [i for i in self.incidents if i not in over]
-        reset = config.attempts_reset_steps
-        if self.attempts and reset and step >= self.attempt_mark + reset:
+        if self.attempts and step >= self.attempt_mark + ATTEMPTS_RESET_STEPS:
             self.attempts = 0
         return over
 
@@ -125,24 +117,27 @@ class History:
         del self.suspects[:-MAX_SUSPECTS]
 
     def note_nonfinite_error(self) -> int:
-        """Hear that a step raised because of NaN or Inf; return how many did so in a row."""
+        """Count an exception because of NaN or Inf; return how many came in a row."""
         self.nan_count += 1
         self.nonfinite_errors += 1
         return self.nonfinite_errors
 
     def note_plan(
-        self, trouble: Trouble, plan: Plan, effects: Sequence[bool] = (), unheard: int = 0
+        self,
+        diagnosis: "Diagnosis",
+        plan: Plan,
+        effects: Sequence[bool] = (),
+        first_pending: int = 0,
     ) -> None:
         """Remember a plan that was carried out.
 
         Args:
-            trouble: the diagnosis that it was for.
+            diagnosis: why.
             plan: what was done.
             effects: what each ``apply`` returned; all true if left out.
-            unheard: the first step whose record could not be read yet; that of the trouble may have
-                waited for longer than it had to.
+            first_pending: the first step whose record could not be read yet.
         """
-        cause, step = trouble.cause, trouble.step
+        cause, step = diagnosis.cause, diagnosis.step
         family = cause.about.family
         self.furthest_step = max(self.furthest_step, step)
         if family is Family.DATA:
@@ -153,18 +148,18 @@ class History:
             return
         incident = self.open_incident(family)
         if incident is None:
-            incident = Incident(family.value, min(step, trouble.bad_step), step, step)
+            incident = Incident(family.value, min(step, diagnosis.bad_step), step, step)
             self.incidents.append(incident)
         incident.last_step = max(incident.last_step, step)
         target = next((a.before_step for a in plan if isinstance(a, Rollback)), None)
-        incident.resume_step = max(step + 1, unheard) if target is None else target
+        incident.resume_step = max(step + 1, first_pending) if target is None else target
         incident.causes.append(cause.value)
         incident.plans.append([action_to_json(action) for action in plan])
         incident.effects.append([bool(e) for e in effects] or [True] * len(plan))
-        usual = trouble.evidence.get("usual_loss")
-        if incident.loss_before is None and isinstance(usual, float):
-            noise = trouble.evidence.get("noise")
-            incident.loss_before = usual
+        level = diagnosis.evidence.get("usual_loss")
+        if incident.loss_before is None and isinstance(level, float):
+            noise = diagnosis.evidence.get("noise")
+            incident.loss_before = level
             incident.noise = noise if isinstance(noise, float) else 0.0
         if family is Family.NUMERIC or any(is_custom(action) for action in plan):
             self.attempts += 1

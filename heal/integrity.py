@@ -1,17 +1,33 @@
-"""What vouches for tensors: a hash of their bits, and whether any of them is NaN or Inf."""
+"""Whether a state is sound: hashes of its bits, and where it holds NaN or Inf.
 
+:class:`HealthCheck` measures weights, optimizer state and buffers on the device between steps, and
+:class:`Constants` hashes what steps should not change. :func:`find_corruption` looks at everything
+at once, and waits for the device.
+"""
+
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import zclip
-from heal.buffers import STATISTICS, Key, copy_and_hash, is_run_of_bytes, local_part
-from heal.training_state import TrainingState, copy_by_kind
+from heal.buffers import STATISTICS, BufferCopies, Key, copy_and_hash, is_run_of_bytes, local_part
+from heal.causes import Cause
+from heal.ranks import Ranks
+from heal.training_state import TrainingState, copy_by_kind, optimized
+from heal.verdict import HealthRow
+from zclip import ClippedOptimizer
+from zclip.layout import NAN, SUMSQ
 from zclip.ops import by_device
 
 MEASURED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # by grad_stats
 HALF = (torch.bfloat16, torch.float16)  # whose own range a sum may leave
+LEAST_BYTES = 4 << 20  # hashed with every snapshot, be it ever so small: half a millisecond
+NOTHING = -1.0  # stands for a moment or a step count that the optimizer does not keep (yet)
+KINDS = ("parameter", "buffer", "state")  # of corrupt tensors; the first explains the others
 
 
 def copy_on_host(
@@ -19,7 +35,7 @@ def copy_on_host(
     tensors: Mapping[Key, Tensor],
     without_nan: Mapping[Key, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Copy, hash and measure; return the latter two. What is a run of bytes is read once.
+    """Copy tensors; return their hashes and how many are bad. A run of bytes is read once.
 
     Args:
         copies: written, by key.
@@ -27,13 +43,11 @@ def copy_on_host(
         without_nan: see :func:`count_bad`.
     """
     may_hold_inf = without_nan or {}
-    runs = [key for key, tensor in tensors.items() if is_run_of_bytes(copies[key], tensor)]
-    at_once = set(runs)
-    others = [key for key in tensors if key not in at_once]
-    rows = copy_and_hash([copies[k] for k in runs], [tensors[k] for k in runs]).tolist()
+    runs = {key: t for key, t in tensors.items() if is_run_of_bytes(copies[key], t)}
+    others = [key for key in tensors if key not in runs]
+    rows = copy_and_hash([copies[k] for k in runs], list(runs.values())).tolist()
     hashes = {key: row[0] for key, row in zip(runs, rows, strict=True)}
-    counted = zip(runs, rows, strict=True)
-    bad = [key for key, row in counted if row[1]]
+    bad = [key for key, row in zip(runs, rows, strict=True) if row[1]]
     num_bad = sum(must_be_finite(key, tensors[key]) for key in bad)
     num_bad += int(count_bad(((k, tensors[k]) for k in bad if k in may_hold_inf), may_hold_inf))
     if others:
@@ -44,7 +58,7 @@ def copy_on_host(
 
 
 def must_be_finite(key: Key, tensor: Tensor) -> bool:
-    """Tell whether NaN or Inf in it is a fault. Masks may hold Inf; running statistics may not."""
+    """Return whether NaN or Inf in it is a fault. Masks may hold Inf, running statistics not."""
     if tensor.dtype not in MEASURED:
         return False
     return key[0] in ("parameter", "state") or (
@@ -100,25 +114,17 @@ def count_bad(
     return torch.stack([one.to(device, non_blocking=True) for one in found]).sum()
 
 
-# What steps should not change, frozen parameters and still buffers: hashed, not copied.
-#
-# Writes in place leave a trace in ``_version``; those through ``.data``, as some moving averages
-# are kept, leave none but in the bits themselves.
-
-
-LEAST_BYTES = 4 << 20  # hashed with every snapshot, be it ever so small: half a millisecond
-
-
 class Constants:
-    """Fingerprints of tensors that nobody writes, compared a part at a time.
+    """Fingerprints of what steps should not change: frozen parameters and still buffers.
 
-    With each snapshot at most as many bytes are hashed as it has itself: a base model of many
-    gigabytes takes many snapshots to go round. On a device nothing waits: what one look finds is
-    heard at the next.
+    Writes in place leave a trace in ``_version``; those through ``.data``, as some moving averages
+    are kept, leave none but in the bits themselves. With each snapshot at most as many bytes are
+    hashed as it has itself: a base model of many gigabytes takes many snapshots to go round. On a
+    device nothing waits: what one look finds is read at the next.
 
     Args:
-        state: what the run is made of; told of what is not constant after all.
-        note: told of it too, in words.
+        state: what the run is made of; what is not constant after all becomes a part of it.
+        note: called with a text for each such tensor.
     """
 
     def __init__(self, state: TrainingState, note: Callable[[str], None]) -> None:
@@ -129,7 +135,7 @@ class Constants:
         self._sent: tuple[zclip.Mailbox, list[Key]] | None = None
 
     def look(self, step: int) -> None:
-        """Notice what is written in place, hash some of the rest, and tell of what has changed."""
+        """Notice what is written in place, hash some of the rest, and note what has changed."""
         self._state.notice_changes()
         constants = self._state.constants()
         if constants:
@@ -153,7 +159,7 @@ class Constants:
         return ""
 
     def count_as_changing(self, keys: Sequence[Key], but: str = "") -> None:
-        """Have snapshots hold these from now on, and say so."""
+        """Have snapshots hold these from now on, and note it."""
         constants = {key for key, _ in self._state.constants()}
         for key in keys:
             if key in constants:
@@ -162,7 +168,7 @@ class Constants:
                 self._note(f"{name} is not trained and yet changes{but}; snapshots hold it now")
 
     def forget(self) -> None:
-        """Begin anew: the run was given another state."""
+        """Start over: the run was given another state."""
         self._known.clear()
         self._sent = None
 
@@ -212,3 +218,198 @@ class Constants:
         (mailbox, keys), self._sent = self._sent, None
         rows = mailbox.poll()
         return [key for _, row in rows for key, flag in zip(keys, row, strict=True) if flag > 0]
+
+
+class HealthCheck:
+    """Posts a row of norms and counts; the row is read ``lag`` steps later, when it has landed.
+
+    One in host memory may be read at once: the sooner damage is found, the fewer steps are undone.
+
+    Args:
+        optimizers: whose parameters and state are measured.
+        names: of the parameters, by identity.
+        buffers: those that forward writes are checked for NaN, running statistics for Inf as well.
+        lag: steps after which a row may be read.
+        ranks: that measure together, so that all of them find the same: shards add up, and what
+            is corrupt on one replica is in the mean of all.
+        waits: whether rows in host memory wait as well, as a forecast expects that learned so.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[ClippedOptimizer],
+        names: dict[int, str],
+        buffers: BufferCopies,
+        lag: int,
+        ranks: Ranks,
+        waits: bool = False,
+    ) -> None:
+        self._waits = waits
+        self._optimizers = optimizers
+        self._names = names
+        self._buffers = buffers
+        self._lag = lag
+        self._ranks = ranks
+        self._sent: list[tuple[int, int, zclip.Mailbox, _Layout]] = []
+
+    @torch.no_grad()
+    def post(self, step: int) -> None:
+        """Measure now: the state before ``step``."""
+        named = self._named_parameters()
+        if not named:
+            return
+        moments, owners, counters = self._optimizer_state([param for _, param in named])
+        statistics, others = self._buffers.statistics(), self._buffers.without_nan()
+        checked = {**statistics, **others}
+        tensors = [*(param for _, param in named), *moments, *(b for b, _ in checked.values())]
+        measured = len(named) + len(moments)
+        stats = zclip.grad_stats([local_part(tensor) for tensor in tensors])
+        bad = stats[:, NAN:].sum(dim=1)
+        if checked:
+            first_other = measured + len(statistics)
+            bad[first_other:] = stats[first_other:, NAN]
+            were_bad = [b.to(bad.device, non_blocking=True) for _, b in checked.values()]
+            bad[measured:] *= torch.stack(were_bad).logical_not()
+        counted = counters.to(stats, non_blocking=True)
+        row = self._ranks.mean(torch.cat([stats[:measured, SUMSQ], bad, counted]))
+        row[:measured].sqrt_()
+        row = row.float()
+        mailbox = zclip.Mailbox(lag=0, width=row.numel())
+        mailbox.post(step, row)
+        due = step if row.is_cpu and not self._waits else step + self._lag
+        layout = _Layout(owners, tuple(name for name, _ in named), tuple(checked))
+        self._sent.append((step, due, mailbox, layout))
+
+    def read(self, step: int) -> list[HealthRow]:
+        """Return the rows that are due by now."""
+        rows = []
+        while self._sent and self._sent[0][1] <= step:
+            at, _, mailbox, layout = self._sent.pop(0)
+            for _, values in mailbox.poll():
+                rows.append(_decode(at, values, layout))
+        return rows
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a row was posted that was not read yet."""
+        return bool(self._sent)
+
+    def clear(self) -> None:
+        """Forget what is under way: after a rollback it is of no state."""
+        self._sent.clear()
+
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Those that are trained; the name sets each apart from all others, frozen ones too."""
+        params = [p for optimizer in self._optimizers for p in optimized(optimizer)]
+        return [
+            (self._names.get(id(p), f"parameter {i}"), p)
+            for i, p in enumerate(params)
+            if p.requires_grad and p.dtype in MEASURED
+        ]
+
+    def _optimizer_state(self, params: Sequence[Tensor]) -> tuple[list[Tensor], list[int], Tensor]:
+        """Return moments, the index of the weight that each belongs to, and all step counts."""
+        moments: list[Tensor] = []
+        owners: list[int] = []
+        counters: list[Tensor | float] = []
+        for i, param in enumerate(params):
+            states = (o.state[param] for o in self._optimizers if param in o.state)
+            state: dict[str, Any] = next(states, {})
+            counters.append(state.get("step", NOTHING))
+            for name, value in state.items():
+                if name != "step" and isinstance(value, Tensor) and value.dtype in MEASURED:
+                    moments.append(value)
+                    owners.append(i)
+        return moments, owners, _stacked(counters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the numbers of a row are of."""
+
+    owners: list[int]  # the weight that each moment belongs to
+    names: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+def _decode(step: int, values: Sequence[float], layout: _Layout) -> HealthRow:
+    count = len(layout.names)
+    measured = count + len(layout.owners)
+    counted = 2 * measured + len(layout.buffers)
+    norms, bad = values[:measured], values[measured:counted]
+    squares = [NOTHING] * count
+    moment_bad = [0] * count
+    for moment, owner in enumerate(layout.owners):
+        squares[owner] = max(0.0, squares[owner]) + norms[count + moment] ** 2
+        moment_bad[owner] += _count(bad[count + moment])
+    return HealthRow(
+        step=step,
+        weight_norms=tuple(norms[:count]),
+        weight_bad=tuple(_count(b) for b in bad[:count]),
+        moment_norms=tuple(math.sqrt(s) if s >= 0 else s for s in squares),
+        moment_bad=tuple(moment_bad),
+        step_counters=tuple(values[counted:]),
+        names=layout.names,
+        buffer_bad=tuple(_count(b) for b in bad[measured:]),
+        buffer_names=layout.buffers,
+    )
+
+
+def _count(value: float) -> int:
+    """How many; at least one if any rank has one: the mean over the ranks may be less."""
+    return math.ceil(value) if math.isfinite(value) else 1
+
+
+def _stacked(counters: Sequence[Tensor | float]) -> Tensor:
+    """One tensor of all counts; on the device only if the optimizer keeps them there."""
+    tensors = [c for c in counters if isinstance(c, Tensor)]
+    if not tensors:
+        return torch.tensor([float(c) for c in counters])
+    device = tensors[0].device
+    rows = [
+        c.detach().reshape(()).to(device, torch.float32, non_blocking=True)
+        if isinstance(c, Tensor)
+        else torch.full((), float(c), device=device)
+        for c in counters
+    ]
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def find_corruption(state: TrainingState) -> dict[str, Any] | None:
+    """Return where a state holds NaN or Inf that must not be there; None if it holds none.
+
+    Corrupt weights show first as something else: a NaN loss, an exception where a model samples
+    from its output, an index out of range. Skipping such a batch, or lowering the learning rate,
+    cures nothing. Unlike the checks between steps this waits for the device.
+
+    Returns:
+        ``cause``, the name of the first ``tensor``, how many ``tensors`` and how many ``elements``
+        of the first are bad.
+    """
+    strict = {("buffer", name) for name in state.buffers.statistics()}
+    lenient = state.without_nan()
+    checked: dict[Key, Tensor] = {}
+    for key, tensor in state.tensors().items():
+        part = local_part(tensor)
+        is_checked = key[0] in ("parameter", "state") or key in strict or key in lenient
+        if is_checked and part.dtype in MEASURED and part.numel():
+            checked[key] = part
+    rows = zclip.grad_stats(list(checked.values()))[:, NAN:].tolist() if checked else []
+    bad: dict[Key, int] = {}
+    for key, (num_nan, num_inf) in zip(checked, rows, strict=True):
+        count = num_nan if key in lenient else num_nan + num_inf
+        if count and not (key in lenient and bool(lenient[key])):
+            bad[key] = int(count)
+    if not bad:
+        return None
+    worst = min(bad, key=lambda key: KINDS.index(str(key[0])))
+    is_state = worst[0] == "state"
+    cause = Cause.OPTIMIZER_CORRUPTION if is_state else Cause.WEIGHT_CORRUPTION
+    name = f"{worst[3]} of {worst[2]}" if is_state else state.name_of(worst)
+    return {
+        "cause": cause.value,
+        "tensor": name.removeprefix("parameter "),
+        "tensors": sum(key[0] == worst[0] for key in bad),
+        "elements": bad[worst],
+    }

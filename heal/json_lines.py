@@ -1,4 +1,4 @@
-"""Strict JSON, a line each: written so that every parser takes it, read so that no line kills.
+"""Strict JSON, one object a line: every parser can read it, and no bad line stops the reading.
 
 NaN and Inf, which JSON does not have, are strings.
 """
@@ -6,8 +6,10 @@ NaN and Inf, which JSON does not have, are strings.
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 
@@ -23,9 +25,9 @@ def dumps(value: Any) -> str:
 
 def encodable(value: Any) -> Any:
     """Return a value with every NaN, Inf and unknown object in it made a string."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else _word(value)
-    if value is None or isinstance(value, (bool, int, str)):
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
         return {str(key): encodable(entry) for key, entry in value.items()}
@@ -44,27 +46,21 @@ def number(value: Any) -> float:
         return math.inf
 
 
-def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of a journal and how many could not be read.
+def parse_line(raw: bytes) -> dict[str, Any] | None:
+    """Return a line as a dict, None if it is none."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets without end
+        return None
+    return line if isinstance(line, dict) else None
 
-    A torn last line is one of these, whatever was cut off; no line stops the reading.
-    """
-    lines: list[dict[str, Any]] = []
-    bad = 0
+
+def read_events(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a journal and how many could not be read; a torn last line is one."""
     with open(path, "rb") as file:
-        for raw in file:
-            if not raw.strip():
-                continue
-            try:
-                line = json.loads(raw)
-            except ValueError:  # also what is not UTF-8
-                bad += 1
-                continue
-            if isinstance(line, dict):
-                lines.append(line)
-            else:
-                bad += 1
-    return lines, bad
+        lines = [parse_line(raw) for raw in file if raw.strip()]
+    read = [line for line in lines if line is not None]
+    return read, len(lines) - len(read)
 
 
 def read_all(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
@@ -73,5 +69,41 @@ def read_all(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: (str(event.get("time", "")), str(event.get("rank"))))
 
 
-def _word(value: float) -> str:
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+def replace_text(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write a file whole and durably, or not at all: a crash leaves the old one or the new one.
+
+    A link is replaced by the file, its target is untouched.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    beside = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def plain(value: Any) -> Any:
+    """Return a number of numpy, torch or an enum as one of Python's; all else as it is.
+
+    Hooks and detectors may compute with any of them. A checkpoint that held such a number could
+    not be read without running foreign code.
+    """
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value

@@ -1,7 +1,7 @@
 """Learning rate schedules: those that the healer steps, and those that you step yourself.
 
-After a rollback the first kind returns with the step count. The second goes with your loop, which
-the healer cannot turn back.
+A rollback returns the first kind with the step count. The second kind follows your loop, which the
+healer cannot rewind. Rates are read on the host only: one in device memory is unknown.
 """
 
 from collections import deque
@@ -18,67 +18,60 @@ from heal.extra_state import listed, state_of
 from heal.training_state import copied
 from zclip import ClippedOptimizer
 
-# The learning rates of an optimizer that several schedules drive. Host numbers only.
-
-
 UNKNOWN = float("nan")
 
 
 class JointRates:
-    """Follows the rates from turn to turn, for none of several schedules knows them.
+    """The rates of an optimizer that several schedules drive, followed from turn to turn.
 
-    What a schedule remembers to have set is of its own last turn: a ReduceLROnPlateau beside a
-    warm-up still has the rate of the first step long after. So the groups are looked at whenever a
-    schedule has turned, and what they hold in between is somebody else's doing.
-
-    Args:
-        optimizer: the bare one.
-        stepped: schedules that drive it and that the healer steps.
-        own: those that somebody else steps.
+    No single schedule knows them: ``_last_lr`` is of its own last turn, and a ReduceLROnPlateau
+    beside a warm-up still has the rate of the first step long after. So the groups are read
+    whenever a schedule has turned; a change in between is not a schedule's.
 
     Attributes:
-        is_mixed: whether there are both kinds, so that a rollback returns some and leaves others.
-        wanted: what the schedules have set each group to; empty where that is not known.
-        shares: per group, the product of all that own schedules made of its rate.
+        is_mixed: whether healer and caller each step some, so that a rollback returns only those of
+            the healer.
+        expected: the rate that the schedules have set for each group; empty if unknown.
+        shares: per group, the product of all factors by which own schedules changed its rate.
     """
 
     def __init__(self, optimizer: Optimizer, stepped: Sequence[Any], own: Sequence[Any]) -> None:
         self._optimizer = optimizer
         self._drivers = [*stepped, *own]
         self._is_stepped = bool(stepped)
-        self._can_tell = all(hasattr(s, "last_epoch") for s in own)
+        self._are_counted = all(hasattr(s, "last_epoch") for s in own)
         self.is_mixed = bool(stepped and own)
         self.shares = [1.0] * len(optimizer.param_groups)
         self.adopt()
 
     def adopt(self) -> None:
-        """Take the rates that the groups have now for those that the schedules want."""
-        self._counts = self._count()
+        """Expect the rates that the groups have now."""
+        self._turns = _turns(self._drivers)
         held = [copied(group.get("lr")) for group in self._optimizer.param_groups]
-        self.wanted: list[Any] = held if self._can_tell else []
+        self.expected: list[Any] = held if self._are_counted else []
 
     def after_turns(self) -> None:
-        """Hear that the healer has stepped those that it steps."""
-        if self._is_stepped or not self.wanted or self._count() != self._counts:
+        """Follow the schedules that the healer has stepped."""
+        if self._is_stepped or not self.expected or _turns(self._drivers) != self._turns:
             self.adopt()
 
     def before_step(self) -> None:
-        """Look whether own schedules were stepped. Of one alone the word is as new as its turn."""
-        counts = self._count()
-        if counts == self._counts:
+        """Follow own schedules that were stepped. If only one was, its ``_last_lr`` is exact."""
+        turns = _turns(self._drivers)
+        if turns == self._turns:
             return
-        pairs = zip(self._drivers, counts, self._counts, strict=True)
+        pairs = zip(self._drivers, turns, self._turns, strict=True)
         turned = [s for s, now, before in pairs if now != before]
-        before, told = self.wanted, list(getattr(turned[0], "_last_lr", ()))
+        before, last_lr = self.expected, list(getattr(turned[0], "_last_lr", ()))
         self.adopt()
-        now = told if len(turned) == 1 and told else self.wanted
+        now = last_lr if len(turned) == 1 and last_lr else self.expected
         for i, (lr, old) in enumerate(zip(now, before, strict=False)):
             if i < len(self.shares):
                 self.shares[i] *= _ratio(lr, old)
-        self.wanted = copied(told) if len(turned) == 1 and self._can_tell else []
+        self.expected = copied(last_lr) if len(turned) == 1 and self._are_counted else []
 
     def take_shares(self, shares: Sequence[float]) -> None:
-        """Have own schedules' share of each rate be another one; the rest stays as it is."""
+        """Replace own schedules' share of each rate; the rest stays as it is."""
         groups = self._optimizer.param_groups
         for group, now, share in zip(groups, self.shares, shares, strict=False):
             if now > 0.0 and now != share and group.get("lr") is not None:
@@ -89,24 +82,23 @@ class JointRates:
         self.shares = list(shares)
         self.adopt()
 
-    def _count(self) -> list[Any]:
-        return [getattr(s, "last_epoch", None) for s in self._drivers]
+
+def _turns(schedulers: Sequence[Any]) -> list[Any]:
+    """Return how often each was stepped; None if it does not count."""
+    return [getattr(scheduler, "last_epoch", None) for scheduler in schedulers]
 
 
 def number_of(lr: Any) -> float:
-    """Return a rate as a number; NaN if there is none, or if to read it would wait for a device."""
+    """Return a rate as a number; NaN if there is none, or if reading it would wait for a device."""
     if isinstance(lr, Tensor) and (lr.device.type != "cpu" or lr.numel() != 1):
         return UNKNOWN
     return UNKNOWN if lr is None else float(lr)
 
 
 def _ratio(now: Any, before: Any) -> float:
-    """How many times the rate has become; 1 where that cannot be known."""
+    """Return the factor between two rates; 1 if it is unknown."""
     old, new = number_of(before), number_of(now)
     return new / old if old > 0.0 and new > 0.0 else 1.0
-
-
-# Which scheduler drives which optimizer.
 
 
 def has_schedule_mark(optimizer: Optimizer) -> bool:
@@ -125,10 +117,10 @@ def inner_of(scheduler: Any) -> Any:
 DRIVEN = ("lr", "momentum", "betas")  # what schedulers write into parameter groups
 MAX_TURNS = 10_000  # changes of own schedules that are remembered, enough for every snapshot
 MOST_SURPRISES = 3
-"""Steps in a row before which a schedule was not where we left it; a resume makes it one."""
+"""Steps in a row before which a schedule had moved; a resume makes it one."""
 
 VANISHED = 1e-9
-"""A rate of less than this share of its start trains nothing: the schedule was made for epochs."""
+"""A rate below this share of its start trains nothing: the schedule was made for epochs."""
 
 Rates = list[list[dict[str, Any]]]
 """Per optimizer and parameter group, what schedulers wrote there."""
@@ -136,7 +128,7 @@ Rates = list[list[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What own schedules were at before a step, noted when that had changed."""
+    """The state of own schedules before a step, noted when it had changed."""
 
     step: int
     mark: tuple[Any, ...]
@@ -148,19 +140,19 @@ class Turn:
 class Schedules:
     """Steps the schedules that were given, and keeps those in place that the caller steps.
 
-    A schedule of the caller's, stepped per epoch or however, goes on after a rollback, for so do
-    the data and the caller's loop: it stays as it is, and so do the rates that it set. With
-    ``data="replay"`` it returns, and takes the turns that it took then at the same steps again:
-    the epochs come again, but not the caller's loop over them. In ``run`` it returns as well, for
-    there the caller hears of the same steps again, and steps it again.
+    After a rollback a schedule of the caller stays as it is, with the rates that it set, because
+    the data and the caller's loop go on as well. With ``after_rollback="replay_data"`` it returns
+    and repeats its turns at the same steps: the epochs come again, but not the caller's loop over
+    them. In ``run`` it returns too, because there the caller gets the same steps again and steps
+    it again.
 
     Args:
         given: one, several or None; stepped once per step. A ReduceLROnPlateau among them counts
             as the caller's, who has its metric.
         own: schedules that the caller steps.
-        optimizers: those that are driven.
+        optimizers: wrapped ones.
         replays: whether a rollback returns to the same data.
-        note: told of what is doubtful.
+        note: called with what is doubtful.
 
     Raises:
         TypeError: an own schedule has no state to save.
@@ -188,14 +180,15 @@ class Schedules:
                     "expected it in one place: scheduler is stepped by the healer, own ones by you"
                 )
         self.stepped = [s for s in self.given if not isinstance(s, ReduceLROnPlateau)]
-        self._waiting = [s for s in self.given if isinstance(s, ReduceLROnPlateau)]
+        plateaus = [s for s in self.given if isinstance(s, ReduceLROnPlateau)]
+        self._callers = [*plateaus, *self.own]
         self._caller_repeats = False
         self._replays = replays
         self._optimizers = optimizers
         self._note = note
         self._turns: deque[Turn] = deque(maxlen=MAX_TURNS)
         self._ahead: deque[Turn] = deque()
-        self._counts = [getattr(s, "last_epoch", None) for s in self.stepped]
+        self._counts = _turns(self.stepped)
         self._surprises = [0] * len(self.stepped)
         self._has_begun = False
         self._look_who_drives()
@@ -206,7 +199,7 @@ class Schedules:
 
     @property
     def all(self) -> list[Any]:
-        """Every schedule that is known by name, to be saved and loaded."""
+        """Every schedule that was given, to be saved and loaded."""
         return [*self.given, *self.own]
 
     def step(self) -> None:
@@ -218,8 +211,8 @@ class Schedules:
                 self._surprises[i] = 0
             if self._surprises[i] == MOST_SURPRISES:
                 self._note(
-                    f"{type(scheduler).__name__} is stepped by the healer and by somebody else; "
-                    "give it as own_schedulers if you step it"
+                    f"{type(scheduler).__name__} is stepped by the healer and by other code; give "
+                    "it as own_schedulers if you step it"
                 )
             scheduler.step()
             self._counts[i] = getattr(scheduler, "last_epoch", None)
@@ -232,22 +225,42 @@ class Schedules:
         for joint in self._joint.values():
             joint.after_turns()
 
-    def wanted(self, optimizer: Optimizer) -> Sequence[Any]:
-        """Return what the groups of a bare optimizer were last set to; empty if not known."""
-        joint = self._joint.get(id(optimizer))
-        if joint is not None:
-            return joint.wanted
-        return getattr(self._alone.get(id(optimizer)), "_last_lr", ())
+    def rates(self) -> tuple[float, float]:
+        """Return the rate and the scheduled rate of the group that is furthest above its schedule.
+
+        NaN stands for an unknown rate; without a schedule it is the first group's.
+        """
+        found = UNKNOWN, UNKNOWN
+        highest = 0.0
+        for optimizer in self._optimizers:
+            key = id(optimizer.inner)
+            expected: Sequence[Any] = getattr(self._alone.get(key), "_last_lr", ())
+            if key in self._joint:
+                expected = self._joint[key].expected
+            for i, group in enumerate(optimizer.inner.param_groups):
+                lr = group.get("lr")
+                if type(lr) is not float:
+                    lr = self._number(lr)
+                scheduled = self._number(expected[i]) if i < len(expected) else UNKNOWN
+                ratio = lr / scheduled if scheduled > 0.0 else 0.0
+                if ratio > highest or found[0] != found[0]:
+                    highest, found = ratio, (lr, scheduled)
+        return found
+
+    def _number(self, lr: Any) -> float:
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            self._note("the learning rate is a tensor on a device, and so not watched")
+        return number_of(lr)
 
     def before_step(self, step: int) -> None:
-        """Note where own schedules are; turn them as they were turned before a rollback."""
+        """Note where own schedules are; repeat the turns that they took before a rollback."""
         if not self._has_begun:
             self._has_begun = True
-            self._look_who_drives()  # anew, for a resume may have changed the rates
+            self._look_who_drives()  # again, because a resume may have changed the rates
             self._note_unknown()
         for joint in self._joint.values():
             joint.before_step()
-        if not (self._waiting or self.own):
+        if not self._callers:
             return
         while self._ahead and self._ahead[0].step <= step:
             turn = self._ahead.popleft()
@@ -255,8 +268,7 @@ class Schedules:
                 self._install(turn)
         mark = self._mark()
         if not self._turns or self._turns[-1].mark != mark:
-            states = [(s, copied(state_of(s))) for s in self._drivers()]
-            self._turns.append(Turn(step, mark, states, self._rates(), self._shares()))
+            self._turns.append(self._present(step, mark))
 
     @property
     def are_known(self) -> bool:
@@ -264,15 +276,14 @@ class Schedules:
         return not any(self._has_unknown(optimizer) for optimizer in self._optimizers)
 
     def before_return(self) -> Callable[[int], None]:
-        """Call this before state is returned to, and what it returns afterwards, with the step."""
+        """Call this before a snapshot is written, and what it returns afterwards, with its step."""
         for joint in self._joint.values():
             joint.before_step()
-        states = [(s, copied(state_of(s))) for s in self._drivers()]
-        present = Turn(0, (), states, self._rates(), self._shares())
+        present = self._present(0, ())
         before = [_driven(o.param_groups) for o in self._optimizers]
 
         def after_return(step: int) -> None:
-            self._counts = [getattr(s, "last_epoch", None) for s in self.stepped]
+            self._counts = _turns(self.stepped)
             self._return_shares(step)
             if self._replays or self._caller_repeats:
                 self._go_back_to(step)
@@ -285,6 +296,11 @@ class Schedules:
                 joint.adopt()
 
         return after_return
+
+    def _present(self, step: int, mark: tuple[Any, ...]) -> Turn:
+        states = [(s, copied(state_of(s))) for s in self._callers]
+        shares = {o: list(joint.shares) for o, joint in self._joint.items() if joint.is_mixed}
+        return Turn(step, mark, states, self._rates(), shares)
 
     def _go_back_to(self, step: int) -> None:
         known = [turn for turn in self._turns if turn.step <= step]
@@ -300,33 +316,25 @@ class Schedules:
     def _install(self, turn: Turn) -> None:
         for scheduler, state in turn.states:
             scheduler.load_state_dict(copied(state))
-        for optimizer, groups in zip(self._optimizers, turn.rates, strict=True):
-            for group, rates in zip(optimizer.param_groups, groups, strict=False):
-                _write(group, rates)
+        for optimizer, rates in zip(self._optimizers, turn.rates, strict=True):
+            _write(optimizer.param_groups, rates)
         for o, shares in turn.shares.items():
             self._joint[o].take_shares(shares)
 
-    def _shares(self) -> dict[int, list[float]]:
-        """What own schedules made of rates that the healer's schedules have a share in too."""
-        return {o: list(joint.shares) for o, joint in self._joint.items() if joint.is_mixed}
-
     def _return_shares(self, step: int) -> None:
-        """Tell apart, in the rates of a snapshot that was returned to, what own schedules made.
+        """Set own schedules' shares to those in the rates of the snapshot of ``step``.
 
-        A turn before the very step came after the snapshot of it.
+        A turn that was noted before this very step came after the snapshot.
         """
         earlier = [turn.shares for turn in self._turns if turn.step < step]
         for o, joint in self._joint.items():
             joint.shares = list(earlier[-1].get(o, ())) if earlier else [1.0] * len(joint.shares)
 
-    def _drivers(self) -> list[Any]:
-        return [*self._waiting, *self.own]
-
     def _look_who_drives(self) -> None:
-        """Tell optimizers with one schedule from those with several.
+        """Find the schedule, or the schedules, of each optimizer.
 
         A schedule that does not say what it drives may drive any of them. Where one was not given
-        nobody knows what rate is wanted.
+        the expected rate is unknown.
         """
         self._alone: dict[int, Any] = {}
         self._joint: dict[int, JointRates] = {}
@@ -335,24 +343,23 @@ class Schedules:
             if self._has_unknown(optimizer):
                 continue
             stepped = [s for s in self.stepped if inner_of(s) in (inner, None)]
-            own = [s for s in self._drivers() if inner_of(s) in (inner, None)]
+            own = [s for s in self._callers if inner_of(s) in (inner, None)]
             if len(stepped) + len(own) > 1:
                 self._joint[id(inner)] = JointRates(inner, stepped, own)
-            elif self._driving(optimizer, self.all):
-                (self._alone[id(inner)],) = self._driving(optimizer, self.all)
+            else:
+                self._alone |= {id(inner): s for s in self._driving(optimizer, self.all)}
 
     def _driving(self, optimizer: ClippedOptimizer, schedulers: Sequence[Any]) -> list[Any]:
         return [s for s in schedulers if inner_of(s) is optimizer.inner]
 
     def _rates(self) -> Rates:
-        """What own schedules have set; nothing for optimizers that they do not drive alone.
+        """Return what own schedules have set; nothing for optimizers that they share.
 
-        The word of a schedule that is alone counts before that of the group, which a fault may
-        have changed.
+        That of a single schedule is its ``_last_lr``: a fault may have changed the group.
         """
         found: Rates = []
         for optimizer in self._optimizers:
-            drivers = self._driving(optimizer, self._drivers())
+            drivers = self._driving(optimizer, self._callers)
             joint = self._joint.get(id(optimizer.inner))
             is_mixed = joint is not None and joint.is_mixed
             groups = optimizer.param_groups if drivers and not is_mixed else []
@@ -364,15 +371,14 @@ class Schedules:
         return found
 
     def _mark(self) -> tuple[Any, ...]:
-        """Host values that differ once an own schedule was stepped."""
-        counts = tuple(getattr(s, "last_epoch", None) for s in self._drivers())
+        """Return host values that differ once an own schedule was stepped."""
         rates = tuple(
             rate.get("lr")
             for groups in self._rates()
             for rate in groups
             if not isinstance(rate.get("lr"), Tensor)
         )
-        return (*counts, *rates)
+        return (*_turns(self._callers), *rates)
 
     def _has_unknown(self, optimizer: ClippedOptimizer) -> bool:
         """Whether a torch scheduler drives an optimizer, and none was given that may be it."""
@@ -393,11 +399,10 @@ class Schedules:
                 )
 
     def _leave_unknown(self, before: Rates) -> None:
-        """Put back the rates that a schedule set which was not given, and so goes on."""
-        for optimizer, groups in zip(self._optimizers, before, strict=True):
+        """Put back the rates of a schedule that was not given, because it goes on."""
+        for optimizer, rates in zip(self._optimizers, before, strict=True):
             if self._has_unknown(optimizer):
-                for group, rates in zip(optimizer.param_groups, groups, strict=False):
-                    _write(group, rates)
+                _write(optimizer.param_groups, rates)
 
     def _note_raised(self, before: Rates) -> None:
         for optimizer, groups in zip(self._optimizers, before, strict=True):
@@ -405,7 +410,7 @@ class Schedules:
                 continue
             rates = [rate.get("lr") for rate in groups]
             now = [group.get("lr") for group in optimizer.param_groups]
-            # Down is a cure, of a rate that a fault had raised; up is a decay that is undone.
+            # Down cures a rate that a fault had raised; up undoes a decay.
             raised = [
                 (a, b)
                 for a, b in zip(rates, now, strict=False)
@@ -424,63 +429,16 @@ def _driven(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{k: copied(g[k]) for k in DRIVEN if g.get(k) is not None} for g in groups]
 
 
-def _write(group: dict[str, Any], rates: Mapping[str, Any]) -> None:
-    for name, value in rates.items():
-        if isinstance(group.get(name), Tensor):
-            with torch.no_grad():
-                group[name].copy_(torch.as_tensor(value))
-        else:
-            group[name] = copied(value)
+def _write(groups: Sequence[dict[str, Any]], rates: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(groups, rates, strict=False):
+        for name, value in values.items():
+            if isinstance(group.get(name), Tensor):
+                with torch.no_grad():
+                    group[name].copy_(torch.as_tensor(value))
+            else:
+                group[name] = copied(value)
 
 
 def _has_vanished(scheduler: Any) -> bool:
     start, now = scheduler.base_lrs[0], scheduler.get_last_lr()[0]
     return not isinstance(now, Tensor) and 0.0 < now < VANISHED * start
-
-
-# The learning rates that are used, beside those that the schedules want. Host numbers only.
-
-
-class LearningRates:
-    """Compares every parameter group's rate with what the schedules last set it to.
-
-    Args:
-        optimizers: whose groups are looked at.
-        wanted: returns what schedules have set the groups of a bare optimizer to; empty if that is
-            not known.
-        note: told once if a rate is a tensor on a device, which is not read: that would wait.
-    """
-
-    def __init__(
-        self,
-        optimizers: Sequence[ClippedOptimizer],
-        wanted: Callable[[Optimizer], Sequence[Any]],
-        note: Callable[[str], None],
-    ) -> None:
-        self._optimizers = optimizers
-        self._wanted = wanted
-        self._note = note
-
-    def now(self) -> tuple[float, float]:
-        """Return the rate and the scheduled rate of the group that is furthest above its schedule.
-
-        NaN stands for a rate that is not known; without a schedule it is the first group's.
-        """
-        found = UNKNOWN, UNKNOWN
-        highest = 0.0
-        for optimizer in self._optimizers:
-            wanted = self._wanted(optimizer.inner)
-            for i, group in enumerate(optimizer.inner.param_groups):
-                lr = group.get("lr")
-                if type(lr) is not float:
-                    lr = self._number(lr)
-                scheduled = self._number(wanted[i]) if i < len(wanted) else UNKNOWN
-                ratio = lr / scheduled if scheduled > 0.0 else 0.0
-                if ratio > highest or found[0] != found[0]:
-                    highest, found = ratio, (lr, scheduled)
-        return found
-
-    def _number(self, lr: Any) -> float:
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":
-            self._note("the learning rate is a tensor on a device, and so not watched")
-        return number_of(lr)

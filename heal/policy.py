@@ -1,21 +1,19 @@
 """When to do what. Pure: diagnosis and history in, plan out, so every rule is one line of a test.
 
-The ladder: refuse, tighten the clip and scale the LR, roll back and skip the offending data with a
-lower LR, roll back further, halt. One incident never gets the same plan twice, and attempts are
-counted over all incidents, so that healing always ends.
+The ladder: skip the step, tighten the clip and scale the LR, roll back and skip the offending data
+with a lower LR, roll back further, halt. One incident never gets the same plan twice, and attempts
+are counted over all incidents, so that healing always ends.
 """
 
 from collections.abc import Iterator, Sequence
 
 from heal.actions import (
     Action,
-    AnchorWeights,
     Backoff,
     CheckpointActivations,
     ClearCache,
     Halt,
     HoldLr,
-    PerturbWeights,
     Plan,
     RelearnClip,
     Rollback,
@@ -48,14 +46,14 @@ MAX_CONSECUTIVE_DATA_ERRORS = 3
 """Batches that may fail in a row: more is a fault of the model, not of the data."""
 
 LONGEST_WAIT_SECONDS, MAX_WAITS = 600.0, 8
-"""Of one incident; ``backoff_budget_seconds`` limits all waits together."""
+"""Limits of one incident."""
 
 MAX_HALVINGS = 30
-"""No micro-batch has more samples than 2 ** 30; a run that never says no must end too."""
+"""No micro-batch has more samples than 2 ** 30; a run that claims to shrink for ever must end."""
 
 MOST_SKIPPED = 500
-"""Batches after the trouble that the window may grow to: PaLM (arXiv:2204.02311) got past spikes by
-leaving out some 200 to 500. What that does not cure is not the data's fault."""
+"""Most batches after the trouble that the window may grow to: PaLM (arXiv:2204.02311) got past
+spikes by leaving out some 200 to 500. If that does not help, it is not the data."""
 
 
 def decide(
@@ -65,15 +63,15 @@ def decide(
 
     Args:
         diagnosis: what is wrong.
-        history: what was tried; is not changed. Tell it of the plan afterwards.
+        history: what was tried; is not changed. Note the plan there afterwards.
         config: how patient to be.
         snapshots: steps of the good snapshots; that of step ``s`` has the updates before ``s``.
 
     Returns:
-        The actions in order. Empty: nothing to do but to write it down.
+        The actions in order; empty if there is nothing to do but to log it.
     """
     if diagnosis.family is Family.STOP:
-        return (_stop(diagnosis),)
+        return (_halt(diagnosis, "", diagnosis.cause.about.exit_code),)
     if diagnosis.family is Family.MEMORY:
         return _make_room(diagnosis, history, config, snapshots)
     if diagnosis.family is Family.WAIT:
@@ -87,14 +85,10 @@ def decide(
     return ()
 
 
-def _stop(diagnosis: Diagnosis) -> Halt:
-    return _halt(diagnosis, "", diagnosis.cause.about.exit_code)
-
-
 def _halt(diagnosis: Diagnosis, why: str, code: ExitCode) -> Halt:
     evidence = diagnosis.evidence
-    told = evidence.get("blames") or evidence.get("type") or evidence.get("tensor")
-    where = f" ({told})" if told else ""
+    what = evidence.get("blames") or evidence.get("type") or evidence.get("tensor")
+    where = f" ({what})" if what else ""
     at = f" at step {diagnosis.step}" if diagnosis.step >= 0 else ""
     at += f", call {evidence['call']}" if "call" in evidence else ""
     at += f", epoch {evidence['epoch']} batch {evidence['batch']}" if "batch" in evidence else ""
@@ -104,7 +98,7 @@ def _halt(diagnosis: Diagnosis, why: str, code: ExitCode) -> Halt:
 
 
 def _brace(history: History, config: HealingConfig) -> Plan:
-    """Return what a forecast may do: nothing that could not be taken back, never a rollback."""
+    """Return what a forecast may do: nothing that cannot be undone, never a rollback."""
     watch = WatchClosely(config.incident_steps)
     incident = history.open_incident(Family.WARNING)
     if incident is not None and incident.count(TightenClip):  # once: limits multiply
@@ -123,7 +117,7 @@ def _heal_numbers(
     elif not is_proven:
         return ()
     incident = history.open_incident(Family.NUMERIC)
-    if incident is not None and _is_old_news(diagnosis, incident, config):
+    if incident is not None and _ran_before_plan(diagnosis, incident, config):
         return (Skip(),) if diagnosis.cause.about.is_skipped else ()
     known = () if incident is None else incident.causes
     if diagnosis.cause is Cause.DESYNC and Cause.DESYNC.value in known:
@@ -137,12 +131,12 @@ def _heal_numbers(
 
 
 def _contained(diagnosis: Diagnosis, config: HealingConfig) -> Plan | None:
-    """Return what a refused step gets by itself; None once patience is spent."""
+    """Return the plan for a skipped step by itself; None once patience is spent."""
     is_nonfinite = diagnosis.cause.about.is_nonfinite
     if is_nonfinite and config.nan_action == "raise":
         return (_halt(diagnosis, 'nan_action is "raise"', ExitCode.NONFINITE),)
     if diagnosis.streak >= config.max_consecutive_skips:
-        why = f"{diagnosis.streak} steps in a row were refused"
+        why = f"{diagnosis.streak} steps in a row were skipped"
         return (_halt(diagnosis, why, ExitCode.NONFINITE),)
     # The state is clean whatever the streak: no rollback could help against NaN in the data.
     is_patient = is_nonfinite or diagnosis.streak % SPIKE_PATIENCE
@@ -155,19 +149,19 @@ def _last_good(diagnosis: Diagnosis, snapshots: Sequence[int]) -> Plan:
     return (Rollback(max(usable)),) if usable else ()
 
 
-def _is_old_news(diagnosis: Diagnosis, incident: Incident, config: HealingConfig) -> bool:
-    """Tell whether a step was under way already when the last plan was made.
+def _ran_before_plan(diagnosis: Diagnosis, incident: Incident, config: HealingConfig) -> bool:
+    """Return whether the step ran before the last plan took effect.
 
-    After a rollback there is no such mail, and the steps count on from the snapshot.
+    After a rollback there is no such record, and the steps count on from the snapshot.
     """
     newest = incident.plans[-1]
     rolled_back = any(action["action"] == Rollback.__name__ for action in newest)
     return not rolled_back and diagnosis.step < incident.resume_step + config.lag
 
 
-def _was_told_late(diagnosis: Diagnosis, incident: Incident, config: HealingConfig) -> bool:
-    """Tell whether this came by a record, of a step that ran before the last plan was made."""
-    return "flag" in diagnosis.evidence and _is_old_news(diagnosis, incident, config)
+def _is_late_record(diagnosis: Diagnosis, incident: Incident, config: HealingConfig) -> bool:
+    """Return whether it is of a record, not an exception, from before the last plan."""
+    return "flag" in diagnosis.evidence and _ran_before_plan(diagnosis, incident, config)
 
 
 def _next_rung(
@@ -204,7 +198,7 @@ def _rungs(
         usable = oldest
     tried = incident.rollbacks if incident is not None else 0
     if diagnosis.cause is Cause.GRADIENT_SPIKE:
-        # Finite, refused and clean: not the state is wrong but what the rule takes for usual.
+        # Finite, skipped and clean: the state is fine, the baseline of the clip rule is not.
         yield (RelearnClip(), scale)
         yield soft
         usable = []
@@ -212,45 +206,34 @@ def _rungs(
     if not usable and not diagnosis.cause.about.needs_snapshot and not was_applied:
         yield soft
     if usable:
-        target = usable[min(config.rollback_depth - 1 + tried, len(usable) - 1)]
+        target = usable[min(tried, len(usable) - 1)]
         back: tuple[Action, ...] = (Rollback(target), *_skip(diagnosis, config, target, tried))
         back += _held_rate(diagnosis)
         known = () if incident is None else incident.causes
         is_new_fact = diagnosis.cause.about.is_found_late and diagnosis.cause.value not in known
-        if not tried or is_new_fact:  # a passing fault or a stretch of data needs no lower rate
-            yield (*back, *_hold(config))
-        yield (*back, scale, *_hold(config))
-        yield (*back, scale, TightenClip(CLIP_FACTOR), *_hold(config))
-        if config.perturb_std > 0:
-            nudge = PerturbWeights(config.perturb_std, seed=tried)
-            yield (*back, scale, nudge, *_hold(config))
+        if not tried or is_new_fact:  # a transient fault or bad data needs no lower rate
+            yield back
+        yield (*back, scale)
+        yield (*back, scale, TightenClip(CLIP_FACTOR))
 
 
 def _held_rate(diagnosis: Diagnosis) -> Plan:
     """Return how to keep a rate from rising again that no schedule has raised."""
-    usual = diagnosis.evidence.get("usual_lr")
+    held = diagnosis.evidence.get("usual_lr")
     is_scheduled = bool(diagnosis.evidence.get("measured"))
-    if diagnosis.cause is not Cause.LR_SPIKE or is_scheduled or not isinstance(usual, float):
+    if diagnosis.cause is not Cause.LR_SPIKE or is_scheduled or not isinstance(held, float):
         return ()
-    return (HoldLr(usual),)
-
-
-def _hold(config: HealingConfig) -> Plan:
-    """Return what every plan with a rollback ends with, if asked for: the weights are final."""
-    if config.anchor_strength <= 0:
-        return ()
-    return (AnchorWeights(config.anchor_strength, config.anchor_steps),)
+    return (HoldLr(held),)
 
 
 def _skip(diagnosis: Diagnosis, config: HealingConfig, target: int, tried: int) -> Plan:
-    """Return which batches not to feed again: all since the snapshot, or the offending ones.
+    """Return which batches to skip: all since the snapshot, or the offending ones.
 
-    The window doubles with each rollback, up to a limit: the cause of a spike often lies in a
-    stretch of data and the state together, and a later one may have a bad neighbour.
+    The window doubles with each rollback, up to a limit: a spike often comes from a stretch of data
+    and the state together.
     """
     is_innocent = diagnosis.cause.about.blames is not Blames.DATA and not tried
-    most = max(config.skip_window_batches, MOST_SKIPPED)
-    window = 0 if is_innocent else min(config.skip_window_batches * 2**tried, most)
+    window = 0 if is_innocent else min(2**tried, MOST_SKIPPED)
     last = max(diagnosis.step, target) + window
     if config.after_rollback == "skip_data":
         return (SkipBatches(target, last),)
@@ -261,7 +244,7 @@ def _make_room(
     diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
 ) -> Plan:
     incident = history.open_incident(Family.MEMORY)
-    if incident is not None and _was_told_late(diagnosis, incident, config):
+    if incident is not None and _is_late_record(diagnosis, incident, config):
         return ()
     if diagnosis.cause is Cause.MEMORY_PRESSURE:
         return (ClearCache(), ShrinkBatch()) if incident is None else ()
@@ -270,9 +253,7 @@ def _make_room(
     plan: Plan
     if not is_smallest and halving <= MAX_HALVINGS:
         plan = (ClearCache(), ShrinkBatch(halving))
-    elif config.activation_checkpointing and not (
-        incident is not None and incident.count(CheckpointActivations)
-    ):
+    elif incident is None or not incident.count(CheckpointActivations):
         plan = (ClearCache(), CheckpointActivations())
     else:
         reason = diagnosis.evidence.get("cannot_be_cut")
@@ -284,11 +265,11 @@ def _make_room(
     target = _before_half_step(diagnosis, snapshots)
     if isinstance(target, Halt):
         return (target,)
-    return (*plan, Rollback(target), *_skip(diagnosis, config, target, 0), *_hold(config))
+    return (*plan, Rollback(target), *_skip(diagnosis, config, target, 0))
 
 
 def _before_half_step(diagnosis: Diagnosis, snapshots: Sequence[int]) -> int | Halt:
-    """Return where to go back to when the optimizer stopped half-way: some weights are updated."""
+    """Return where to roll back to from an optimizer step that stopped half-way."""
     usable = [step for step in snapshots if step <= diagnosis.bad_step]
     if usable:
         return max(usable)
@@ -297,14 +278,14 @@ def _before_half_step(diagnosis: Diagnosis, snapshots: Sequence[int]) -> int | H
 
 
 def _wait(diagnosis: Diagnosis, history: History, config: HealingConfig) -> Plan:
-    """Double the wait each time. No jitter: ranks must sleep alike, or collectives time out."""
+    """Double the wait each time, without jitter: ranks must sleep alike."""
     incident = history.open_incident(Family.WAIT)
-    if incident is not None and _was_told_late(diagnosis, incident, config):
+    if incident is not None and _is_late_record(diagnosis, incident, config):
         return ()
     waits = incident.count(Backoff) if incident is not None else 0
     waited = incident.waited_seconds if incident is not None else 0.0
     seconds = min(config.backoff_seconds * 2.0**waits, LONGEST_WAIT_SECONDS)
-    if waits >= MAX_WAITS or waited + seconds > config.backoff_budget_seconds:
+    if waits >= MAX_WAITS:
         why = f"waited {waits} times, {waited:g} seconds in all"
         return (_halt(diagnosis, why, ExitCode.NETWORK),)
     return (Backoff(seconds),)
@@ -313,7 +294,7 @@ def _wait(diagnosis: Diagnosis, history: History, config: HealingConfig) -> Plan
 def _skip_bad_batch(
     diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
 ) -> Plan:
-    """Skip, unless so many fail that it is the model's fault and skipping would hide it."""
+    """Skip the batch, unless so many fail that it must be the model."""
     if history.consecutive_data_errors >= MAX_CONSECUTIVE_DATA_ERRORS:
         why = f"{history.consecutive_data_errors} batches in a row failed before this one"
         return (_halt(diagnosis, why, ExitCode.BAD_DATA),)
@@ -325,4 +306,4 @@ def _skip_bad_batch(
     target = _before_half_step(diagnosis, snapshots)
     if isinstance(target, Halt):
         return (target,)
-    return (Rollback(target), SkipBatches(diagnosis.bad_step, diagnosis.step), *_hold(config))
+    return (Rollback(target), SkipBatches(diagnosis.bad_step, diagnosis.step))

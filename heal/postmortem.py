@@ -6,12 +6,11 @@ Field names as in the first seed of this project, so that tools made for it can 
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from heal.actions import HealingError, action_in_words
 from heal.causes import Cause
@@ -20,24 +19,16 @@ from heal.diagnose import Diagnosis
 from heal.exceptions import classify, message_of, qualified_name
 from heal.exit_codes import ExitCode
 from heal.exit_codes import ExitReason as ExitReason
-from heal.json_lines import dumps, encodable, now
+from heal.json_lines import dumps, encodable, now, replace_text
+
+if TYPE_CHECKING:
+    from heal.journal import Journal
 
 SCHEMA_VERSION = 1
-POSTMORTEM = "postmortem.json"
 DIRECTORY_MODE = 0o700
 
 
-class Diary(Protocol):
-    """What is needed of a journal: where to write, and whom to tell if that fails."""
-
-    run_dir: Path | None
-    rank: int
-
-    def running_seconds(self) -> float: ...
-    def report_failure(self, where: object, error: Exception) -> None: ...
-
-
-BY_EXIT_CODE = {
+BY_EXIT_CODE: dict[int, ExitReason] = {
     ExitCode.OK: ExitReason.COMPLETED,
     ExitCode.NONFINITE: ExitReason.NAN,
     ExitCode.OUT_OF_MEMORY: ExitReason.OOM,
@@ -56,9 +47,9 @@ def exit_reason(exc: BaseException | None, last_cause: str = "") -> ExitReason:
         return ExitReason.EXITED if exc.code else ExitReason.COMPLETED
     if not isinstance(exc, HealingError):
         return classify(exc)[0].about.exit_reason or ExitReason.EXCEPTION
-    known = {int(code): reason for code, reason in BY_EXIT_CODE.items()}.get(exc.exit_code)
     by_cause = {cause.value: cause.about.exit_reason for cause in Cause}
-    return known or by_cause.get(last_cause) or ExitReason.UNRECOVERABLE
+    known = BY_EXIT_CODE.get(exc.exit_code) or by_cause.get(last_cause)
+    return known or ExitReason.UNRECOVERABLE
 
 
 def original_of(exc: BaseException | None) -> BaseException | None:
@@ -73,10 +64,8 @@ def recovery_action(
 ) -> dict[str, Any]:
     """Return one entry of ``recovery_actions``: what failed, why, what was done.
 
-    Args:
-        diagnosis: what was wrong.
-        actions: as :func:`heal.actions.action_to_json` returns them; may say their effect as well.
-        details: what only the run knows: values before and after, seconds that it took.
+    ``actions`` are as :func:`heal.actions.action_to_json` returns them, perhaps with their effect;
+    ``details`` what only the run knows: values before and after, seconds that it took.
     """
     return {
         "failure": diagnosis.cause.value,
@@ -93,7 +82,7 @@ def recovery_action(
 
 
 def write_postmortem(
-    journal: Diary,
+    journal: "Journal",
     *,
     exit_reason: str,
     last_step: int,
@@ -111,11 +100,11 @@ def write_postmortem(
     write ``postmortem.rank3.json`` and so on.
 
     Args:
-        journal: says where, and for how long the run has been going.
+        journal: where to write; its age is that of the run.
         exit_reason: one of :class:`ExitReason`.
         last_step: the last optimizer step that was applied.
-        exception: what ended the run, if anything was raised; of a halt, what it could not heal is
-            told.
+        exception: what ended the run, if anything was raised; a halt is named by what it could not
+            heal.
         final_metrics: the last known numbers; NaN and Inf are written as strings.
         recovery_actions: entries made by :func:`recovery_action`, oldest first.
         running_time_seconds: of the whole run; the age of the journal if left out.
@@ -143,46 +132,27 @@ def write_postmortem(
     is_failure = reason != ExitReason.COMPLETED.value and (
         reason != ExitReason.EXITED.value or bool(exit_code)
     )
-    stem, suffix = POSTMORTEM.split(".")
-    name = f"{stem}.rank{journal.rank}.{suffix}" if journal.rank else POSTMORTEM
+    name = f"postmortem.rank{journal.rank}.json" if journal.rank else "postmortem.json"
     folders = [] if journal.run_dir is None else [journal.run_dir]
     if is_failure:
         folders.append(Path())
     for folder in folders:
         try:
             folder.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-            return _replace(folder.absolute() / name, dumps({**additions, **page}))
+            path = folder.absolute() / name
+            replace_text(path, dumps({**additions, **page}) + "\n")
+            return path
         except Exception as error:
             journal.report_failure(folder / name, error)
     return None
 
 
-def _replace(path: Path, text: str) -> Path:
-    """Write beside the old file, make it durable, rename: a crash leaves the old or the new."""
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
-    return path
-
-
-# Where a run runs and what it trains, for the first event of the journal.
-#
-# Nothing of the command line or of the environment but what is named here: these hold secrets.
-
-
 VARIABLES = ("WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID", "TORCHELASTIC_RESTART_COUNT")
-"""What launchers tell of a process."""
+"""What launchers set. Nothing else of the environment is recorded: it holds secrets."""
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return versions, host and launcher; torch only if somebody has imported it already."""
+    """Return versions, host and launcher; torch only if it is imported already."""
     found: dict[str, Any] = {
         "host": platform.node(),
         "platform": platform.platform(),
@@ -195,7 +165,9 @@ def describe_machine() -> dict[str, Any]:
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         found["torch"] = str(torch.__version__)
-        found["device"] = _device(torch)
+        found["device"] = f"cpu, {torch.get_num_threads()} threads"
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # must not claim a GPU
+            found["device"] = f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda})"
     found.update({name.lower(): os.environ[name] for name in VARIABLES if name in os.environ})
     return found
 
@@ -204,8 +176,8 @@ def describe_training(
     model: Any, optimizers: Iterable[Any], config: HealingConfig
 ) -> dict[str, Any]:
     """Return what is trained by what, and the settings that differ from the defaults."""
-    usual = asdict(HealingConfig())
-    changed = {name: value for name, value in asdict(config).items() if value != usual[name]}
+    default = asdict(HealingConfig())
+    changed = {name: value for name, value in asdict(config).items() if value != default[name]}
     found: dict[str, Any] = {
         "model": type(model).__name__,
         "optimizer": ", ".join(type(getattr(o, "inner", o)).__name__ for o in optimizers),
@@ -225,10 +197,3 @@ def _version(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _device(torch: Any) -> str:
-    cuda = torch.cuda
-    if cuda.is_available() and cuda.is_initialized():  # asking must not claim a GPU
-        return f"{cuda.get_device_name()} (CUDA {torch.version.cuda})"
-    return f"cpu, {torch.get_num_threads()} threads"

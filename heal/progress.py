@@ -25,13 +25,7 @@ class _AboveBar(logging.Handler):
 
 
 class Progress:
-    """A tqdm bar, and a line above it for everything that was healed.
-
-    Args:
-        healer: whose records are shown.
-        steps: the length of the bar.
-        shown: nothing is printed if False.
-    """
+    """A tqdm bar of ``steps``, and a line above it for everything that was healed."""
 
     def __init__(self, healer: "Healer", steps: int, shown: bool) -> None:
         self._healer = healer
@@ -48,7 +42,7 @@ class Progress:
             begun = self._healer.last_step + 1
             self._changes_before = self._healer.recovery.num_changes
             self._bar = tqdm(total=self._steps, initial=begun, unit="step", file=sys.stderr)
-            if not LOG.hasHandlers():  # else the lines go where the program wants them
+            if not LOG.hasHandlers():  # else the lines go where the program sends them
                 self._lines = _AboveBar(self._bar)
                 LOG.addHandler(self._lines)
         return self

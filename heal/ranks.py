@@ -1,7 +1,7 @@
-"""What ranks tell each other: facts that ride in the record of every step, and rare votes.
+"""What ranks exchange: facts in the record of every step, and rare votes.
 
 The facts are lanes of the one vector that is added up in a step (:mod:`zclip.parallel`), so that
-every rank hears the same and comes to the same plan. Votes wait for all ranks; they are taken only
+every rank reads the same and makes the same plan. Votes wait for all ranks; they are taken only
 where a plan is carried out, which all ranks do in the same step.
 """
 
@@ -46,17 +46,13 @@ class HostFacts:
 
 
 class Ranks:
-    """The ranks that act alike.
-
-    Args:
-        device: of the parameters.
-        group: which ranks; all if None.
+    """The ranks that act alike: those of ``group``, or all.
 
     Attributes:
         device: of the parameters.
-        size: how many they are; 1 without a process group.
-        has_others: whether there is anyone to tell.
-        is_alone: whether there is no other process at all, be it of this group or not.
+        size: how many there are; 1 without a process group.
+        has_others: whether there are several.
+        is_alone: whether this is the only process, in any group.
     """
 
     def __init__(self, device: torch.device, group: "ProcessGroup | None" = None) -> None:
@@ -71,47 +67,47 @@ class Ranks:
 
     @property
     def record_group(self) -> "ProcessGroup | None":
-        """The group over which records are added up; None if there is nobody else."""
+        """The group over which records are added up; None for a single rank."""
         return (self.group or dist.group.WORLD) if self.has_others else None
 
     def lanes(self, facts: HostFacts, loss: Tensor | None) -> Tensor:
-        """Return what this rank tells in a step; valid until it is asked for the next."""
-        told = [0.0] * NUM_LANES
-        told[RANKS] = 1.0
-        told[SECONDS], told[LR] = facts.seconds, facts.lr
-        told[SCHEDULED_LR] = facts.scheduled_lr
-        told[HAS_LOSS] = float(loss is not None)
-        told[HAS_FAILED] = float(bool(facts.flags & FAILED))
+        """Return what this rank sends in a step; valid until the next call."""
+        values = [0.0] * NUM_LANES
+        values[RANKS] = 1.0
+        values[SECONDS], values[LR] = facts.seconds, facts.lr
+        values[SCHEDULED_LR] = facts.scheduled_lr
+        values[HAS_LOSS] = float(loss is not None)
+        values[HAS_FAILED] = float(bool(facts.flags & FAILED))
         for lane, flag in enumerate(HOST_FLAGS, FIRST_FLAG):
-            told[lane] = float(bool(facts.flags & flag))
-        for lane, value in enumerate(told):
+            values[lane] = float(bool(facts.flags & flag))
+        for lane, value in enumerate(values):
             if value != self._written[lane]:  # a fill is a launch; most lanes never change
                 self._lanes[lane].fill_(value)
-        self._written = told
+        self._written = values
         if loss is not None:
             self._lanes[LOSS].copy_(loss.detach().reshape(()), non_blocking=True)
             self._written[LOSS] = math.nan
         return self._lanes
 
     def reduce(self, lanes: Tensor) -> Tensor:
-        """Add the lanes up in a message of their own, where no clipper did."""
+        """Add the lanes up over all ranks, if no clipper did."""
         return reduce_record(extra=lanes, group=self.record_group, device=lanes.device).extra
 
-    def mean(self, told: Tensor) -> Tensor:
+    def mean(self, value: Tensor) -> Tensor:
         """Return the mean over all ranks, on the device; nothing waits."""
         if self.has_others:
-            dist.all_reduce(told, group=self.record_group)
-            told /= self.size
-        return told
+            dist.all_reduce(value, group=self.record_group)
+            value /= self.size
+        return value
 
     def mean_loss(self, summed: Tensor, watched: Tensor) -> Tensor:
-        """Return the mean of the losses that were told; if there is none, the usual loss."""
+        """Return the mean of the losses that were sent; if there is none, the running mean."""
         count = summed[HAS_LOSS]
-        usual = watched[LOSS_MEAN_COLUMN].to(summed.dtype)
-        return torch.where(count > 0, summed[LOSS] / count, usual)
+        running = watched[LOSS_MEAN_COLUMN].to(summed.dtype)
+        return torch.where(count > 0, summed[LOSS] / count, running)
 
     def facts(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Return the fields of a record that summed lanes tell, the same on every rank."""
+        """Return the fields of a record that are in summed lanes, the same on every rank."""
         ranks = max(sums[RANKS], 1.0)
         fields: dict[str, Any] = {
             "seconds": sums[SECONDS] / ranks,
@@ -120,13 +116,13 @@ class Ranks:
         }
         if not sums[HAS_LOSS] > 0:
             fields["loss"] = math.nan
-        told = zip(HOST_FLAGS, sums[FIRST_FLAG:], strict=True)
-        flags = sum(int(flag) for flag, count in told if count > 0)
+        counts = zip(HOST_FLAGS, sums[FIRST_FLAG:], strict=True)
+        flags = sum(int(flag) for flag, count in counts if count > 0)
         if flags:
             fields["flags"] = Flag(flags)
         return fields
 
-    # Votes. Each waits for all ranks, so that every rank must come to it.
+    # Votes. Each waits for all ranks, so every rank must take part.
 
     def all_agree(self, is_ok: bool) -> bool:
         """Return whether it is true on every rank."""
@@ -141,16 +137,16 @@ class Ranks:
         return int(self._least(float(number)))
 
     def common(self, steps: Sequence[int]) -> Sequence[int]:
-        """Return the steps that every rank has, in the order of ours; asked when first looked at.
+        """Return the steps that every rank has, in the order of ours.
 
-        Most plans never look, and then nothing waits.
+        The ranks vote when the steps are first read; most plans never read them, and nothing waits.
         """
         return CommonSteps(self, list(steps)) if self.has_others else list(steps)
 
     def abort(self) -> None:
-        """Break the process group, so that ranks that wait for us are told now, not in minutes.
+        """Break the process group, so that ranks that wait for us fail now and not in minutes.
 
-        NCCL can. Gloo breaks nothing while the process lives: there, leaving it tells the others.
+        Works with NCCL. With Gloo the others fail when this process ends.
         """
         try:
             dist.distributed_c10d._abort_process_group(self.group)
@@ -168,13 +164,13 @@ class Ranks:
     def _least(self, number: float) -> float:
         if not self.has_others:
             return number
-        told = torch.full((), number, dtype=torch.float64, device=self._lanes.device)
-        dist.all_reduce(told, op=dist.ReduceOp.MIN, group=self.group)
-        return float(told)
+        least = torch.full((), number, dtype=torch.float64, device=self._lanes.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
+        return float(least)
 
 
 class CommonSteps(Sequence[int]):
-    """Steps that all ranks have; they are asked when somebody looks, in the same step on each."""
+    """Steps that all ranks have; gathered when first read, in the same step on each rank."""
 
     def __init__(self, ranks: Ranks, own: list[int]) -> None:
         self._ranks = ranks
@@ -198,24 +194,17 @@ class CommonSteps(Sequence[int]):
         return len(self._known())
 
 
-# What ranks of a data-parallel model tell each other in forward and backward, and who waits.
-#
-# A rank that fails must not leave the others waiting for its gradients. DDP sends them during the
-# last backward of a step and nothing but buffers before it, so that a failure up to there can be
-# made good by a stand-in: a small forward and backward, only for its messages. FSDP sends weights
-# in every forward, and a rank that fails after the first of these cannot be matched any more.
-# Tensor parallelism sends activations, so that the stand-in must have the shapes of the batch that
-# failed.
-
-
 STAND_IN_SAMPLES = 2  # one is too few for BatchNorm
 
 
 class GradientMessages:
     """Holds gradients back until the last piece of a step, and knows what was sent.
 
-    Args:
-        model: the one that is called in a step.
+    A rank that fails must not leave the others waiting for its gradients. DDP sends them during the
+    last backward of a step and only buffers before it, so up to there a stand-in helps: a small
+    forward and backward, only for its messages. FSDP sends weights in every forward, and after the
+    first of these no stand-in can match. Tensor parallelism sends activations, so there the
+    stand-in must have the shapes of the batch that failed.
 
     Attributes:
         are_under_way: whether a backward has begun whose messages others wait for.
@@ -237,32 +226,31 @@ class GradientMessages:
             model.register_forward_pre_hook(self._note_call, prepend=True)
 
     def begin(self) -> None:
-        """A step is to be computed; nothing was sent for it."""
+        """Begin a step: nothing was sent for it."""
         self.are_under_way = self._was_called = False
         self._tried = None
 
     def held_back(self, until: bool) -> AbstractContextManager[None]:
-        """Send no gradients in here, unless it is for the last piece of a step."""
+        """Send no gradients inside, unless ``until`` says that it is the last piece."""
         if until or not self._is_ddp:
             return nullcontext()
         held: AbstractContextManager[None] = self._model.no_sync()  # type: ignore[operator]
         return held
 
     def note_tried(self, batch: Any) -> None:
-        """Hear which batch a forward is for."""
+        """Note the batch of a forward."""
         if self._has_activations:
             self._tried = batch
 
     def note_good(self, batch: Any) -> None:
-        """Keep a batch that worked, in case that one is needed to stand in."""
+        """Keep a batch that worked, for a stand-in."""
         if self._keeps:
             self._good = batch
 
     def can_be_matched(self, calls: int = 1) -> bool:
-        """Return whether a stand-in could send all that others still wait for.
+        """Return whether a stand-in can send all that other ranks still wait for.
 
-        Args:
-            calls: how often every rank calls the model in this step.
+        ``calls`` is how often every rank calls the model in this step.
         """
         if self._good is None or self.are_under_way:
             return False
@@ -271,7 +259,7 @@ class GradientMessages:
         return not (self._is_sharded and (self._was_called or calls > 1))
 
     def sample(self) -> Any:
-        """Return a few samples of the last batch that worked; all where their number is sent."""
+        """Return a few samples of the last batch that worked; all if shapes must match."""
         if self._has_activations:
             return self._good
         parts = max(1, num_samples(self._good) // STAND_IN_SAMPLES)
@@ -295,7 +283,7 @@ class GradientMessages:
 
 
 def _sends_activations(model: Module) -> bool:
-    """Tell tensor parallelism from FSDP: its weights are sharded without FSDP, or once more."""
+    """Return whether weights are sharded by more than FSDP, as in tensor parallelism."""
     from torch.distributed.fsdp import FSDPModule
 
     sharded: list[Any] = [p for p in model.parameters() if is_dtensor(p)]

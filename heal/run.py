@@ -1,4 +1,4 @@
-"""The training run as healing sees it: the Run protocol over model, optimizers, data and clock."""
+"""The training run as actions change it: the Run protocol over model, optimizers and data."""
 
 import gc
 import math
@@ -6,7 +6,7 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,53 +17,35 @@ from heal.config import HealingConfig
 from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
 from heal.guarded_step import ClipLimits, GuardedStep
-from heal.integrity import Constants
+from heal.integrity import Constants, find_corruption
 from heal.lab.weight_anchor import WeightAnchor
 from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, checkpoint_activations
 from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
 from heal.training_state import RestoreFailed, RngState, StateMismatch, TrainingState
-from heal.weight_checks import find_corruption
 
-TRIES = 2  # times that a snapshot is written before an older one is taken
+if TYPE_CHECKING:
+    from heal.checkpointing import Durable
 
-
-class Checkpoints(Protocol):
-    """What the run needs of checkpoints on disk."""
-
-    def steps(self) -> list[int]:
-        """Return the steps of finished ones, newest first."""
-        ...
-
-    def snapshot(self, step: int) -> Snapshot | None:
-        """Return one in the form of a snapshot; None if it is damaged."""
-        ...
-
-    def abandon_after(self, step: int) -> None:
-        """Put those of later steps aside."""
-        ...
+TRIES = 2  # to write a snapshot before an older one is used
 
 
 class TorchRun:
-    """What may be done to a run, and its state where actions changed it.
+    """Implements :class:`heal.actions.Run`, and keeps what actions changed.
 
-    Args:
-        state: what a snapshot is made of.
-        guarded: the optimizers.
-        config: the limits.
-        stream: where batches come from.
-        micro: how finely they are cut.
-        schedules: those that the caller steps stay as they are in a rollback, or return with it.
-        durable: checkpoints on disk, for where no snapshot is old enough; None if there are none.
-        note: told of what went otherwise than planned.
-        sleep: waits; tests give one that does not.
+    A rollback writes a snapshot over ``state``, and brings stream, schedules, mailbox and held
+    states along. Where no snapshot is old enough it uses a checkpoint of ``durable``.
 
     Attributes:
         step: the number of the step that comes next.
-        calls: how many steps were taken in all, those that a rollback took back included.
+        calls: how many steps were taken in all, those that a rollback undid included.
+        is_between_steps: whether a snapshot or a rollback waits for :meth:`between_steps`.
+        micro: cuts batches into pieces.
         buffers: copies of those that steps write.
         clip_limits: tightens clipping for some steps.
         anchor: holds weights near those of a snapshot, for some steps after a rollback.
+        lr_limit: at which the learning rate is held; None if it is not.
+        is_between_steps: whether a snapshot or a rollback waits for :meth:`between_steps`.
     """
 
     def __init__(
@@ -74,7 +56,7 @@ class TorchRun:
         stream: BatchStream,
         micro: MicroBatcher,
         schedules: Schedules,
-        durable: Checkpoints | None,
+        durable: "Durable | None",
         note: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -95,18 +77,20 @@ class TorchRun:
         self._ranks = guarded.ranks
         self._config = config
         self._stream = stream
-        self._micro = micro
+        self.micro = micro
         self._note = note
         self._sleep = sleep
         self._lr_scale = 1.0
         self._ramp: tuple[float, int, int] | None = None  # start, steps done, steps in all
-        self._lr_limit: float | None = None
+        self.lr_limit: float | None = None
+        self._lr_limit_until = 0
         self.clip_limits = ClipLimits(guarded.optimizers, config.lr_ramp_steps, note)
         self.close_watch_until = 0
         self.anchor = WeightAnchor(guarded.optimizers, guarded.ranks)
         self._constants = Constants(state, note)
         self._signature = state.signature()
-        self._unfinished: Snapshot | None = None  # to be brought up to date
+        self.is_between_steps = False
+        self._unfinished: Snapshot | None = None  # to be completed
         self._returned_to: Snapshot | None = None  # by the rollback of this step
 
     def begin_at(self, step: int) -> None:
@@ -114,7 +98,7 @@ class TorchRun:
         self.step = step
 
     def hold(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """Have snapshots in memory hold what ``save`` returns; a rollback gives it to ``load``."""
+        """Add what ``save`` returns to snapshots in memory; a rollback calls ``load`` with it."""
         self._held[name] = save, load
 
     def on_rollback(self, callback: Callable[[int], None]) -> None:
@@ -135,11 +119,11 @@ class TorchRun:
     @property
     def micro_batches(self) -> int:
         """How many pieces each batch is cut into."""
-        return self._micro.pieces
+        return self.micro.pieces
 
     @micro_batches.setter
     def micro_batches(self, value: int) -> None:
-        self._micro.cut_into(value)
+        self.micro.cut_into(value)
 
     def snapshots(self) -> Sequence[int]:
         """Return the steps that every rank can return to, in memory or on disk, newest first."""
@@ -151,9 +135,9 @@ class TorchRun:
         """Take a snapshot of the state before the step that comes next.
 
         Args:
-            is_proven: whether it is good at once, as the state is that training begins with.
+            is_proven: whether it is good at once, as the first state of training is.
         """
-        if self.step % self._config.snapshot_interval == 0:  # not in the dense first ones
+        if self.step % self._config.snapshot_interval == 0:  # not for each of the first steps
             self._constants.look(self.step)
         self.has_changed_shape()
         values = {
@@ -167,12 +151,14 @@ class TorchRun:
         snapshot = self.ring.of_step(self.step) if taken else None
         if snapshot is not None:
             snapshot.owners = [weakref.ref(p) for p in self._state.parameters()]
+        elif self.ring.degraded:
+            self._note(self.ring.degraded)
         return taken
 
     def is_of_these_parameters(self, snapshot: Snapshot) -> bool:
-        """Return whether a snapshot is of the very parameters that the run has now.
+        """Return whether a snapshot is of the parameters that the run has now.
 
-        A head that was replaced has the shape of the old one, but not its meaning.
+        A head that was replaced may have the same shape, but its weights mean something else.
         """
         params = self._state.parameters()
         owners = [owner() for owner in snapshot.owners]
@@ -188,42 +174,49 @@ class TorchRun:
         return math.nan
 
     def hold_lr(self, limit: float) -> None:
-        """Hold the learning rate at ``limit`` until it comes to that or less by itself."""
-        self._lr_limit = limit
+        """Hold the learning rate at ``limit`` until the incident is over and it is no higher.
+
+        A rollback has just put it back: that it is no higher now says nothing about what raised it.
+        """
+        self.lr_limit = limit
+        self._lr_limit_until = self.step + self._config.incident_steps
 
     def apply_lr_limit(self) -> None:
-        """Scale the rate of the step that comes next down to the limit, if one is held."""
-        if self._lr_limit is None:
+        """Scale the rate of the next step down to the limit of :meth:`hold_lr`, if there is one."""
+        if self.lr_limit is None:
             return
         lr = self.learning_rate()
-        if lr == 0.0 or 0.0 < lr <= self._lr_limit * (1.0 + 1e-6):
-            self._lr_limit = None
+        if lr == 0.0 or 0.0 < lr <= self.lr_limit * (1.0 + 1e-6):
             self.lr_scale = self._lr_scale
+            if self.step >= self._lr_limit_until:
+                self.lr_limit = None
             return
         for optimizer in self._guarded.optimizers:
-            # A negative rate is turned round: climbing is no schedule.
-            optimizer.lr_scale = self._lr_limit / lr * min(self._lr_scale, 1.0)
+            # A negative rate changes its sign: no schedule ascends.
+            optimizer.lr_scale = self.lr_limit / lr * min(self._lr_scale, 1.0)
 
     def capture_after_step(self) -> bool:
-        """Take a snapshot within ``step``; what the user does after it belongs to it, too.
+        """Take a snapshot within ``step``, to be completed by :meth:`between_steps`.
 
-        A moving average is updated after ``step`` has returned, and an evaluation may draw random
-        numbers. So these are saved once more before the next step begins.
+        The user's code after ``step`` belongs to it: it may update a moving average, or evaluate
+        and draw random numbers.
         """
         taken = self.capture()
         self._unfinished = self.ring.of_step(self.step) if taken else None
+        self.is_between_steps |= taken
         return taken
 
     def between_steps(self, is_drawing: bool) -> None:
-        """Follow what happened within ``step``, now that the user's turn is over.
+        """Complete a snapshot or a rollback of the last step, after the user's code.
 
-        A rollback put generators and added states back within ``step``. What the loop did to them
-        since, as the update of a moving average, was for a step that did not happen.
+        A rollback put generators and added states back within ``step``. The user's code has changed
+        them since, as by an update of a moving average, for a step that did not happen.
 
         Args:
             is_drawing: whether a batch is about to be drawn. Else the forward of the next step has
                 used the generators already.
         """
+        self.is_between_steps = False
         snapshot, self._unfinished = self._unfinished, None
         if snapshot is not None:
             if self._state.added:
@@ -237,13 +230,8 @@ class TorchRun:
                 returned.values["rng"].put_back()
 
     @property
-    def has_turn_to_end(self) -> bool:
-        """Whether a snapshot or a rollback waits for the user's turn to end."""
-        return self._unfinished is not None or self._returned_to is not None
-
-    @property
     def has_added_states(self) -> bool:
-        """Whether the user keeps state beside the model."""
+        """Whether the user has added a state."""
         return bool(self._state.added)
 
     def state(self) -> dict[str, Any]:
@@ -252,9 +240,9 @@ class TorchRun:
             "calls": self.calls,
             "lr_scale": self._lr_scale,
             "ramp": self._ramp,
-            "lr_limit": self._lr_limit,
+            "lr_limit": self.lr_limit,
             "micro_batches": self.micro_batches,
-            "micro": self._micro.state(),
+            "micro": self.micro.state(),
             "anchor_steps": self.anchor.steps_left,
             **self.clip_limits.state(),
         }
@@ -263,10 +251,10 @@ class TorchRun:
         """Go on at a step of another process, with what :meth:`state` returned there."""
         self.step, self.calls = step, saved.get("calls", step)  # not in the first checkpoints
         self.lr_scale, self._ramp = saved["lr_scale"], saved["ramp"]
-        self._lr_limit = saved.get("lr_limit")  # not before version 0.2
+        self.lr_limit = saved.get("lr_limit")  # not before version 0.2
         self.micro_batches = saved["micro_batches"]
         if "micro" in saved:  # not in the first checkpoints
-            self._micro.load_state(saved["micro"])
+            self.micro.load_state(saved["micro"])
         self.clip_limits.resume(saved)
         if saved.get("anchor_steps"):  # weights and importance would double the checkpoint
             self._note(f"an anchor held for {saved['anchor_steps']} more steps; it was not saved")
@@ -278,7 +266,7 @@ class TorchRun:
     def has_changed_shape(self) -> bool:
         """Return whether parameters came, went, froze or thawed since last asked.
 
-        Snapshots of before cannot be returned to and are dropped; new parameters get their names.
+        Older snapshots do not fit any more and are dropped; new parameters get their names.
         """
         signature = self._state.signature()
         if signature == self._signature:
@@ -289,15 +277,14 @@ class TorchRun:
         return True
 
     def restore(self, step: int) -> None:
-        """Return to the good snapshot of ``step``, or to an older one if that cannot be done.
+        """Return to the good snapshot of ``step``, or to an older one if that fails.
 
-        All ranks return to the same one, or none does. A copy that fails is taken back and tried
-        once more; a snapshot whose bytes have changed, or that fails twice, gives way to the next
-        older one.
+        All ranks return to the same one, or none does. A copy that fails is undone and tried once
+        more. If it fails again, or if the bytes of a snapshot have changed, an older one is used.
 
         Raises:
-            HealingError: there is none, or it does not fit, or none could be written. Unless the
-                message says that the memory holds a mix, nothing was changed.
+            HealingError: there is none, it does not fit, or none could be written. Nothing was
+                changed, unless the message says that the memory holds a mix.
         """
         failure: RestoreFailed | None = None
         for snapshot in self._verified(self._ranks.least(step)):
@@ -335,15 +322,15 @@ class TorchRun:
         return None
 
     def _returned(self, snapshot: Snapshot, changed: Sequence[Key]) -> None:
-        """Have all else follow the state that was written."""
+        """Bring everything else to the state that was written."""
         self._guarded.mailbox.clear()
         self.anchor.release()
         self._unfinished, self._returned_to = None, snapshot
+        self.is_between_steps = True
         if self._config.after_rollback == "replay_data":
             snapshot.values["rng"].put_back()
             self._stream.rewind(snapshot.values["data"])
-        # Else data and generators go on from here: set back, they would shuffle the next epoch
-        # as one that was already seen.
+        # Else data and generators go on: restored, they would shuffle the next epoch as before.
         self._stream.abandon_from(snapshot.step)
         self._constants.count_as_changing(changed, ", and stays as it is in this rollback")
         self.step = snapshot.step
@@ -368,10 +355,10 @@ class TorchRun:
         return ""
 
     def whereabouts(self, step: int, with_samples: bool) -> Mapping[str, Any]:
-        """Return how a step can be found again, whatever rollbacks did to its number.
+        """Return names of a step that rollbacks do not change.
 
         ``call`` counts the calls of ``step`` from 1. Epoch, batch and samples are known for batches
-        of :meth:`heal.Healer.batches`; samples only where no other rank could have had the bad one.
+        of :meth:`heal.Healer.batches`; samples only on one rank, else another may have the bad one.
         """
         found: dict[str, Any] = {"call": self.calls - (self.step - step) + 1}
         place = self._stream.batch_of(step)
@@ -387,7 +374,15 @@ class TorchRun:
         return None if place is None else place.bad_numbers()
 
     def corruption(self, is_shared: bool, with_frozen: bool) -> Mapping[str, Any] | None:
-        """Look for NaN and Inf in the state, on every rank; waits for the device."""
+        """Look for NaN and Inf in weights, buffers and optimizer state; waits for the device.
+
+        Args:
+            is_shared: whether every rank asks now; else ranks that have peers do not look.
+            with_frozen: whether frozen weights are read too, which may be most of the model.
+
+        Returns:
+            The cause and the tensor; None if all is finite.
+        """
         if self._ranks.has_others and not is_shared:
             return None
         found = find_corruption(self._state)
@@ -395,14 +390,13 @@ class TorchRun:
             frozen = self._constants.corrupt(self._constants.changed())
             if frozen:
                 found = {"cause": Cause.WEIGHT_CORRUPTION.value, "tensor": frozen, "tensors": 1}
-        told = self._ranks.gather(found)
-        rank = next((r for r, answer in enumerate(told) if answer is not None), None)
-        if rank is None or len(told) == 1:
+        answers = self._ranks.gather(found)
+        rank = next((r for r, answer in enumerate(answers) if answer is not None), None)
+        if rank is None or len(answers) == 1:
             return found
-        return {**told[rank], "rank": rank}
+        return {**answers[rank], "rank": rank}
 
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:
-        """Multiply the learning rate's factor, and return to 1 over ``ramp_steps`` steps."""
         self.lr_scale = max(self._lr_scale * factor, floor)
         self._ramp = (self._lr_scale, 0, ramp_steps) if ramp_steps else None
         for optimizer in self._guarded.optimizers:
@@ -413,7 +407,7 @@ class TorchRun:
                 )
 
     def advance(self) -> None:
-        """Count a step: the learning rate comes a little closer to its schedule."""
+        """Count a step; the learning rate ramps back towards its schedule."""
         self.step += 1
         self.calls += 1
         if self.anchor.steps_left:
@@ -427,51 +421,41 @@ class TorchRun:
             self._ramp = (start, done, total) if done < total else None
 
     def tighten_clip(self, factor: float) -> None:
-        """Multiply the limit of every clipper, until the learning rate is back on its schedule."""
         self.clip_limits.tighten(factor)
 
     def relearn_clip(self) -> None:
-        """Forget what the clippers take for usual."""
         for optimizer in self._guarded.optimizers:
             optimizer.clipper.reset()
 
     def skip_batches(self, first_step: int, last_step: int) -> None:
-        """Never again feed the batches of these steps."""
         self._stream.skip(first_step, last_step)
 
     def shrink_micro_batch(self) -> bool:
-        """Cut batches twice as fine; False if pieces are as small as they may be, on all ranks."""
-        return self._ranks.any_has(self._micro.shrink())
+        return self._ranks.any_has(self.micro.shrink())
 
     def cut_as(self, state: Mapping[str, int]) -> None:
         """Cut batches as finely as another process found that it must; see MicroBatcher.state."""
-        self._micro.load_state(state)
+        self.micro.load_state(state)
 
     def checkpoint_activations(self) -> bool:
-        """Recompute activations in backward; False if the model cannot or already does."""
         return self._ranks.any_has(checkpoint_activations(self._state.model))
 
     def clear_cache(self) -> None:
-        """Free what nobody holds, and give the allocator's reserve back to the device."""
         gc.collect()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
         self._sleep(seconds)
 
     def take_snapshot(self) -> bool:
-        """Take a snapshot now; it is quarantined like any other."""
         return self.ring.newest_step() == self.step or self.capture()
 
     def watch_closely(self, steps: int) -> None:
-        """Have weights and optimizer state checked more often up to a step."""
         self.close_watch_until = self.step + steps
 
     @torch.no_grad()
     def perturb_weights(self, std: float, seed: int) -> None:
-        """Add normal noise to trainable weights, from a generator of its own."""
         generator = torch.Generator().manual_seed(seed)
         for param in self._state.parameters():
             if param.requires_grad and param.numel() > 1:
@@ -479,7 +463,6 @@ class TorchRun:
                 param.add_(noise * param.std() * std)
 
     def anchor_weights(self, strength: float, steps: int) -> bool:
-        """Hold the weights where they are; see :class:`heal.lab.weight_anchor.WeightAnchor`."""
         return self.anchor.hold(strength, steps)
 
     def _verified(self, step: int) -> Iterator[Snapshot]:

@@ -163,30 +163,35 @@ def checked(name: str, value: Any, kind: type, about: Setting) -> Any:
     Raises:
         ConfigError: it is of another type, out of range or not finite.
     """
-    wrong = ConfigError(f"{name}: expected {about.wanted(kind)}, got {shown(value)}")
+    try:
+        return _converted(value, kind, about)
+    except ValueError as error:
+        wanted = about.wanted(kind)
+        raise ConfigError(f"{name}: expected {wanted}, got {shown(value)}{error}") from None
+
+
+def _converted(value: Any, kind: type, about: Setting) -> Any:
+    """Return ``value`` as a ``kind``; a ValueError says what more is to be said of it."""
     if kind in (bool, str):
-        if not isinstance(value, kind):
-            raise wrong
+        is_right = isinstance(value, kind)
     else:
-        wanted = numbers.Integral if kind is int else numbers.Real
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            raise wrong
+        number = numbers.Integral if kind is int else numbers.Real
+        if isinstance(value, bool) or not isinstance(value, number):
+            raise ValueError
         if kind is int and int(cast(int, value)).bit_length() > MOST_BITS:
-            raise ConfigError(f"{wrong}, which has more than {MOST_BITS} bits")
+            raise ValueError(f", which has more than {MOST_BITS} bits")
         try:
             value = kind(value)
         except OverflowError:
-            raise ConfigError(f"{wrong}, which no float can hold") from None
-        if not math.isfinite(value):
-            raise wrong
-        if about.least is not None and value < about.least:
-            raise wrong
-        if about.most is not None and value > about.most:
-            raise wrong
-        if about.above is not None and value <= about.above:
-            raise wrong
-    if about.choices and value not in about.choices:
-        raise wrong
+            raise ValueError(", which no float can hold") from None
+        is_right = (
+            math.isfinite(value)
+            and (about.least is None or value >= about.least)
+            and (about.most is None or value <= about.most)
+            and (about.above is None or value > about.above)
+        )
+    if not is_right or (about.choices and value not in about.choices):
+        raise ValueError
     return value
 
 

@@ -42,9 +42,7 @@ def host_memory(like: Tensor) -> Tensor:
     return torch.empty_like(like, device="cpu", pin_memory=like.device.type == "cuda")
 
 
-AGE_RATIO = 4  # each snapshot kept is about this many times older than the next younger one
-YOUNGEST_AGE = 1.5  # intervals; between 1 and 2, so that two snapshots are of different ages
-PATIENCE = 4  # quarantines that a snapshot may take before it makes way for another
+AGE_RATIO = 4  # each good one is at most about this many times older than the next younger one
 STARVED = 3  # snapshots in a row with NaN or Inf in them that are worth a word
 FREE_SHARE = 0.5  # of the memory now free, that all snapshots together may take
 
@@ -78,7 +76,7 @@ class Snapshot:
 
     @property
     def has_landed(self) -> bool:
-        """Whether the copies are there, so that nobody has to wait for them."""
+        """Whether the copies are there, so that there is nothing to wait for."""
         return self.landed is None or bool(self.landed.query())
 
     def verify(self) -> None:
@@ -168,10 +166,6 @@ class SnapshotRing:
         """Return how many clean steps prove a snapshot; fewer in the first steps of a run."""
         return max(1, min(self.quarantine_steps, step // 4))
 
-    def spacing_at(self, step: int) -> float:
-        """Return the scale of the ages: the interval, less while the run is young."""
-        return min(self.interval, max(1.0, step / 4))
-
     def good_steps(self) -> list[int]:
         """Return the steps of good snapshots, newest first."""
         self._promote()
@@ -248,7 +242,7 @@ class SnapshotRing:
             self._promote(trust=False)
 
     def note_checked(self, step: int) -> None:
-        """Hear that weights and moments were found sound as they were before ``step``.
+        """Note that weights and moments were found sound as they were before ``step``.
 
         What a later check finds may have begun right after: one good snapshot of that step or
         before is kept until then, the one whose age fits best.
@@ -297,15 +291,30 @@ class SnapshotRing:
         for snapshot in list(self._kept):
             self._drop(snapshot)
 
-    def take(self, step: int) -> Snapshot:
-        """Return the good snapshot of a step, its bytes verified.
+    def finite_steps(self) -> list[int]:
+        """Return the steps of all snapshots without NaN or Inf, good or not, newest first."""
+        for snapshot in self._kept:
+            snapshot.wait()
+        return [s.step for s in reversed(self._kept) if not float(s.num_bad)]
+
+    def prove(self, step: int) -> None:
+        """Call the finite snapshot of a step good: an experiment has shown that it is."""
+        for snapshot in self._kept:
+            snapshot.is_good |= snapshot.step == step
+
+    def take(self, step: int, is_proven: bool = True) -> Snapshot:
+        """Return the snapshot of a step, its bytes verified.
+
+        Args:
+            step: of the snapshot.
+            is_proven: whether it must be a good one.
 
         Raises:
             KeyError: there is none.
             SnapshotCorrupt: its bytes have changed; it is dropped.
         """
         for snapshot in self._kept:
-            if snapshot.step == step and snapshot.is_good:
+            if snapshot.step == step and (snapshot.is_good or not is_proven):
                 try:
                     snapshot.verify()
                 except SnapshotCorrupt:
@@ -362,56 +371,34 @@ class SnapshotRing:
         if num_bytes == 0:
             return self.count
         by_setting = max(1, math.floor(self.memory_fraction)) if self.memory_fraction >= 1 else 0
-        wanted = min(self.count, by_setting)
-        if wanted and sum([s.num_bytes for s in self._kept]) >= wanted * num_bytes:
-            return wanted  # all that is wanted is there: nobody need ask the system for more
+        most = min(self.count, by_setting)
+        if most and sum([s.num_bytes for s in self._kept]) >= most * num_bytes:
+            return most  # all are there: no need to ask the system for more
         free = available_bytes()
         by_memory = self.count
         if free is not None:
             by_memory = int((FREE_SHARE * free + self.held_bytes()) // num_bytes)
         affordable = min(by_setting, by_memory)
-        if affordable < wanted or by_setting == 0:
+        if affordable < most or by_setting == 0:
             limit = "snapshot_memory_factor" if by_setting == 0 else "free host memory"
             self.degraded = (
-                f"{affordable} snapshots of {num_bytes} bytes instead of {max(wanted, 1)}: {limit}"
+                f"{affordable} snapshots of {num_bytes} bytes instead of {max(most, 1)}: {limit}"
             )
         return affordable
 
     def _least_useful(self, step: int, must: bool) -> Snapshot | None:
-        """Choose whom to drop so that the ages of the others stay closest to geometric.
+        """Choose which to drop so that the ages of the others stay closest to geometric.
 
-        Neither the last good snapshot nor one on its way through quarantine is given up for a
-        newer one: where snapshots come faster than they are proven, none would ever be good. Nor
-        is the only one that a check has vouched for; and one that is newer than the check stays
-        for a while, for its successor has to be proven first.
+        Never one in quarantine: where snapshots come faster than they are proven, none would ever
+        be good. Nor the newest good one, nor the newest from before the last sound check.
         """
         good = [s for s in self._kept if s.is_good]
-        overdue = step - self.spacing_at(step) - PATIENCE * self.quarantine_of(step)
-        choices = [s for s in self._kept if not s.is_good and s.step < overdue]
-        choices += self._spare_good(good, step) if len(good) > 1 else []
-        choices += good if len(self._kept) == 1 else []
-        choices = [s for s in choices if s.step not in self._pinned]
-        choices = choices or (good if must else []) or (self._kept if must else [])
-        misfit = {id(s): self._misfit([k for k in self._kept if k is not s], step) for s in choices}
-        return min(choices, key=lambda s: misfit[id(s)], default=None)
-
-    def _spare_good(self, good: Sequence[Snapshot], step: int) -> list[Snapshot]:
-        """Those that may be given up though they are good."""
-        vouched = [s for s in good if s.step <= self._checked_step]
-        if not vouched:
-            return list(good)
-        newer = [s for s in good if s.step > self._checked_step]
-        if len(newer) == 1 and newer[0].step > step - PATIENCE * self.quarantine_of(step):
-            newer = []
-        return (vouched if len(vouched) > 1 else []) + newer
-
-    def _misfit(self, kept: Sequence[Snapshot], step: int) -> float:
-        """How far ages, youngest first, are from their places on a geometric scale, in octaves."""
-        misfit = 0.0
-        for i, snapshot in enumerate(sorted(kept, key=lambda s: -s.step)):
-            age = max(1, step - snapshot.step) / self.spacing_at(step)
-            misfit += abs(math.log2(age / (YOUNGEST_AGE * AGE_RATIO**i)))
-        return misfit
+        checked = [s for s in good if s.step <= self._checked_step]
+        needed = {s.step for s in good[-1:] + checked[-1:]} if len(self._kept) > 1 else set()
+        choices = [s for s in good if s.step not in needed | self._pinned]
+        choices = choices or (good or self._kept if must else [])
+        misfit = {s.step: _misfit([g for g in good if g is not s], step) for s in choices}
+        return min(choices, key=lambda s: misfit[s.step], default=None)
 
     def _copy(
         self,
@@ -451,3 +438,17 @@ def _fitting(buffer: Tensor | None, like: Tensor) -> Tensor:
     ):
         return buffer
     return host_memory(like)
+
+
+def _misfit(kept: Sequence[Snapshot], step: int) -> float:
+    """Return how far ages, youngest first, are from a geometric scale within the run; in octaves.
+
+    Args:
+        kept: oldest first.
+        step: the present one.
+    """
+    ages = [max(1, step - snapshot.step) for snapshot in reversed(kept)]
+    if len(ages) < 2:
+        return 0.0
+    ratio = min(AGE_RATIO, (step / ages[0]) ** (1 / (len(ages) - 1)))
+    return sum(abs(math.log2(age / (ages[0] * ratio**i))) for i, age in enumerate(ages))

@@ -55,7 +55,8 @@ class Flag(IntFlag):
     NETWORK_ERROR = 1 << 19
     UNKNOWN_ERROR = 1 << 20
     STEP_FAILED = 1 << 21  # the optimizer stopped half-way, in the step before
-    SNAPSHOT_WANTED = 1 << 22
+    SNAPSHOT_REQUESTED = 1 << 22
+    SNAPSHOT_WANTED = SNAPSHOT_REQUESTED  # the name of version 0.1, until 0.3
 
 
 NO_FLAG = Flag(0)

@@ -91,16 +91,16 @@ def test_a_non_tensor_among_measured_tensors_is_named():
 @pytest.mark.parametrize("limit", [-1.0, math.nan, -math.inf])
 def test_a_limit_must_be_a_number_from_zero_up(limit):
     param = holding(torch.ones(3))
-    with pytest.raises(ValueError, match=f"max_norm must be a number >= 0, got {limit}"):
+    with pytest.raises(ValueError, match=f"max_norm: expected a number >= 0, got {limit}"):
         zclip.clip_grad_norm_(param, limit)
-    with pytest.raises(ValueError, match=f"clip_value must be a number >= 0, got {limit}"):
+    with pytest.raises(ValueError, match=f"clip_value: expected a number >= 0, got {limit}"):
         zclip.clip_grad_value_(param, limit)
     assert param.grad.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -2.0, math.nan, -math.inf])
 def test_a_norm_type_must_be_positive(norm_type):
-    with pytest.raises(ValueError, match="norm_type must be a positive number or inf"):
+    with pytest.raises(ValueError, match="norm_type: expected a positive number or inf"):
         zclip.clip_grad_norm_(holding(torch.ones(3)), 1.0, norm_type)
 
 
@@ -123,19 +123,19 @@ def test_coefficients_must_match_the_tensors():
     [
         (
             lambda op: op.scale_([torch.ones(2)], torch.ones(1)),
-            "coefs must be a contiguous float64",
+            "coefs: expected a contiguous float64",
         ),
         (
             lambda op: op.rule_(torch.ones(2).double(), torch.ones(1, 3).double(), 0, (1.0, 0)),
-            "state must be a contiguous float64 tensor of 3 elements on the CPU, got 2",
+            "state: expected a contiguous float64 tensor of 3 elements on the CPU, got 2",
         ),
         (
             lambda op: op.rule_(torch.ones(3).double(), torch.ones(1, 2).double(), 0, (1.0, 0)),
-            r"stats must be a contiguous float64 tensor of shape \[N, 3\]",
+            r"stats: expected a contiguous float64 tensor of shape \[N, 3\]",
         ),
         (
             lambda op: op.zero_nonfinite_([torch.ones(2)], torch.ones(2, 3).double()),
-            "stats must be a contiguous float64 tensor of shape",
+            "stats: expected a contiguous float64 tensor of shape",
         ),
     ],
 )
@@ -158,7 +158,7 @@ def run_python(source, **environment):
     ("environment", "message"),
     [
         ({"ZCLIP_BACKEND": "cuda"}, "ZCLIP_BACKEND: expected one of auto, native, triton"),
-        ({"ZCLIP_CPU": "sse9"}, "ZCLIP_CPU is 'sse9'; expected auto, avx2 or portable"),
+        ({"ZCLIP_CPU": "sse9"}, "ZCLIP_CPU: expected auto, avx2 or portable, got 'sse9'"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(environment, message):

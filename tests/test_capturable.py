@@ -138,7 +138,7 @@ def test_copies_start_empty(copied):
 
 
 def test_no_room_is_an_error():
-    with pytest.raises(ValueError, match="room must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="room: expected 1 or more, got 0"):
         VerdictRing(torch.device("cpu"), room=0)
 
 
@@ -168,7 +168,7 @@ def test_a_capture_without_it_says_what_to_do(capturing):
         optimizer = on_device(capturable=True)
         optimizer.capturable = False
         capturing["on"] = True
-        with pytest.raises(RuntimeError, match=r"expected ClippedOptimizer\(.*capturable=True"):
+        with pytest.raises(RuntimeError, match=r"got False.*ClippedOptimizer\(.*capturable=True"):
             optimizer.step()
 
 
@@ -176,7 +176,7 @@ def test_a_capture_of_the_first_step_says_what_to_do(capturing):
     with fake_cuda():
         optimizer = on_device(capturable=True)
         capturing["on"] = True
-        with pytest.raises(RuntimeError, match="expected at least one step before the capture"):
+        with pytest.raises(RuntimeError, match="expected at least one step before it, got none"):
             optimizer.step()
 
 

@@ -80,12 +80,12 @@ def overlapping():
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        (([torch.zeros(2)], [torch.ones(2), torch.ones(2)]), "1 targets for 2 sources"),
-        (([torch.zeros(2)], [torch.ones(3)]), "pair 0 differs in dtype or number"),
-        (([torch.zeros(2)], [torch.ones(2).double()]), "pair 0 differs in dtype or number"),
-        (([torch.zeros(4, 2).t()], [torch.ones(2, 4)]), "pair 0 is not contiguous"),
-        (([torch.zeros(2, 4)], [torch.ones(4, 2).t()]), "pair 0 is not contiguous"),
-        (overlapping(), "pair 0 shares memory"),
+        (([torch.zeros(2)], [torch.ones(2), torch.ones(2)]), "got 1 for 2"),
+        (([torch.zeros(2)], [torch.ones(3)]), "pair 0: expected one dtype and number"),
+        (([torch.zeros(2)], [torch.ones(2).double()]), "pair 0: expected one dtype and number"),
+        (([torch.zeros(4, 2).t()], [torch.ones(2, 4)]), "pair 0: expected contiguous tensors"),
+        (([torch.zeros(2, 4)], [torch.ones(4, 2).t()]), "pair 0: expected contiguous tensors"),
+        (overlapping(), "pair 0: expected memory of their own"),
     ],
 )
 def test_what_cannot_be_copied_is_refused_before_anything_is_written(pairs, message):

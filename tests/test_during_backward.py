@@ -475,24 +475,24 @@ def test_a_model_with_small_gradients_only_is_clipped_as_ever():
         assert all(p._post_accumulate_grad_hooks is None for p in model.parameters())
         backward(model, 0)
         clipper.step(model)
-        with pytest.raises(ValueError, match="attached already"):
+        with pytest.raises(ValueError, match="expected a clipper that is not attached"):
             clipper.attach(model)
 
 
 def test_a_clipper_is_attached_once():
     clipper = zclip.ZClip()
     first = clipper.attach(Net())
-    with pytest.raises(ValueError, match="attached already"):
+    with pytest.raises(ValueError, match="expected a clipper that is not attached"):
         clipper.attach(Net())
     first.detach()
     clipper.attach(Net())
 
 
 def test_a_clipper_that_looks_at_rows_says_so():
-    with pytest.raises(NotImplementedError, match="AGC looks at more than norms"):
+    with pytest.raises(NotImplementedError, match=r"by norms of tensors.*got AGC"):
         zclip.AGC().attach(Net())
 
 
 def test_a_communication_hook_needs_a_model_that_communicates():
-    with pytest.raises(ValueError, match="only with a DistributedDataParallel"):
+    with pytest.raises(ValueError, match="expected None without a DistributedDataParallel"):
         zclip.ZClip().attach(Net(), comm_hook=(None, print))

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import zclip
-from zclip.optim import SGD, Adam, AdamW, FusedOptimizer, Lion
+from zclip.layout import FLAGS, LOSS, LOSS_NAN, LOSS_RATIO, NUM_LOSS_STATE
+from zclip.optim import SGD, Adam, AdamW, FusedOptimizer, Guard, Lion
 
 PAIRS = [
     (AdamW, torch.optim.AdamW, {"lr": 1e-2}),
@@ -183,6 +184,67 @@ def test_a_skipped_step_changes_no_bit(kind):
 
 def _tensors(tree):
     return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def guarded(model, path):
+    clipper = path(zclip.ZClip(max_grad_norm=0.5, warmup_steps=3))
+    watch = torch.zeros(NUM_LOSS_STATE, dtype=torch.float64)
+    return AdamW(model.parameters(), lr=1e-2), Guard(clipper, watch, (2.0, 0, 0.99, 5))
+
+
+def aligned(clipper):
+    clipper.align()
+    return clipper
+
+
+def not_one_call(clipper):
+    clipper.align()
+    clipper.rule_call = lambda groups, device, loss=None: None
+    return clipper
+
+
+@pytest.mark.parametrize("path", [aligned, not_one_call], ids=["native", "apart"])
+def test_a_guard_clips_and_watches_the_loss_as_two_operators_do(path):
+    model, reference = make_model(), make_model()
+    optimizer, guard = guarded(model, path)
+    ours = AdamW(reference.parameters(), lr=1e-2)
+    clipper = aligned(zclip.ZClip(max_grad_norm=0.5, warmup_steps=3))
+    state = torch.zeros_like(guard.watch)
+    for step in range(12):
+        torch.manual_seed(step)
+        x = torch.randn(16, 12) * (30.0 if step == 9 else 1.0)
+        for each, stepped in ((model, optimizer), (reference, ours)):
+            stepped.zero_grad()
+            loss = each(x).square().mean()
+            loss.backward()
+            if each is model:
+                optimizer.step(loss=loss, guard=guard)
+        clipper.step(reference)
+        verdict = clipper.result.verdict
+        torch.ops.zclip.watch_loss_(state, loss.detach(), verdict, *guard.settings)
+        if not verdict[0]:
+            ours.step()
+        assert torch.equal(optimizer.result.clip.verdict, verdict)
+    assert torch.equal(guard.watch, state)
+    assert_near(model, reference)
+
+
+@pytest.mark.parametrize("path", [aligned, not_one_call], ids=["native", "apart"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_skips_a_guarded_step(path, bad):
+    model = make_model()
+    optimizer, guard = guarded(model, path)
+    model(torch.randn(4, 12)).sum().backward()
+    before = flat(model)
+    optimizer.step(loss=torch.tensor(bad), guard=guard)
+    assert torch.equal(flat(model), before)
+    assert optimizer.result.taken == 0.0
+    verdict = optimizer.result.clip.verdict
+    assert int(verdict[FLAGS]) & LOSS_NAN
+    assert not math.isfinite(verdict[LOSS])
+    assert not math.isfinite(verdict[LOSS_RATIO])
+    optimizer.step(loss=torch.tensor(1.0), guard=guard)
+    assert optimizer.result.taken == 1.0
 
 
 def test_momentum_begins_after_a_first_step_that_was_skipped():
@@ -487,10 +549,10 @@ def test_sparse_gradients_are_named():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"clipper": "zlcip"}, ValueError, "clipper is 'zlcip'; expected one of"),
-        ({"clipper": 1.0}, TypeError, "clipper is float; expected a zclip.Clipper"),
-        ({"max_norm": 1.0}, TypeError, "unexpected arguments: max_norm"),
-        ({"differentiable": True}, ValueError, "differentiable of param_groups.0. is True"),
+        ({"clipper": "zlcip"}, ValueError, "clipper: expected one of .*, got 'zlcip'"),
+        ({"clipper": 1.0}, TypeError, "clipper: expected a zclip.Clipper, .*, got float"),
+        ({"max_norm": 1.0}, TypeError, "got max_norm; set these on the clipper"),
+        ({"differentiable": True}, ValueError, "differentiable of param_groups.0.: expected False"),
         ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
     ],
 )
@@ -500,7 +562,7 @@ def test_wrong_arguments_are_named(settings, error, message):
 
 
 def test_lion_names_wrong_arguments_too():
-    with pytest.raises(ValueError, match=r"betas\[1\] must be between 0 and 1, got 2"):
+    with pytest.raises(ValueError, match=r"betas\[1\]: expected a number from 0 to 1, got 2"):
         Lion(make_model().parameters(), betas=(0.9, 2.0))
     with pytest.raises(TypeError, match="is a base class"):
         FusedOptimizer(make_model().parameters())
@@ -514,5 +576,5 @@ def test_wrapping_one_guards_on_the_device():
     inside = AdamW(other.parameters(), lr=1e-2, clipper="zclip")
     train(other, inside, 5)
     assert_near(model, other)
-    with pytest.raises(ValueError, match="with a clipper of its own"):
+    with pytest.raises(ValueError, match="expected one without a clipper"):
         zclip.wrap(inside, "zclip")

@@ -113,7 +113,7 @@ class _Slot:
 
 
 def test_a_negative_lag_is_an_error():
-    with pytest.raises(ValueError, match="lag must be >= 0, got -1"):
+    with pytest.raises(ValueError, match="lag: expected 0 or more, got -1"):
         Mailbox(lag=-1)
 
 

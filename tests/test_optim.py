@@ -239,7 +239,7 @@ def test_a_clip_state_that_does_not_fit_changes_nothing():
     optimizer.step()
     saved = optimizer.state_dict()
     saved["zclip"]["groups"][0]["names"][1] = "elsewhere"
-    with pytest.raises(ValueError, match=r"not in the state: parameters\[1\]; only .*: elsewhere"):
+    with pytest.raises(ValueError, match=r"without parameters\[1\] and with elsewhere"):
         optimizer.load_state_dict(saved)
     backward(model, 1)
     optimizer.step()
@@ -307,7 +307,7 @@ def test_groups_of_the_optimizer_are_the_groups_of_the_clipper():
     optimizer = zclip.ClippedOptimizer(inner, zclip.GlobalNorm(1.0, per_group=True))
     optimizer.step()
     assert norms_of(params) == pytest.approx([2.0, 1.0], rel=1e-5)
-    with pytest.raises(ValueError, match=r"param_groups\[0\] has max_norm"):
+    with pytest.raises(ValueError, match=r"param_groups\[0\]: expected no max_norm"):
         zclip.ClippedOptimizer(inner, zclip.GlobalNorm(1.0))
 
 
@@ -348,7 +348,7 @@ def test_names_given_by_hand_survive_copies_and_checkpoints():
 def test_names_that_are_not_all_there_are_refused():
     model = make_model()
     inner = torch.optim.AdamW(model.parameters(), fused=True)
-    with pytest.raises(ValueError, match=r"lacks parameters of the shapes \[\(3, 7\), \(3,\)\]"):
+    with pytest.raises(ValueError, match=r"got none of the shapes \[\(3, 7\), \(3,\)\]"):
         zclip.wrap(inner, named_parameters=model[0].named_parameters())
 
 
@@ -460,14 +460,14 @@ def test_the_clip_can_ride_on_the_fused_step(make_fused, scale):
 def test_what_cannot_ride_on_the_fused_step_is_refused():
     model = make_model()
     fused = torch.optim.AdamW(model.parameters(), fused=True)
-    with pytest.raises(ValueError, match="one factor for all gradients, but AdaGC has several"):
+    with pytest.raises(ValueError, match="one factor for all gradients, got AdaGC"):
         zclip.ClippedOptimizer(fused, zclip.AdaGC(), apply="grad_scale")
     with pytest.raises(ValueError, match="one factor"):
         zclip.ClippedOptimizer(fused, zclip.ZClip(per_group=True), apply="grad_scale")
     plain = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="needs an optimizer built with fused=True"):
+    with pytest.raises(ValueError, match="expected an optimizer built with fused=True"):
         zclip.ClippedOptimizer(plain, zclip.ZClip(), apply="grad_scale")
-    with pytest.raises(ValueError, match="apply is 'later'; expected one of inplace, grad_scale"):
+    with pytest.raises(ValueError, match=r"apply: expected one of .*, got 'later'"):
         zclip.ClippedOptimizer(fused, zclip.ZClip(), apply="later")
 
 
@@ -476,15 +476,15 @@ def test_wrap_takes_a_name_a_clipper_and_settings():
     optimizer = zclip.wrap(inner, "zclip", alpha=0.5, lag=3)
     assert (optimizer.clipper.alpha, optimizer.mailbox.lag) == (0.5, 3)
     assert isinstance(zclip.wrap(inner, zclip.AdaGC()).clipper, zclip.AdaGC)
-    with pytest.raises(ValueError, match="clipper is 'adam'; expected one of zclip, adagc"):
+    with pytest.raises(ValueError, match=r"clipper: expected one of zclip, adagc.*, got 'adam'"):
         zclip.wrap(inner, "adam")
-    with pytest.raises(TypeError, match="alpha: set these on the clipper"):
+    with pytest.raises(TypeError, match="a name beside alpha, got ZClip; set these on it"):
         zclip.wrap(inner, zclip.ZClip(), alpha=0.5)
-    with pytest.raises(ValueError, match="already clipped"):
+    with pytest.raises(ValueError, match="clipped already"):
         zclip.wrap(optimizer)
-    with pytest.raises(TypeError, match="optimizer is str"):
+    with pytest.raises(TypeError, match="optimizer: expected a torch Optimizer, got str"):
         zclip.wrap("adam")
-    with pytest.raises(TypeError, match="clipper is float"):
+    with pytest.raises(TypeError, match=r"clipper: expected a zclip.Clipper, got float"):
         zclip.wrap(inner, 1.0)
 
 

@@ -1,4 +1,5 @@
-"""List every message that a user can meet: what ``zclip`` and ``heal`` raise, warn, note and print.
+"""List every message that a user can meet: what ``zclip`` and ``heal`` raise, warn, note and print,
+and what the checks of the compiled operators in ``csrc`` raise.
 
 ``python tools/list_messages.py`` prints one line per message: file, line, kind and text, with
 ``{...}`` where a value is put in. The form of an error is "expected X, got Y; do Z".
@@ -6,6 +7,7 @@
 
 import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,12 +43,31 @@ class Message(NamedTuple):
 
 
 def messages(root: Path = ROOT) -> Iterator[Message]:
-    """Yield the messages of both packages, file by file."""
+    """Yield the messages of both packages and of the compiled operators, file by file."""
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             found = _of_file(ast.parse(path.read_text(encoding="utf-8")))
             for line, kind, text in sorted(set(found)):
                 yield Message(path.relative_to(root), line, kind, text)
+    for path in sorted((root / "csrc").rglob("*.*")):
+        for line, text in _of_source(path.read_text(encoding="utf-8")):
+            yield Message(path.relative_to(root), line, "error", text)
+
+
+LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
+CHECK = re.compile(r'\bSTD_TORCH_CHECK\(((?:"(?:[^"\\]|\\.)*"|[^"])*?)\);')
+
+
+def _of_source(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every check, with ``{}`` for values between and after literals."""
+    for check in CHECK.finditer(source):
+        text, end = "", None
+        for literal in LITERAL.finditer(check[1]):
+            is_value = end is not None and check[1][end : literal.start()].strip()
+            text += ("{}" if is_value else "") + literal[1]
+            end = literal.end()
+        is_value = end is not None and check[1][end:].strip()
+        yield source.count("\n", 0, check.start()) + 1, text + ("{}" if is_value else "")
 
 
 def _of_file(tree: ast.Module) -> Iterator[tuple[int, str, str]]:

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from heal import Healer
+from heal.integrations.trackers import Tracker
 from heal.report.collect import read_run
 from heal.report.page import make_page
 from heal.report.watch import LiveRun
@@ -31,7 +32,12 @@ WIDE, PHONE = 1120, 390  # pixels
 FLAGS = ("--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 
 
-def train(folder: Path, damage: Callable[[nn.Module, int], None], faults: list[Fault]) -> None:
+def train(
+    folder: Path,
+    damage: Callable[[nn.Module, int], None],
+    faults: list[Fault],
+    trackers: Sequence[Tracker] = (),
+) -> None:
     """Train a small regression under a healer, with damage and faults."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -47,7 +53,7 @@ def train(folder: Path, damage: Callable[[nn.Module, int], None], faults: list[F
         x, y = batch
         return nn.functional.mse_loss(model(x), y)
 
-    with Healer(model, optimizer, run_dir=folder) as healer:
+    with Healer(model, optimizer, run_dir=folder, trackers=trackers) as healer:
         healer.run(Chaos(healer, faults).wrap(train_step), batches, STEPS, progress=False)
 
 
@@ -112,12 +118,12 @@ def watch_screen(folder: Path) -> str:
     """Return what ``heal watch`` shows of a run, as text."""
     from rich.console import Console
 
-    from heal.report.screen import Screen
+    from heal.report.watch import screen_of
 
     run = LiveRun(folder)
     run.poll()
     console = Console(width=78, file=io.StringIO(), record=True)
-    console.print(Screen(run, console).view())
+    console.print(screen_of(run))
     return console.export_text()
 
 

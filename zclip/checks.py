@@ -71,7 +71,7 @@ def check_limit(name: str, value: float) -> float:
     """
     value = float(value)
     if not value >= 0.0:
-        raise ValueError(f"{name} must be a number >= 0, got {value}")
+        raise ValueError(f"{name}: expected a number >= 0, got {value}")
     return value
 
 
@@ -83,7 +83,7 @@ def check_fraction(name: str, value: float) -> float:
     """
     value = float(value)
     if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name} must be between 0 and 1, got {value}")
+        raise ValueError(f"{name}: expected a number from 0 to 1, got {value}")
     return value
 
 
@@ -94,5 +94,5 @@ def check_count(name: str, value: int) -> int:
         ValueError: it is not a whole number >= 1.
     """
     if int(value) != value or value < 1:
-        raise ValueError(f"{name} must be a whole number >= 1, got {value}")
+        raise ValueError(f"{name}: expected a whole number >= 1, got {value}")
     return int(value)

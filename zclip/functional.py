@@ -244,7 +244,7 @@ def _raise_if_nonfinite(norm: Tensor, stats: Tensor, name: Name, shape: Name) ->
 def _check_norm_type(norm_type: float) -> float:
     norm_type = float(norm_type)
     if not norm_type > 0.0:
-        raise ValueError(f"norm_type must be a positive number or inf, got {norm_type}")
+        raise ValueError(f"norm_type: expected a positive number or inf, got {norm_type}")
     return norm_type
 
 

@@ -44,7 +44,7 @@ class Mailbox:
 
     def __init__(self, lag: int = 2, width: int = NUM_VERDICT, room: int = 1) -> None:
         if lag < 0:
-            raise ValueError(f"lag must be >= 0, got {lag}")
+            raise ValueError(f"lag: expected 0 or more, got {lag}")
         self.lag = lag
         self.width = width
         self.room = room

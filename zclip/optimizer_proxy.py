@@ -93,4 +93,6 @@ class OptimizerProxy(Optimizer):
         for group in self.param_groups:
             unnamed = [tuple(p.shape) for p in group["params"] if id(p) not in known]
             if unnamed:
-                raise ValueError(f"named_parameters lacks parameters of the shapes {unnamed}")
+                raise ValueError(
+                    f"named_parameters: expected all parameters, got none of the shapes {unnamed}"
+                )

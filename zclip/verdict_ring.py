@@ -42,7 +42,7 @@ class VerdictRing:
 
     def __init__(self, device: torch.device, room: int = 256, width: int = NUM_VERDICT) -> None:
         if room < 1:
-            raise ValueError(f"room must be >= 1, got {room}")
+            raise ValueError(f"room: expected 1 or more, got {room}")
         self.room = room
         self.dropped = 0
         self._rows = torch.zeros(room, width, device=device)

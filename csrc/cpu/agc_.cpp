@@ -32,7 +32,7 @@ void check_same_shapes(const std::vector<Tensor>& grads, const std::vector<Tenso
     const auto have = params[i].sizes(), want = grads[i].sizes();
     STD_TORCH_CHECK(
         have.size() == want.size() && std::equal(have.begin(), have.end(), want.begin()),
-        "zclip::agc_: params[", i, "] has another shape than grads[", i, "]");
+        "zclip::agc_: params[", i, "]: expected the shape of grads[", i, "], got another");
   }
 }
 

@@ -53,24 +53,27 @@ Seen copy_numbers(char* to, const Part& part, const Tensor& source, bool avx512)
 
 void check_pair(const Tensor& target, const Tensor& source, size_t i) {
   STD_TORCH_CHECK(target.is_cpu() && source.is_cpu(), "zclip::copy_and_hash_: pair ", i,
-                  " is not on the CPU like the others");
+                  ": expected both on the CPU, got another device");
   STD_TORCH_CHECK(target.is_contiguous() && source.is_contiguous(), "zclip::copy_and_hash_: pair ",
-                  i, " is not contiguous");
+                  i, ": expected contiguous tensors, got strides");
   STD_TORCH_CHECK(target.scalar_type() == source.scalar_type() && target.numel() == source.numel(),
-                  "zclip::copy_and_hash_: pair ", i, " differs in dtype or number of elements");
+                  "zclip::copy_and_hash_: pair ", i,
+                  ": expected one dtype and number of elements, got two");
   const auto* to = static_cast<const char*>(target.const_data_ptr());
   const auto* from = static_cast<const char*>(source.const_data_ptr());
   const auto bytes = static_cast<int64_t>(source.numel() * source.element_size());
   STD_TORCH_CHECK(bytes == 0 || to + bytes <= from || from + bytes <= to,
-                  "zclip::copy_and_hash_: pair ", i, " shares memory");
+                  "zclip::copy_and_hash_: pair ", i,
+                  ": expected memory of their own, got tensors that share some");
 }
 
 }  // namespace
 
 Tensor copy_and_hash_(std::vector<Tensor> targets, std::vector<Tensor> sources) {
-  STD_TORCH_CHECK(!sources.empty() && targets.size() == sources.size(),
-                  "zclip::copy_and_hash_: got ", targets.size(), " targets for ", sources.size(),
-                  " sources; expected one for each, and at least one");
+  STD_TORCH_CHECK(
+      !sources.empty() && targets.size() == sources.size(),
+      "zclip::copy_and_hash_: expected a target for each source, and at least one, got ",
+      targets.size(), " for ", sources.size());
   const auto count = static_cast<int64_t>(sources.size());
   for (size_t i = 0; i < sources.size(); ++i) check_pair(targets[i], sources[i], i);
   Tensor rows =

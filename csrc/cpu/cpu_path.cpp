@@ -24,9 +24,10 @@ bool use_avx2() {
   const char* wanted = std::getenv("ZCLIP_CPU");
   if (wanted == nullptr || std::strcmp(wanted, "auto") == 0) return machine_has_avx2();
   if (std::strcmp(wanted, "portable") == 0) return false;
-  STD_TORCH_CHECK(std::strcmp(wanted, "avx2") == 0, "ZCLIP_CPU is '", wanted,
-                  "'; expected auto, avx2 or portable");
-  STD_TORCH_CHECK(machine_has_avx2(), "ZCLIP_CPU=avx2, but this machine has no AVX2 and F16C");
+  STD_TORCH_CHECK(std::strcmp(wanted, "avx2") == 0,
+                  "ZCLIP_CPU: expected auto, avx2 or portable, got '", wanted, "'");
+  STD_TORCH_CHECK(machine_has_avx2(),
+                  "ZCLIP_CPU=avx2: expected a machine with AVX2 and F16C, got none; use auto");
   return true;
 }
 

@@ -12,13 +12,14 @@
 namespace zclip::cpu {
 
 Tensor fingerprint(std::vector<Tensor> tensors) {
-  STD_TORCH_CHECK(!tensors.empty(), "zclip::fingerprint: expected at least one tensor");
+  STD_TORCH_CHECK(!tensors.empty(), "zclip::fingerprint: expected at least one tensor, got none");
   Tensor hashes = torch::stable::new_empty(tensors[0], {static_cast<int64_t>(tensors.size())},
                                            torch::headeronly::ScalarType::Long);
   auto* hash_of = static_cast<uint64_t*>(hashes.mutable_data_ptr());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    STD_TORCH_CHECK(tensors[i].is_cpu(), "zclip::fingerprint: tensors[", i,
-                    "] is not on the CPU like the others; give one call one device");
+    STD_TORCH_CHECK(
+        tensors[i].is_cpu(), "zclip::fingerprint: tensors[", i,
+        "]: expected a tensor on the CPU like the others, got another device; call once for each");
     // Index order counts, not memory order: a transposed view hashes as its copy does.
     if (!tensors[i].is_contiguous()) tensors[i] = torch::stable::contiguous(tensors[i]);
     hash_of[i] = mix_length(static_cast<uint64_t>(tensors[i].numel() * tensors[i].element_size()));

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "../math/watch_loss.h"
 #include "ops.h"
 #include "rule_call.h"
 #include "update_plan.h"
@@ -27,8 +28,11 @@ class Plans {
   std::shared_ptr<UpdatePlan> find(int64_t number) {
     const std::lock_guard<std::mutex> guard(mutex_);
     const auto found = plans_.find(number);
-    STD_TORCH_CHECK(found != plans_.end(), "zclip::fused_step_: there is no plan ", number,
-                    "; expected one that make_plan returned and drop_plan has not had");
+    STD_TORCH_CHECK(
+        found != plans_.end(),
+        "zclip::fused_step_: plan: expected one that make_plan returned and drop_plan has not "
+        "had, got ",
+        number);
     return found->second;
   }
 
@@ -55,11 +59,38 @@ Plans& plans() {
 std::vector<GradStats> rows_in(const Tensor& stats, int64_t count, const char* op) {
   STD_TORCH_CHECK(stats.is_cpu() && stats.scalar_type() == ScalarType::Double &&
                       stats.is_contiguous() && stats.numel() == count * kNumStats,
-                  "zclip::", op, ": stats must be a contiguous float64 tensor of shape [", count,
+                  "zclip::", op, ": stats: expected a contiguous float64 tensor of shape [", count,
                   ", ", kNumStats, "] on the CPU, got ", stats.numel(), " elements");
   const auto* rows = static_cast<const GradStats*>(stats.const_data_ptr());
   return {rows, rows + count};
 }
+
+// The watch of the loss that goes with a step, its arguments checked.
+class Watch {
+ public:
+  Watch(const std::optional<Tensor>& state, const std::optional<Tensor>& loss,
+        const std::vector<double>& settings, const char* op) {
+    if (!state || !loss) return;
+    STD_TORCH_CHECK(settings.size() == 4, "zclip::", op,
+                    ": watch_settings: expected factor, rising_steps, decay and warmup_steps, got ",
+                    settings.size(), " numbers");
+    state_ = state_of(*state, kNumLossState, op);
+    loss_ = loss_of(*loss, op);
+    settings_ = {settings[0], static_cast<int64_t>(settings[1]), settings[2],
+                 static_cast<int64_t>(settings[3])};
+  }
+
+  void judge(float* verdict) const {
+    if (loss_.given) watch_loss_rule(loss_.value, settings_, state_, verdict);
+  }
+
+  bool has_loss() const { return loss_.given; }
+
+ private:
+  double* state_ = nullptr;
+  Loss loss_ = {false, 0.0};
+  LossSettings settings_ = {};
+};
 
 }  // namespace
 
@@ -78,7 +109,9 @@ void drop_plan(int64_t plan) { plans().drop(plan); }
 Stepped fused_step_(std::vector<Tensor> grads, int64_t plan, Tensor state, int64_t rule,
                     std::vector<double> rule_settings, std::optional<Tensor> loss,
                     std::vector<double> settings, double grad_scale, bool found_inf,
-                    bool skip_nonfinite, int64_t seed, std::optional<Tensor> known) {
+                    bool skip_nonfinite, int64_t seed, std::optional<Tensor> known,
+                    std::optional<Tensor> watch, std::optional<Tensor> watched,
+                    std::vector<double> watch_settings) {
   const char* op = "fused_step_";
   const std::shared_ptr<UpdatePlan> held = plans().find(plan);
   if (!held->is_current()) {
@@ -91,8 +124,13 @@ Stepped fused_step_(std::vector<Tensor> grads, int64_t plan, Tensor state, int64
   held->check_gradients(list, op);
   const bool has_rule = rule != kNoRule;
   const RuleRow* row = has_rule ? find_rule(rule) : nullptr;
-  STD_TORCH_CHECK(!has_rule || row != nullptr, "zclip::", op, ": rule ", rule,
-                  " has no compiled code; expected one of math/rules.h, or -1 for none");
+  STD_TORCH_CHECK(!has_rule || row != nullptr, "zclip::", op,
+                  ": rule: expected one of math/rules.h, or -1 for none, got ", rule,
+                  ", which has no compiled code");
+  const Watch loss_watch(watch, watched, watch_settings, op);
+  STD_TORCH_CHECK(has_rule || !loss_watch.has_loss(), "zclip::", op,
+                  ": expected a rule where a loss is watched, got none: what it finds is in the "
+                  "verdict of the rule");
   Measured results = {};
   bool blocked = found_inf;
   const double* coefs = nullptr;
@@ -107,6 +145,7 @@ Stepped fused_step_(std::vector<Tensor> grads, int64_t plan, Tensor state, int64
     auto* verdict = static_cast<float*>(results.verdict.mutable_data_ptr());
     auto* chosen = static_cast<double*>(results.coefs.mutable_data_ptr());
     call.apply(rows.data(), count, chosen, verdict);
+    loss_watch.judge(verdict);
     fill_measured(results, rows, reported_norm(total_of(rows.data(), count), call.nonfinite()));
     blocked |= verdict[kBlocked] != 0.0f;
     blocked |= skip_nonfinite && (static_cast<int>(verdict[kFlags]) & (kHasNan | kHasInf)) != 0;

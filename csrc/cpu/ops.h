@@ -55,12 +55,15 @@ int64_t make_plan(std::vector<Tensor> params, std::vector<Tensor> firsts,
                   std::vector<int64_t> sizes, bool telemetry);
 void drop_plan(int64_t plan);
 // Norm, stats, coefs, verdict, rows and summary; an empty summary says that the plan is stale.
-// Where stats are known, the gradients are not measured.
+// Where stats are known, the gradients are not measured. With a watch, the loss is judged as
+// watch_loss_ does, by {factor, rising_steps, decay, warmup_steps}, before the step is decided on.
 using Stepped = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 Stepped fused_step_(std::vector<Tensor> grads, int64_t plan, Tensor state, int64_t rule,
                     std::vector<double> rule_settings, std::optional<Tensor> loss,
                     std::vector<double> settings, double grad_scale, bool found_inf,
-                    bool skip_nonfinite, int64_t seed, std::optional<Tensor> known);
+                    bool skip_nonfinite, int64_t seed, std::optional<Tensor> known,
+                    std::optional<Tensor> watch, std::optional<Tensor> watched,
+                    std::vector<double> watch_settings);
 void check_settings(const std::vector<double>& settings, int64_t groups, const char* op);
 
 // The pieces, on lists already checked, that the fused operators are made of.

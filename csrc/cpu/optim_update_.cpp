@@ -20,7 +20,7 @@ double number_or(double otherwise, const Tensor& tensor, const char* name) {
       tensor.is_cpu() && tensor.numel() == 1 &&
           (tensor.scalar_type() == ScalarType::Float || tensor.scalar_type() == ScalarType::Double),
       "zclip::optim_update_: ", name,
-      " must be one float32 or float64 number on the CPU, or empty, got ", tensor.numel(),
+      ": expected one float32 or float64 number on the CPU, or empty, got ", tensor.numel(),
       " elements");
   return tensor.scalar_type() == ScalarType::Double
              ? *static_cast<const double*>(tensor.const_data_ptr())
@@ -29,12 +29,12 @@ double number_or(double otherwise, const Tensor& tensor, const char* name) {
 
 bool is_blocked(const Tensor& blocked, int64_t skip_flags) {
   if (blocked.numel() <= 1) return number_or(0.0, blocked, "blocked") != 0.0;
-  STD_TORCH_CHECK(blocked.is_cpu() && blocked.scalar_type() == ScalarType::Float &&
-                      blocked.is_contiguous() && blocked.numel() == kNumVerdict,
-                  "zclip::optim_update_: blocked must be one number, a contiguous float32 verdict "
-                  "of ",
-                  int{kNumVerdict}, " elements on the CPU, or empty, got ", blocked.numel(),
-                  " elements");
+  STD_TORCH_CHECK(
+      blocked.is_cpu() && blocked.scalar_type() == ScalarType::Float && blocked.is_contiguous() &&
+          blocked.numel() == kNumVerdict,
+      "zclip::optim_update_: blocked: expected one number, a contiguous float32 verdict "
+      "of ",
+      int{kNumVerdict}, " elements on the CPU, or empty, got ", blocked.numel(), " elements");
   const auto* verdict = static_cast<const float*>(blocked.const_data_ptr());
   return verdict[kBlocked] != 0.0f || (static_cast<int64_t>(verdict[kFlags]) & skip_flags) != 0;
 }
@@ -43,8 +43,8 @@ const double* doubles_or_null(const Tensor& tensor, int64_t count, const char* n
   if (tensor.numel() == 0) return nullptr;
   STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == ScalarType::Double &&
                       tensor.is_contiguous() && tensor.numel() == count,
-                  "zclip::optim_update_: ", name, " must be a contiguous float64 tensor of ", count,
-                  " elements on the CPU, or empty, got ", tensor.numel(), " elements");
+                  "zclip::optim_update_: ", name, ": expected a contiguous float64 tensor of ",
+                  count, " elements on the CPU, or empty, got ", tensor.numel(), " elements");
   return static_cast<const double*>(tensor.const_data_ptr());
 }
 
@@ -52,8 +52,8 @@ const double* doubles_or_null(const Tensor& tensor, int64_t count, const char* n
 
 void check_settings(const std::vector<double>& settings, int64_t groups, const char* op) {
   STD_TORCH_CHECK(static_cast<int64_t>(settings.size()) == groups * kNumOptimSettings,
-                  "zclip::", op, ": settings has ", settings.size(), " numbers; expected ",
-                  int{kNumOptimSettings}, " for each of ", groups, " groups");
+                  "zclip::", op, ": settings: expected ", int{kNumOptimSettings}, " for each of ",
+                  groups, " groups, got ", settings.size());
 }
 
 Updated optim_update_(std::vector<Tensor> params, std::vector<Tensor> grads,

@@ -12,8 +12,8 @@ Judged rule_(Tensor state, Tensor stats, int64_t rule, std::vector<double> setti
   if (row == nullptr) return reference_rule(state, stats, rule, settings, loss);
   STD_TORCH_CHECK(stats.scalar_type() == ScalarType::Double && stats.is_contiguous() &&
                       stats.dim() == 2 && stats.size(1) == kNumStats,
-                  "zclip::rule_: stats must be a contiguous float64 tensor of shape [N, ",
-                  kNumStats, "]");
+                  "zclip::rule_: stats: expected a contiguous float64 tensor of shape [N, ",
+                  kNumStats, "], got ", stats.numel(), " elements");
   const int64_t count = stats.size(0);
   const RuleCall call(*row, state, count, std::move(settings), loss, "rule_");
   Tensor coefs = torch::stable::new_empty(stats, {count}, ScalarType::Double);

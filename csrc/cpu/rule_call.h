@@ -17,7 +17,7 @@ class RuleCall {
            const std::optional<Tensor>& loss, const char* op)
       : row_(row), settings_(std::move(settings)) {
     STD_TORCH_CHECK(static_cast<int64_t>(settings_.size()) == row.num_settings, "zclip::", op, ": ",
-                    row.name, " has ", row.num_settings, " settings, got ", settings_.size());
+                    row.name, ": expected ", row.num_settings, " settings, got ", settings_.size());
     const char* problem = row.problem(settings_.data());
     STD_TORCH_CHECK(problem == nullptr, "zclip::", op, ": ", row.name, ": ", problem);
     if (!(row.state_may_be_empty && state.numel() == 0)) {

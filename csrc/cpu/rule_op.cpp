@@ -8,14 +8,14 @@ namespace zclip::cpu {
 double* state_of(const Tensor& state, int64_t size, const char* op) {
   STD_TORCH_CHECK(state.is_cpu() && state.scalar_type() == ScalarType::Double &&
                       state.is_contiguous() && state.numel() == size,
-                  "zclip::", op, ": state must be a contiguous float64 tensor of ", size,
+                  "zclip::", op, ": state: expected a contiguous float64 tensor of ", size,
                   " elements on the CPU, got ", state.numel());
   return static_cast<double*>(state.mutable_data_ptr());
 }
 
 Loss loss_of(const Tensor& loss, const char* op) {
   STD_TORCH_CHECK(loss.is_cpu() && loss.numel() <= 1, "zclip::", op,
-                  ": loss must have one element, or none, and be on the CPU, got ", loss.numel());
+                  ": loss: expected one element, or none, on the CPU, got ", loss.numel());
   if (loss.numel() == 0) return {false, 0.0};
   const TensorList list({loss}, TensorList::Access::kRead, op, "loss");
   const Span& span = list.spans()[0];

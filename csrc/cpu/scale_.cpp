@@ -75,7 +75,7 @@ void scale_(std::vector<Tensor> grads, Tensor coefs) {
   const TensorList list(grads, TensorList::Access::kWrite, "scale_", "grads");
   STD_TORCH_CHECK(coefs.scalar_type() == torch::headeronly::ScalarType::Double &&
                       coefs.is_contiguous() && coefs.numel() == static_cast<int64_t>(grads.size()),
-                  "zclip::scale_: coefs must be a contiguous float64 tensor with one element per "
+                  "zclip::scale_: coefs: expected a contiguous float64 tensor with one element per "
                   "gradient (",
                   grads.size(), "), got ", coefs.numel());
   scale_rows(list, static_cast<const double*>(coefs.const_data_ptr()));
@@ -86,8 +86,8 @@ void zero_nonfinite_(std::vector<Tensor> grads, Tensor stats) {
   STD_TORCH_CHECK(stats.scalar_type() == torch::headeronly::ScalarType::Double &&
                       stats.is_contiguous() &&
                       stats.numel() == static_cast<int64_t>(grads.size()) * kNumStats,
-                  "zclip::zero_nonfinite_: stats must be a contiguous float64 tensor of shape [",
-                  grads.size(), ", 3]");
+                  "zclip::zero_nonfinite_: stats: expected a contiguous float64 tensor of shape [",
+                  grads.size(), ", 3], got ", stats.numel(), " elements");
   zero_nonfinite_spans(list, static_cast<const GradStats*>(stats.const_data_ptr()));
 }
 

@@ -20,12 +20,11 @@ TensorList::TensorList(const std::vector<Tensor>& tensors, Access access, const 
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& tensor = tensors[i];
     Span& span = spans_[i];
-    STD_TORCH_CHECK(tensor.is_cpu(), "zclip::", op, ": ", argument, "[", i,
-                    "] is not on the CPU like the others; give one call one device");
+    STD_TORCH_CHECK(
+        tensor.is_cpu(), "zclip::", op, ": ", argument, "[", i,
+        "]: expected a tensor on the CPU like the others, got another device; call once for each");
     STD_TORCH_CHECK(find_format(tensor.scalar_type(), &span.format), "zclip::", op, ": ", argument,
-                    "[", i,
-                    "] has an unsupported dtype; expected float32, bfloat16, float16 or "
-                    "float64");
+                    "[", i, "]: expected float32, bfloat16, float16 or float64, got another dtype");
     span.data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
     span.numel = tensor.numel();
     span.dense = tensor.is_contiguous();
@@ -44,8 +43,8 @@ TensorList::TensorList(const std::vector<Tensor>& tensors, Access access, const 
     span.dense = layout.dense && rows_are_runs;
     STD_TORCH_CHECK(access == Access::kRead || !layout.overlaps, "zclip::", op, ": ", argument, "[",
                     i,
-                    "] has elements that share memory (expand()?) and cannot be written in "
-                    "place; expected a clone()");
+                    "]: expected memory of its own, got elements that share memory (expand()?); "
+                    "pass a clone()");
   }
   cut_into_chunks();
 }

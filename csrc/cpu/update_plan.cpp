@@ -4,6 +4,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 
 #include "cpu_path.h"
@@ -26,6 +27,9 @@ struct UpdatePlan::Row {
 
 namespace {
 
+constexpr int64_t kParamsPerThread = 4096;  // whose addresses are worth a thread
+constexpr int64_t kTensorsAhead = 12;       // of the one that is looked at, to fetch from memory
+
 bool has(const std::vector<Tensor>& list, size_t i) { return !list.empty() && list[i].numel() > 0; }
 
 // The address of an entry of the state, or null if there is none. Raises if it does not fit.
@@ -36,8 +40,8 @@ char* state_address(const std::vector<Tensor>& list, size_t i, const Span& param
   const ScalarType wanted =
       param.format == Format::kFloat64 ? ScalarType::Double : ScalarType::Float;
   STD_TORCH_CHECK(entry.is_cpu() && entry.scalar_type() == wanted, "zclip::", op, ": ", argument,
-                  "[", i, "] must be ", wanted == ScalarType::Double ? "float64" : "float32",
-                  " on the CPU");
+                  "[", i, "]: expected ", wanted == ScalarType::Double ? "float64" : "float32",
+                  " on the CPU, got another dtype or device");
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   const bool fits =
       entry.numel() == param.numel &&
@@ -46,9 +50,9 @@ char* state_address(const std::vector<Tensor>& list, size_t i, const Span& param
                                            entry.strides().end()) &&
                                     std::equal(sizes.begin(), sizes.end(), entry.sizes().begin(),
                                                entry.sizes().end()));
-  STD_TORCH_CHECK(fits, "zclip::", op, ": ", argument, "[", i, "] has ", entry.numel(),
-                  " elements or other strides; expected the shape and strides of params[", i,
-                  "], which has ", param.numel, " elements");
+  STD_TORCH_CHECK(fits, "zclip::", op, ": ", argument, "[", i, "]: expected the strides and ",
+                  param.numel, " elements of params[", i, "], got ", entry.numel(),
+                  " elements or other strides");
   return static_cast<char*>(entry.mutable_data_ptr());
 }
 
@@ -127,33 +131,32 @@ UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimSta
                {state_.maxima, "maxima"},
                {state_.steps, "steps"}};
   for (const auto& [list, name] : lists) {
-    STD_TORCH_CHECK(list.empty() || list.size() == count, "zclip::", op, ": ", name, " has ",
-                    list.size(), " entries; expected none or one for each of ", count, " params");
+    STD_TORCH_CHECK(list.empty() || list.size() == count, "zclip::", op, ": ", name,
+                    ": expected none or one for each of ", count, " params, got ", list.size());
   }
   int64_t listed = 0;
   for (const int64_t size : sizes_) listed += size;
-  STD_TORCH_CHECK(listed == static_cast<int64_t>(count), "zclip::", op, ": sizes add up to ",
-                  listed, "; expected the number of params, ", count);
+  STD_TORCH_CHECK(listed == static_cast<int64_t>(count), "zclip::", op,
+                  ": sizes: expected a sum of ", count, ", the number of params, got ", listed);
   STD_TORCH_CHECK(ledger_.is_cpu() && ledger_.scalar_type() == ScalarType::Long &&
                       ledger_.is_contiguous() &&
                       ledger_.numel() == static_cast<int64_t>(count) * kNumLedger,
-                  "zclip::", op, ": ledger must be a contiguous int64 tensor of shape [", count,
+                  "zclip::", op, ": ledger: expected a contiguous int64 tensor of shape [", count,
                   ", ", int{kNumLedger}, "] on the CPU, got ", ledger_.numel(), " elements");
   STD_TORCH_CHECK(algorithm != Algorithm::kAdam || count == 0 ||
                       (!state_.firsts.empty() && !state_.seconds.empty() && !state_.steps.empty()),
-                  "zclip::", op, ": Adam needs firsts, seconds and steps, got an empty list");
+                  "zclip::", op, ": Adam: expected firsts, seconds and steps, got an empty list");
   STD_TORCH_CHECK(algorithm != Algorithm::kLion || count == 0 || !state_.firsts.empty(),
-                  "zclip::", op, ": Lion needs firsts, got an empty list");
+                  "zclip::", op, ": Lion: expected firsts, got an empty list");
   strides_.resize(count);
   entries_.resize(count);
   const auto watch = [&](const Tensor& tensor) {
-    watched_.push_back(&tensor);
-    addresses_.push_back(tensor.const_data_ptr());
+    watched_.push_back({tensor.get(), tensor.const_data_ptr()});
   };
   for (size_t i = 0; i < count; ++i) {
     const Span& span = list_.spans()[i];
     STD_TORCH_CHECK(span.dense, "zclip::", op, ": params[", i,
-                    "] does not fill one run of memory; expected a dense tensor");
+                    "]: expected a dense tensor, got one that does not fill one run of memory");
     if (!params_[i].is_contiguous()) {
       strides_[i].assign(span.strides, span.strides + span.dim);
     }
@@ -166,27 +169,46 @@ UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimSta
       STD_TORCH_CHECK(state_.steps[i].is_cpu() && state_.steps[i].numel() == 1 &&
                           (type == ScalarType::Float || type == ScalarType::Double),
                       "zclip::", op, ": steps[", i,
-                      "] must be one float32 or float64 number on the CPU");
+                      "]: expected one float32 or float64 number on the CPU, got something else");
       entry.step = state_.steps[i].mutable_data_ptr();
       entry.step_is_double = type == ScalarType::Double;
     }
+    first_watched_.push_back(static_cast<int64_t>(watched_.size()));
     watch(params_[i]);
     for (const auto& [list, name] : lists) {
       if (has(list, i)) watch(list[i]);
     }
   }
+  first_watched_.push_back(static_cast<int64_t>(watched_.size()));
 }
 
+UpdatePlan::~UpdatePlan() = default;
+
 bool UpdatePlan::is_current() const {
-  for (size_t k = 0; k < watched_.size(); ++k) {
-    if (watched_[k]->const_data_ptr() != addresses_[k]) return false;
-  }
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i].numel() != list_.spans()[i].numel) return false;
-    if (params_[i].is_contiguous() != strides_[i].empty()) return false;
-    const auto strides = params_[i].strides();
-    if (!strides_[i].empty() &&
-        !std::equal(strides.begin(), strides.end(), strides_[i].begin(), strides_[i].end())) {
+  std::atomic<bool> is_current{true};
+  torch::stable::parallel_for(0, count(), kParamsPerThread, [&](int64_t begin, int64_t end) {
+    if (!are_current(begin, end)) is_current.store(false, std::memory_order_relaxed);
+  });
+  return is_current.load();
+}
+
+bool UpdatePlan::are_current(int64_t begin, int64_t end) const {
+  for (int64_t i = begin; i < end; ++i) {
+    for (int64_t k = first_watched_[i]; k < first_watched_[i + 1]; ++k) {
+      // What a handle points to begins with the address of the tensor. If it ever should not, this
+      // fetches something else in advance and does no harm.
+      const auto ahead = std::min(k + kTensorsAhead, static_cast<int64_t>(watched_.size()) - 1);
+      __builtin_prefetch(*reinterpret_cast<const void* const*>(watched_[ahead].handle));
+      const void* address = nullptr;
+      STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(watched_[k].handle, &address));
+      if (address != watched_[k].address) return false;
+    }
+    const Tensor& param = params_[i];
+    if (param.numel() != list_.spans()[i].numel) return false;
+    if (param.is_contiguous() != strides_[i].empty()) return false;
+    if (strides_[i].empty()) continue;
+    const auto strides = param.strides();
+    if (!std::equal(strides.begin(), strides.end(), strides_[i].begin(), strides_[i].end())) {
       return false;
     }
   }
@@ -194,28 +216,29 @@ bool UpdatePlan::is_current() const {
 }
 
 void UpdatePlan::check_gradients(const TensorList& grads, const char* op) const {
-  STD_TORCH_CHECK(grads.spans().size() == params_.size(), "zclip::", op, ": grads has ",
-                  grads.spans().size(), " entries; expected one for each of ", params_.size(),
-                  " params");
+  STD_TORCH_CHECK(grads.spans().size() == params_.size(), "zclip::", op,
+                  ": grads: expected one for each of ", params_.size(), " params, got ",
+                  grads.spans().size());
   for (size_t i = 0; i < params_.size(); ++i) {
     const Span &grad = grads.spans()[i], &param = list_.spans()[i];
     if (grad.numel == 0) continue;  // there is none in this step
     const bool both_wide = (grad.format == Format::kFloat64) == (param.format == Format::kFloat64);
-    STD_TORCH_CHECK(both_wide && grad.numel == param.numel, "zclip::", op, ": grads[", i, "] has ",
-                    grad.numel, " elements or another dtype; expected those of params[", i,
-                    "], which has ", param.numel, " elements");
+    STD_TORCH_CHECK(both_wide && grad.numel == param.numel, "zclip::", op, ": grads[", i,
+                    "]: expected the dtype and ", param.numel, " elements of params[", i, "], got ",
+                    grad.numel, " elements or another dtype");
     // Spans of contiguous tensors have no strides.
     const bool same = grad.strides == nullptr
                           ? strides_[i].empty()
                           : grad.dense && static_cast<size_t>(grad.dim) == strides_[i].size() &&
                                 std::equal(strides_[i].begin(), strides_[i].end(), grad.strides);
     STD_TORCH_CHECK(same || param.numel < 2, "zclip::", op, ": grads[", i,
-                    "] has other strides than params[", i, "]; expected the same");
+                    "]: expected the strides of params[", i, "], got others");
   }
 }
 
-std::vector<UpdatePlan::Row> UpdatePlan::rows_of(const StepNumbers& numbers) const {
-  std::vector<Row> rows(params_.size());
+void UpdatePlan::fill_rows(const StepNumbers& numbers) {
+  rows_.resize(params_.size());
+  std::vector<Row>& rows = rows_;
   const auto* ledger = static_cast<const int64_t*>(ledger_.const_data_ptr());
   size_t i = 0;
   for (size_t group = 0; group < sizes_.size(); ++group) {
@@ -250,18 +273,18 @@ std::vector<UpdatePlan::Row> UpdatePlan::rows_of(const StepNumbers& numbers) con
           (flags & kStochastic) ? rounding_key(numbers.seed, updates, static_cast<int64_t>(i)) : 0;
     }
   }
-  return rows;
 }
 
 void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, double* telemetry,
                         float* summary) {
   const Isa isa = best_isa();
-  std::vector<Row> rows;
   {
     const FloatMode mode;
-    rows = rows_of(numbers);
+    fill_rows(numbers);
   }
-  std::vector<UpdateSlot> slots(list_.chunks().size());
+  const std::vector<Row>& rows = rows_;
+  std::vector<UpdateSlot>& slots = slots_;
+  slots.assign(list_.chunks().size(), {});
   for_each_chunk(list_, [&](int64_t c, const Chunk& chunk) {
     const auto t = static_cast<size_t>(chunk.tensor);
     const Span &param = list_.spans()[t], &grad = grads.spans()[t];

@@ -12,7 +12,7 @@ void watch_loss_(Tensor state, Tensor loss, Tensor verdict, double factor, int64
   double* columns = state_of(state, kNumLossState, op);
   STD_TORCH_CHECK(verdict.is_cpu() && verdict.scalar_type() == ScalarType::Float &&
                       verdict.is_contiguous() && verdict.numel() == kNumVerdict,
-                  "zclip::watch_loss_: verdict must be a contiguous float32 tensor of ",
+                  "zclip::watch_loss_: verdict: expected a contiguous float32 tensor of ",
                   kNumVerdict, " elements on the CPU, got ", verdict.numel());
   const Loss given = loss_of(loss, op);
   if (!given.given) return;

@@ -19,12 +19,10 @@ DeviceList::DeviceList(const std::vector<Tensor>& tensors, const Place& place, A
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& tensor = tensors[i];
     DeviceTensor& entry = tensors_[i];
-    STD_TORCH_CHECK(place.holds(tensor), "zclip::", op, ": ", argument, "[", i, "] is not on ",
-                    place.name(), " like the others; give one call one device");
+    STD_TORCH_CHECK(place.holds(tensor), "zclip::", op, ": ", argument, "[", i, "]: expected ",
+                    place.name(), ", the device of the others, got another; call once for each");
     STD_TORCH_CHECK(find_format(tensor.scalar_type(), &entry.format), "zclip::", op, ": ", argument,
-                    "[", i,
-                    "] has an unsupported dtype; expected float32, bfloat16, float16 or "
-                    "float64");
+                    "[", i, "]: expected float32, bfloat16, float16 or float64, got another dtype");
     const int64_t numel = tensor.numel();
     entry.address = const_cast<void*>(tensor.const_data_ptr());
     entry.rows = cut == Cut::kRows && tensor.dim() > 1 ? tensor.size(0) : 1;
@@ -37,16 +35,16 @@ DeviceList::DeviceList(const std::vector<Tensor>& tensors, const Place& place, A
     const Layout layout = layout_of(tensor.dim(), tensor.sizes().data(), strides);
     STD_TORCH_CHECK(access == Access::kRead || !layout.overlaps, "zclip::", op, ": ", argument, "[",
                     i,
-                    "] has elements that share memory (expand()?) and cannot be written in "
-                    "place; expected a clone()");
+                    "]: expected memory of its own, got elements that share memory (expand()?); "
+                    "pass a clone()");
     const bool rows_are_runs = entry.rows == 1 || strides[0] * entry.rows == numel;
     if (layout.dense && rows_are_runs) continue;
     const Tensor copy = torch::stable::contiguous(tensor);
     entry.address = const_cast<void*>(copy.const_data_ptr());
     copies_.push_back({tensor, copy});
   }
-  STD_TORCH_CHECK(rows_ < kRowLimit, "zclip::", op, ": ", argument, " has ", rows_,
-                  " rows; expected fewer than ", kRowLimit);
+  STD_TORCH_CHECK(rows_ < kRowLimit, "zclip::", op, ": ", argument, ": expected fewer than ",
+                  kRowLimit, " rows, got ", rows_);
 }
 
 Tensor DeviceList::scratch(const Tensor& like) const {

@@ -47,7 +47,7 @@ void scale_(std::vector<Tensor> grads, Tensor coefs) {
   DeviceList list(grads, place, Access::kWrite, "scale_", "grads");
   STD_TORCH_CHECK(place.holds(coefs) && coefs.scalar_type() == ScalarType::Double &&
                       coefs.is_contiguous() && coefs.numel() == list.count(),
-                  "zclip::scale_: coefs must be a contiguous float64 tensor with one element per "
+                  "zclip::scale_: coefs: expected a contiguous float64 tensor with one element per "
                   "gradient (",
                   grads.size(), "), got ", coefs.numel());
   check_launch(
@@ -62,8 +62,8 @@ void zero_nonfinite_(std::vector<Tensor> grads, Tensor stats) {
   DeviceList list(grads, place, Access::kWrite, "zero_nonfinite_", "grads");
   STD_TORCH_CHECK(place.holds(stats) && stats.scalar_type() == ScalarType::Double &&
                       stats.is_contiguous() && stats.numel() == list.count() * kNumStats,
-                  "zclip::zero_nonfinite_: stats must be a contiguous float64 tensor of shape [",
-                  grads.size(), ", 3]");
+                  "zclip::zero_nonfinite_: stats: expected a contiguous float64 tensor of shape [",
+                  grads.size(), ", 3], got ", stats.numel(), " elements");
   check_launch(launch_zero_nonfinite(list.data(), list.count(), rows_of(stats), place.queue()),
                "zero_nonfinite_");
   list.write_back();
@@ -78,12 +78,12 @@ void clamp_(std::vector<Tensor> grads, double limit) {
 }
 
 Tensor fingerprint(std::vector<Tensor> tensors) {
-  STD_TORCH_CHECK(!tensors.empty(), "zclip::fingerprint: expected at least one tensor");
+  STD_TORCH_CHECK(!tensors.empty(), "zclip::fingerprint: expected at least one tensor, got none");
   const Place place(tensors[0]);
   std::vector<DeviceTensor> bytes(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    STD_TORCH_CHECK(place.holds(tensors[i]), "zclip::fingerprint: tensors[", i, "] is not on ",
-                    place.name(), " like the others; give one call one device");
+    STD_TORCH_CHECK(place.holds(tensors[i]), "zclip::fingerprint: tensors[", i, "]: expected ",
+                    place.name(), ", the device of the others, got another; call once for each");
     // Index order counts, not memory order: a transposed view hashes as its copy does.
     if (!tensors[i].is_contiguous()) tensors[i] = torch::stable::contiguous(tensors[i]);
     bytes[i] = {const_cast<void*>(tensors[i].const_data_ptr()),

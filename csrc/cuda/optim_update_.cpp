@@ -29,10 +29,11 @@ void* state_at(const std::vector<Tensor>& list, size_t i, const Tensor& param, b
   if (list.empty() || (list[i].numel() == 0 && param.numel() > 0)) return nullptr;
   const ScalarType wanted = is_wide ? ScalarType::Double : ScalarType::Float;
   STD_TORCH_CHECK(place.holds(list[i]) && list[i].scalar_type() == wanted, kUpdateOp, name, "[", i,
-                  "] must be ", is_wide ? "float64" : "float32", " on ", place.name());
-  STD_TORCH_CHECK(lies_alike(list[i], param), kUpdateOp, name, "[", i, "] has ", list[i].numel(),
-                  " elements or other strides; expected the shape and strides of params[", i,
-                  "], which has ", param.numel(), " elements");
+                  "]: expected ", is_wide ? "float64" : "float32", " on ", place.name(),
+                  ", got another dtype or device");
+  STD_TORCH_CHECK(lies_alike(list[i], param), kUpdateOp, name, "[", i,
+                  "]: expected the strides and ", param.numel(), " elements of params[", i,
+                  "], got ", list[i].numel(), " elements or other strides");
   return list[i].mutable_data_ptr();
 }
 
@@ -42,15 +43,15 @@ const value_t* numbers_or_null(const Tensor& tensor, ScalarType type, int64_t co
   if (tensor.numel() == 0) return nullptr;
   STD_TORCH_CHECK(place.holds(tensor) && tensor.scalar_type() == type && tensor.is_contiguous() &&
                       tensor.numel() == count,
-                  kUpdateOp, name, " must be a contiguous ",
+                  kUpdateOp, name, ": expected a contiguous ",
                   type == ScalarType::Double ? "float64" : "float32", " tensor of ", count,
                   " elements on ", place.name(), ", or empty, got ", tensor.numel(), " elements");
   return static_cast<const value_t*>(tensor.const_data_ptr());
 }
 
 void check_lists(const std::vector<Tensor>& list, size_t count, const char* name) {
-  STD_TORCH_CHECK(list.empty() || list.size() == count, kUpdateOp, name, " has ", list.size(),
-                  " entries; expected none or one for each of ", count, " params");
+  STD_TORCH_CHECK(list.empty() || list.size() == count, kUpdateOp, name,
+                  ": expected none or one for each of ", count, " params, got ", list.size());
 }
 
 }  // namespace
@@ -63,52 +64,53 @@ Updated optim_update_(std::vector<Tensor> params, std::vector<Tensor> grads,
                       int64_t seed, bool telemetry, int64_t skip_flags) {
   const Place place(ledger);
   const size_t count = params.size();
-  STD_TORCH_CHECK(grads.size() == count, kUpdateOp, "grads has ", grads.size(),
-                  " entries; expected one for each of ", count, " params");
+  STD_TORCH_CHECK(grads.size() == count, kUpdateOp, "grads: expected one for each of ", count,
+                  " params, got ", grads.size());
   check_lists(firsts, count, "firsts");
   check_lists(seconds, count, "seconds");
   check_lists(maxima, count, "maxima");
   check_lists(steps, count, "steps");
-  STD_TORCH_CHECK(settings.size() == sizes.size() * kNumOptimSettings, kUpdateOp, "settings has ",
-                  settings.size(), " numbers; expected ", int{kNumOptimSettings}, " for each of ",
-                  sizes.size(), " groups");
+  STD_TORCH_CHECK(settings.size() == sizes.size() * kNumOptimSettings, kUpdateOp,
+                  "settings: expected ", int{kNumOptimSettings}, " for each of ", sizes.size(),
+                  " groups, got ", settings.size());
   const auto kind = static_cast<Algorithm>(algorithm);
   STD_TORCH_CHECK(kind != Algorithm::kAdam || count == 0 ||
                       (!firsts.empty() && !seconds.empty() && !steps.empty()),
-                  kUpdateOp, "Adam needs firsts, seconds and steps, got an empty list");
+                  kUpdateOp, "Adam: expected firsts, seconds and steps, got an empty list");
   STD_TORCH_CHECK(kind != Algorithm::kLion || count == 0 || !firsts.empty(), kUpdateOp,
-                  "Lion needs firsts, got an empty list");
+                  "Lion: expected firsts, got an empty list");
   STD_TORCH_CHECK(place.holds(ledger) && ledger.scalar_type() == ScalarType::Long &&
                       ledger.is_contiguous() &&
                       ledger.numel() == static_cast<int64_t>(count) * kNumLedger,
-                  kUpdateOp, "ledger must be a contiguous int64 tensor of shape [", count, ", ",
+                  kUpdateOp, "ledger: expected a contiguous int64 tensor of shape [", count, ", ",
                   int{kNumLedger}, "] on ", place.name(), ", got ", ledger.numel(), " elements");
   std::vector<UpdateTensor> tensors(count);
   size_t i = 0;
   for (size_t group = 0; group < sizes.size(); ++group) {
     for (int64_t k = 0; k < sizes[group]; ++k, ++i) {
-      STD_TORCH_CHECK(i < count, kUpdateOp, "sizes add up to more than the ", count, " params");
+      STD_TORCH_CHECK(i < count, kUpdateOp, "sizes: expected a sum of ", count,
+                      ", the number of params, got more");
       const Tensor &param = params[i], &grad = grads[i];
       UpdateTensor& entry = tensors[i];
       STD_TORCH_CHECK(place.holds(param) && find_format(param.scalar_type(), &entry.param_format),
                       kUpdateOp, "params[", i,
-                      "] must be float32, bfloat16, float16 or float64 on ", place.name());
+                      "]: expected float32, bfloat16, float16 or float64 on ", place.name(),
+                      ", got another dtype or device");
       const bool is_wide = entry.param_format == Format::kFloat64;
       const Layout layout = layout_of(param.dim(), param.sizes().data(), param.strides().data());
       STD_TORCH_CHECK(layout.dense || param.numel() < 2, kUpdateOp, "params[", i,
-                      "] does not fill one run of memory; expected a dense tensor");
+                      "]: expected a dense tensor, got one that does not fill one run of memory");
       entry.p = param.mutable_data_ptr();
       entry.numel = param.numel();
       entry.group = static_cast<int32_t>(group);
       if (grad.numel() > 0 || param.numel() == 0) {
-        STD_TORCH_CHECK(place.holds(grad) && find_format(grad.scalar_type(), &entry.grad_format) &&
-                            (entry.grad_format == Format::kFloat64) == is_wide &&
-                            grad.numel() == param.numel(),
-                        kUpdateOp, "grads[", i, "] has ", grad.numel(),
-                        " elements or another dtype; expected those of params[", i, "], which has ",
-                        param.numel(), " elements");
+        STD_TORCH_CHECK(
+            place.holds(grad) && find_format(grad.scalar_type(), &entry.grad_format) &&
+                (entry.grad_format == Format::kFloat64) == is_wide && grad.numel() == param.numel(),
+            kUpdateOp, "grads[", i, "]: expected the dtype and ", param.numel(),
+            " elements of params[", i, "], got ", grad.numel(), " elements or another dtype");
         STD_TORCH_CHECK(lies_alike(grad, param), kUpdateOp, "grads[", i,
-                        "] has other strides than params[", i, "]; expected the same");
+                        "]: expected the strides of params[", i, "], got others");
         entry.g = grad.const_data_ptr();
         if (param.numel() == 0) entry.p = nullptr;  // nothing to read, and yet an update
       }
@@ -119,20 +121,20 @@ Updated optim_update_(std::vector<Tensor> params, std::vector<Tensor> grads,
         const ScalarType type = steps[i].scalar_type();
         STD_TORCH_CHECK(place.holds(steps[i]) && steps[i].numel() == 1 &&
                             (type == ScalarType::Float || type == ScalarType::Double),
-                        kUpdateOp, "steps[", i, "] must be one float32 or float64 number on ",
-                        place.name());
+                        kUpdateOp, "steps[", i, "]: expected one float32 or float64 number on ",
+                        place.name(), ", got something else");
         entry.step = steps[i].mutable_data_ptr();
         entry.step_is_double = type == ScalarType::Double;
       }
     }
   }
-  STD_TORCH_CHECK(i == count, kUpdateOp, "sizes add up to ", i, "; expected the number of params, ",
-                  count);
+  STD_TORCH_CHECK(i == count, kUpdateOp, "sizes: expected a sum of ", count,
+                  ", the number of params, got ", i);
   DeviceNumber scale = {nullptr, Format::kFloat32};
   if (grad_scale.numel() > 0) {
     STD_TORCH_CHECK(place.holds(grad_scale) && grad_scale.numel() == 1 &&
                         find_format(grad_scale.scalar_type(), &scale.format),
-                    kUpdateOp, "grad_scale must be one number on ", place.name(),
+                    kUpdateOp, "grad_scale: expected one number on ", place.name(),
                     ", or empty, got ", grad_scale.numel(), " elements");
     scale.address = grad_scale.const_data_ptr();
   }

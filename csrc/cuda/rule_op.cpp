@@ -12,20 +12,19 @@ using torch::headeronly::ScalarType;
 double* state_of(const Tensor& state, int64_t size, const Place& place, const char* op) {
   STD_TORCH_CHECK(place.holds(state) && state.scalar_type() == ScalarType::Double &&
                       state.is_contiguous() && state.numel() == size,
-                  "zclip::", op, ": state must be a contiguous float64 tensor of ", size,
+                  "zclip::", op, ": state: expected a contiguous float64 tensor of ", size,
                   " elements on ", place.name(), ", got ", state.numel());
   return static_cast<double*>(state.mutable_data_ptr());
 }
 
 DeviceNumber loss_of(const Tensor& loss, const Place& place, const char* op) {
   STD_TORCH_CHECK(place.holds(loss) && loss.numel() <= 1, "zclip::", op,
-                  ": loss must have one element, or none, and be on ", place.name(), ", got ",
+                  ": loss: expected one element, or none, on ", place.name(), ", got ",
                   loss.numel());
   if (loss.numel() == 0) return {nullptr, Format::kFloat32};
   DeviceNumber number = {loss.const_data_ptr(), Format::kFloat32};
   STD_TORCH_CHECK(find_format(loss.scalar_type(), &number.format), "zclip::", op,
-                  ": loss[0] has an unsupported dtype; expected float32, bfloat16, float16 or "
-                  "float64");
+                  ": loss: expected float32, bfloat16, float16 or float64, got another dtype");
   return number;
 }
 

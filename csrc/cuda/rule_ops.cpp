@@ -27,7 +27,7 @@ Rule rule_for(const RuleRow& row, const Tensor& state, int64_t count,
               const std::vector<double>& settings, const std::optional<Tensor>& loss,
               const Place& place, const char* op) {
   STD_TORCH_CHECK(static_cast<int64_t>(settings.size()) == row.num_settings, "zclip::", op, ": ",
-                  row.name, " has ", row.num_settings, " settings, got ", settings.size());
+                  row.name, ": expected ", row.num_settings, " settings, got ", settings.size());
   const char* problem = row.problem(settings.data());
   STD_TORCH_CHECK(problem == nullptr, "zclip::", op, ": ", row.name, ": ", problem);
   Rule rule = {};
@@ -86,8 +86,8 @@ Judged rule_(Tensor state, Tensor stats, int64_t rule, std::vector<double> setti
   if (row == nullptr) return reference_rule(state, stats, rule, settings, loss);
   STD_TORCH_CHECK(stats.scalar_type() == ScalarType::Double && stats.is_contiguous() &&
                       stats.dim() == 2 && stats.size(1) == kNumStats,
-                  "zclip::", op, ": stats must be a contiguous float64 tensor of shape [N, ",
-                  kNumStats, "]");
+                  "zclip::", op, ": stats: expected a contiguous float64 tensor of shape [N, ",
+                  kNumStats, "], got ", stats.numel(), " elements");
   const Place place(stats);
   const int64_t count = stats.size(0);
   const Rule told = rule_for(*row, state, count, settings, loss, place, op);
@@ -125,7 +125,7 @@ void watch_loss_(Tensor state, Tensor loss, Tensor verdict, double factor, int64
   double* columns = state_of(state, kNumLossState, place, op);
   STD_TORCH_CHECK(place.holds(verdict) && verdict.scalar_type() == ScalarType::Float &&
                       verdict.is_contiguous() && verdict.numel() == kNumVerdict,
-                  "zclip::watch_loss_: verdict must be a contiguous float32 tensor of ",
+                  "zclip::watch_loss_: verdict: expected a contiguous float32 tensor of ",
                   kNumVerdict, " elements on ", place.name(), ", got ", verdict.numel());
   const DeviceNumber number = loss_of(loss, place, op);
   if (number.address == nullptr) return;

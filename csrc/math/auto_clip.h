@@ -104,7 +104,7 @@ struct AutoClip : RuleDefaults {
   }
   static const char* problem(const double* settings) {
     const bool fits = settings[0] >= 0.0 && settings[0] <= 100.0 && settings[1] >= 1.0;
-    return fits ? nullptr : "percentile must be 0 to 100 and history at least 1";
+    return fits ? nullptr : "expected percentile 0 to 100 and history at least 1, got other values";
   }
   static int64_t state_size(const double* settings, int64_t) {
     return kHistoryColumn + settings_of(settings).history;

@@ -88,7 +88,7 @@ struct SpikeSkip : RuleDefaults {
             on_nonfinite_of(values[3])};
   }
   static const char* problem(const double* settings) {
-    return settings[0] >= 1.0 ? nullptr : "window must be at least 1";
+    return settings[0] >= 1.0 ? nullptr : "window: expected at least 1, got less";
   }
   static int64_t state_size(const double* settings, int64_t) {
     return kWindowColumn + 2 * settings_of(settings).window;

@@ -1,8 +1,8 @@
-"""To and from what others use: ``torch.save`` and torch.distributed.checkpoint (DCP).
+"""To and from other formats: ``torch.save`` and torch.distributed.checkpoint (DCP).
 
 Export is safe. Import is for files that you trust: both formats are pickle, and loading a pickle
-runs whatever its author put into it. So every import asks for ``trusted=True``. Nothing else in
-this package imports this file.
+runs whatever its author put into it. So every import requires ``trusted=True``. Nothing else in
+this package imports this module.
 """
 
 import os
@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from heal.checkpoint.api import save
 from heal.checkpoint.contents import state_dicts
 from heal.checkpoint.files import TEMPORARY, CheckpointError, flush_folder
-from heal.plain_values import plain_name
+from heal.checkpoint.store import save
+from heal.extra_state import listed, plain_name
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizers", "optimizer", "optimizer_state_dict", "optim")
 SCHEDULER_KEYS = ("schedulers", "scheduler", "lr_scheduler", "scheduler_state_dict")
-"""Names under which checkpoints of others have these, in the order in which they are looked for."""
+"""Names that other programs use for these, in the order in which they are tried."""
 
 
 class NotTrusted(CheckpointError):
@@ -83,19 +83,19 @@ def import_torch(
     """Load a file of ``torch.save`` into a run, and save that as a checkpoint of ours.
 
     Args:
-        source: a file with the state dicts under the usual names, or that of a model alone.
+        source: a file with state dicts under common names, or that of a model alone.
         directory: of the checkpoints.
         step: the step that comes next.
         model: as it was when the file was made.
         optimizer: one, several or none.
         scheduler: one, several or None.
-        trusted: that you trust whoever made the file with your machine.
+        trusted: that you would run a program of the file's author.
 
     Raises:
         NotTrusted: ``trusted`` is not True.
         CheckpointError: the file has no state dict for what was given.
     """
-    _ask_for_trust(source, trusted)
+    _require_trust(source, trusted)
     try:
         tree = torch.load(source, map_location="cpu", weights_only=True)
     except Exception:  # it holds more than tensors: what runs now may be anything
@@ -114,7 +114,7 @@ def import_dcp(
     trusted: bool = False,
 ) -> Path:
     """Load a folder of torch.distributed.checkpoint into a run; see :func:`import_torch`."""
-    _ask_for_trust(source, trusted)
+    _require_trust(source, trusted)
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -129,7 +129,7 @@ def import_dcp(
     return _take_over(tree, source, directory, step, model, optimizer, scheduler)
 
 
-def _ask_for_trust(source: object, trusted: bool) -> None:
+def _require_trust(source: object, trusted: bool) -> None:
     if trusted is not True:
         raise NotTrusted(
             f"{source} is a pickle, and loading it runs what its author put into it; give "
@@ -148,26 +148,26 @@ def _take_over(
 ) -> Path:
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{source}: expected state dicts, got a {type(tree).__name__}")
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    schedulers = [] if scheduler is None else scheduler
-    schedulers = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
     found = _first(tree, MODEL_KEYS)
     weights = tree if found is None and _is_weights(tree) else found
     if weights is None:
         raise CheckpointError(f"{source} has none of {', '.join(MODEL_KEYS)}; has {list(tree)}")
-    theirs = _listed(_first(tree, OPTIMIZER_KEYS)), _listed(_first(tree, SCHEDULER_KEYS))
-    for what, wanted, there in (
-        ("optimizers", optimizers, theirs[0]),
-        ("schedulers", schedulers, theirs[1]),
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    schedulers = listed(scheduler)
+    saved_optimizers = _listed(_first(tree, OPTIMIZER_KEYS))
+    saved_schedulers = _listed(_first(tree, SCHEDULER_KEYS))
+    for what, given, saved in (
+        ("optimizers", optimizers, saved_optimizers),
+        ("schedulers", schedulers, saved_schedulers),
     ):
-        if len(wanted) > len(there):
-            raise CheckpointError(f"{source} has {len(there)} {what}; {len(wanted)} were given")
+        if len(given) > len(saved):
+            raise CheckpointError(f"{source} has {len(saved)} {what}; {len(given)} were given")
     own = {plain_name(name): str(name) for name in model.state_dict()}
     plain = {own.get(plain_name(name), str(name)): tensor for name, tensor in weights.items()}
     model.load_state_dict(plain)
-    for o, state in zip(optimizers, theirs[0], strict=False):
+    for o, state in zip(optimizers, saved_optimizers, strict=False):
         o.load_state_dict(_by_number(state, o, model))
-    for s, state in zip(schedulers, theirs[1], strict=False):
+    for s, state in zip(schedulers, saved_schedulers, strict=False):
         if state is not None:  # it had none
             s.load_state_dict(dict(state))
     return save(directory, step, model, optimizers, schedulers)

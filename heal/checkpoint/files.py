@@ -1,27 +1,15 @@
-"""What is done to the disk: written aside, flushed, renamed; read without following links.
+"""Disk operations, and the errors of this package.
 
-A file appears under its name whole or not at all: its bytes are on the disk before the name is, and
-the name is on the disk before the caller goes on.
+A file appears under its name whole or not at all: :func:`write_file` flushes the bytes, renames the
+file, and flushes the folder before it returns. Reading follows no links.
 """
 
+import contextlib
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-# What can go wrong with a checkpoint; every message names the file and what to do.
-
-
-__all__ = [
-    "CannotEncode",
-    "CannotReshard",
-    "CheckpointCorrupt",
-    "CheckpointError",
-    "CheckpointRefused",
-    "NoSpace",
-    "SaveFailed",
-    "StillWriting",
-]
 
 
 class CheckpointError(RuntimeError):
@@ -33,7 +21,7 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class CheckpointRefused(CheckpointCorrupt):
-    """A file says what no file of ours says: it is of another kind, or made to do harm."""
+    """A file holds what this package never writes: it is of another kind, or made to do harm."""
 
 
 class CannotReshard(CheckpointError):
@@ -49,7 +37,7 @@ class NoSpace(SaveFailed):
 
 
 class StillWriting(SaveFailed):
-    """The save before is not on the disk yet, so that this one was left out."""
+    """The previous save is not on the disk yet, so this one was skipped."""
 
 
 class CannotEncode(TypeError):
@@ -57,7 +45,7 @@ class CannotEncode(TypeError):
 
 
 DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
-TEMPORARY = ".tmp-"  # beginning of the names of files that are not finished
+TEMPORARY = ".tmp-"  # prefix of files that are not finished
 MAX_VIEWS = 256  # buffers in one write; the system allows 1,024
 MAX_WRITE = 64 * 2**20  # bytes in one write: a full disk is noticed while there is work to save
 
@@ -66,7 +54,7 @@ NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # a pipe in the place of a file must not
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and its parents where they are missing, and have it on the disk."""
+    """Make a folder and its missing parents, and flush that."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -102,7 +90,7 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -111,10 +99,7 @@ def flush_folder(path: Path) -> None:
 
 
 def put_aside(path: Path, name: str) -> Path:
-    """Rename something in its folder, and have that on the disk; return what it is called now.
-
-    If the name is taken, a number is put behind it.
-    """
+    """Rename a file or folder and flush that; append a number if the name is taken."""
     target, number = path.with_name(name), 1
     while os.path.lexists(target):
         number += 1
@@ -126,19 +111,12 @@ def put_aside(path: Path, name: str) -> Path:
 
 def remove_file(path: Path) -> None:
     """Remove a file, if it is there; a link goes, not what it points to."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    except FileNotFoundError:
-        return
 
 
 def open_file(path: Path) -> int:
-    """Open a plain file for reading; return its descriptor.
-
-    Raises:
-        CheckpointCorrupt: it is missing or cannot be opened.
-        CheckpointRefused: it is a link, a folder, a pipe or a device.
-    """
+    """Open a plain file for reading, not a link, folder, pipe or device; return its descriptor."""
     try:
         found = os.lstat(path)
         if not stat.S_ISREG(found.st_mode):
@@ -155,12 +133,7 @@ def open_file(path: Path) -> int:
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """Return what is in a plain file.
-
-    Raises:
-        CheckpointCorrupt: it is missing or cannot be read.
-        CheckpointRefused: it is no plain file, or larger than ``most_bytes``.
-    """
+    """Return the bytes of a plain file that has at most ``most_bytes``."""
     descriptor = open_file(path)
     try:
         size = os.fstat(descriptor).st_size
@@ -174,11 +147,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
 
 
 def read_into(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
-    """Fill ``target`` with the bytes from ``offset`` on.
-
-    Raises:
-        CheckpointCorrupt: the file ends before, or the disk cannot read it.
-    """
+    """Fill ``target`` with the bytes from ``offset`` on."""
     done = 0
     while done < len(target):
         try:
@@ -191,13 +160,12 @@ def read_into(descriptor: int, target: memoryview, offset: int, path: Path) -> N
 
 
 def free_bytes(path: Path) -> int:
-    """Return how much an ordinary user may still write to the disk of ``path``."""
-    there = os.statvfs(path)
-    return there.f_bavail * there.f_frsize
+    """Return how many bytes an ordinary user may still write to the disk of ``path``."""
+    return shutil.disk_usage(path).free
 
 
 def _grouped(parts: Iterable[memoryview | bytes]) -> Iterable[list[memoryview]]:
-    """Put small buffers together and cut large ones: writes of a sensible size."""
+    """Join small buffers and cut large ones, for writes of at most ``MAX_WRITE`` bytes."""
     group: list[memoryview] = []
     size = 0
     for part in parts:

@@ -1,37 +1,35 @@
-"""Agreement on a save: which folder, and which rank writes what. One exchange, before any write.
+"""What ranks agree on: which of them writes what in a save, and which checkpoint they all load.
 
 Tensors that several ranks have alike, to the bit, are written once, by the rank that has least to
 write. So replicas share the work, and what differs between ranks is kept for each.
 """
 
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from heal.checkpoint import strict_json
 from heal.checkpoint.files import CheckpointError, NoSpace, SaveFailed, StillWriting, free_bytes
-from heal.checkpoint.manifest import Entry, StepFolder, committed, folder_for, list_folders
+from heal.checkpoint.folders import StepFolder, committed, folder_for, list_folders
+from heal.checkpoint.manifest import Entry, Manifest
 from heal.checkpoint.shards import placed
+from heal.checkpoint.strict_json import from_bytes, to_bytes
 
-# The few words that ranks exchange about checkpoints: bytes, gathered, without pickle.
+SPARE_BYTES = 16 * 2**20  # left free for manifests, the journal, and other programs
+MAX_RETRY = 9999
+BUSY = "the save before is still being written"
+NO_CHECKPOINT = (-1, 0)
+Found = TypeVar("Found")
 
 
 class Ranks:
-    """All ranks of a process group, or this process alone if there is none.
+    """All ranks of a process group, the default one if None; this process alone if there is none.
 
-    Every rank has to call :meth:`gather`, in the same order.
-
-    Args:
-        group: the default group if None.
-
-    Attributes:
-        rank: of this process.
-        size: how many there are.
+    Every rank has to call :meth:`gather`, in the same order. Ranks exchange bytes, without pickle.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -41,152 +39,109 @@ class Ranks:
         self.size = dist.get_world_size(group) if together else 1
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Return what every rank says, by rank."""
+        """Return the payload of every rank, by rank."""
         if self.size == 1:
             return [payload]
-        device = self._device()
+        is_gloo = "gloo" in str(dist.get_backend_config(self._group))
+        device = "cpu" if is_gloo else torch.device("cuda", torch.cuda.current_device())
         length = torch.tensor([len(payload)], device=device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
         dist.all_gather(lengths, length, group=self._group)
         sizes = [int(size) for size in lengths]
-        longest = max(1, *sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        if payload:
-            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        mine = mine.to(device)
-        said = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(said, mine, group=self._group)
-        return [bytes(t.tolist()[:size]) for t, size in zip(said, sizes, strict=True)]
+        padded = bytearray(payload.ljust(max(1, *sizes), b"\0"))
+        mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine, group=self._group)
+        return [bytes(t.tolist()[:size]) for t, size in zip(gathered, sizes, strict=True)]
 
-    def _device(self) -> torch.device:
-        if "gloo" in str(dist.get_backend_config(self._group)):
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the plain value of every rank, by rank."""
+        return [from_bytes(data, Path("ranks")) for data in self.gather(to_bytes(value))]
 
 
-SPARE_BYTES = 16 * 2**20  # left free for manifests, the journal, and whoever else writes
-MAX_RETRY = 9999
-BUSY = "the save before is still being written"
+class Proposal(NamedTuple):
+    """What a rank offers before a save. With ``trouble`` no rank saves."""
 
-
-@dataclass(frozen=True, slots=True)
-class SavePlan:
-    """What this rank writes, and where to."""
-
-    folder: StepFolder
+    entries: dict[str, Entry]
+    trouble: str
+    retry: int
+    free: int
     save_id: str
-    step: int
-    rank: int
-    world_size: int
-    entries: dict[str, Entry]
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """What a rank says before a save. With ``trouble`` none of them saves."""
-
-    entries: dict[str, Entry]
-    trouble: str = ""
-    retry: int = 0
-    free: int = 0
-    save_id: str = ""
-
-    def to_bytes(self) -> bytes:
-        entries = {name: entry.to_json() for name, entry in self.entries.items()}
-        return strict_json.to_bytes([entries, self.trouble, self.retry, self.free, self.save_id])
-
-    @classmethod
-    def from_bytes(cls, data: bytes, path: Path) -> "Proposal":
-        entries, *rest = strict_json.from_bytes(data, path)
-        return cls({name: _entry(listed) for name, listed in entries.items()}, *rest)
 
 
 def agree(
-    directory: Path, ranks: Ranks, step: int, entries: Mapping[str, Entry], trouble: str = ""
-) -> SavePlan:
-    """Agree with all ranks on a save; every rank has to call this, also one that cannot save.
+    directory: Path,
+    ranks: Ranks,
+    step: int,
+    entries: dict[str, Entry],
+    values: Any = None,
+    trouble: str = "",
+) -> tuple[StepFolder, Manifest]:
+    """Return the folder to write to, and this rank's manifest; every rank has to call this.
 
     Args:
         directory: of the store.
-        ranks: who saves.
+        ranks: that save together.
         step: the step that comes next.
         entries: what this rank has.
-        trouble: why this rank cannot save; empty if it can.
-
-    Raises:
-        SaveFailed: a rank cannot save; the same on every rank.
-        NoSpace: the disk has no room.
+        values: its plain values, as JSON.
+        trouble: why this rank cannot save; empty if it can. Then every rank raises SaveFailed.
     """
-    mine = Proposal(
-        dict(entries),
-        trouble,
-        _next_retry(directory, step),
-        0 if trouble else free_bytes(directory),
-        secrets.token_hex(16),
-    )
-    said = [mine]
+    free = 0 if trouble else free_bytes(directory)
+    mine = Proposal(entries, trouble, _next_retry(directory, step), free, secrets.token_hex(16))
+    offered = [mine]
     if ranks.size > 1:
-        said = [Proposal.from_bytes(word, directory) for word in ranks.gather(mine.to_bytes())]
-    for rank, proposal in enumerate(said):
+        listed = {name: entry.to_json() for name, entry in entries.items()}
+        offered = [
+            Proposal({name: Entry.from_json(e) for name, e in theirs.items()}, *rest)
+            for theirs, *rest in ranks.gather_json([listed, *mine[1:]])
+        ]
+    for rank, proposal in enumerate(offered):
         if proposal.trouble:
-            who = f"rank {rank}: " if ranks.size > 1 else ""
+            where = f"rank {rank}: " if ranks.size > 1 else ""
             kind = StillWriting if proposal.trouble == BUSY else SaveFailed
-            raise kind(f"step {step} was not saved: {who}{proposal.trouble}")
-    held = share([p.entries for p in said])
+            raise kind(f"step {step} was not saved: {where}{proposal.trouble}")
+    held = share([proposal.entries for proposal in offered])
     needed = sum(e.num_bytes for r, es in enumerate(held) for e in es.values() if e.held_by == r)
-    free = min(p.free for p in said)
+    free = min(proposal.free for proposal in offered)
     if needed + SPARE_BYTES > free:
         raise NoSpace(
             f"step {step} was not saved: {needed} bytes and a reserve of {SPARE_BYTES} are needed, "
             f"and {free} are free at {directory}; free some, or keep fewer checkpoints"
         )
-    folder = folder_for(directory, step, max(p.retry for p in said))
+    folder = folder_for(directory, step, max(proposal.retry for proposal in offered))
     own = placed(held[ranks.rank], ranks.rank)
-    return SavePlan(folder, said[0].save_id, step, ranks.rank, ranks.size, own)
+    return folder, Manifest(offered[0].save_id, step, ranks.rank, ranks.size, own, values)
 
 
 def share(offered: list[dict[str, Entry]]) -> list[dict[str, Entry]]:
     """Return every rank's entries with the rank that holds each; the same result on every rank."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for rank, entries in enumerate(offered):
-        for name, e in entries.items():
-            same = (name, e.dtype, e.shape, e.whole, e.start, e.checksum)
-            groups.setdefault(same, []).append(rank)
+        for name, entry in entries.items():
+            groups.setdefault((name, entry.content), []).append(rank)
+
+    def num_bytes(same: tuple[Any, ...]) -> int:
+        return offered[groups[same][0]][same[0]].num_bytes
+
     load = [0] * len(offered)
     holder: dict[tuple[Any, ...], int] = {}
-    sized = sorted(groups, key=lambda g: (-offered[groups[g][0]][g[0]].num_bytes, g[0], groups[g]))
-    for same in sized:
+    for same in sorted(groups, key=lambda same: (-num_bytes(same), same[0], groups[same])):
         chosen = min(groups[same], key=lambda rank: (load[rank], rank))
         holder[same] = chosen
-        load[chosen] += offered[chosen][same[0]].num_bytes
+        load[chosen] += num_bytes(same)
     return [
-        {
-            name: replace(e, held_by=holder[name, e.dtype, e.shape, e.whole, e.start, e.checksum])
-            for name, e in entries.items()
-        }
+        {name: replace(e, held_by=holder[name, e.content]) for name, e in entries.items()}
         for entries in offered
     ]
 
 
 def _next_retry(directory: Path, step: int) -> int:
-    """A folder is never written to twice: what is in it may be all that there is."""
-    there = [folder.retry for folder in list_folders(directory) if folder.step == step]
-    if there and max(there) >= MAX_RETRY:
+    """A folder is never written to twice: it may hold the only copy."""
+    retries = [folder.retry for folder in list_folders(directory) if folder.step == step]
+    if retries and max(retries) >= MAX_RETRY:
         raise SaveFailed(f"step {step} was saved {MAX_RETRY} times; remove some of {directory}")
-    return max(there, default=-1) + 1
-
-
-def _entry(listed: Any) -> Entry:
-    held_by, dtype, shape, whole, start, checksum, offset = listed
-    bounds, begins = (None if v is None else tuple(v) for v in (whole, start))
-    return Entry(held_by, dtype, tuple(shape), bounds, begins, checksum, offset)
-
-
-# Which checkpoint all ranks use: the newest that every one of them can read.
-
-
-Found = TypeVar("Found")
-NONE = [-1, 0]
+    return max(retries, default=-1) + 1
 
 
 def newest_common(
@@ -196,29 +151,23 @@ def newest_common(
     note: Callable[[str], None],
     most: int | None = None,
 ) -> tuple[StepFolder, Found] | None:
-    """Return the newest checkpoint that every rank can read, and what was read of it.
+    """Return the newest checkpoint that every rank can ``read``, and what was read of it.
 
     Every rank has to call this. One collective if the newest is good everywhere; one more for
-    each that some rank could not read: all fall back together.
-
-    Args:
-        directory: of the store.
-        ranks: who has to agree.
-        read: reads and verifies this rank's part.
-        note: told of every checkpoint that was passed over.
-        most: the latest step that will do.
+    each that some rank could not read: all fall back together. ``note`` gets a text for each that
+    was passed over; ``most`` is the latest step that will do.
     """
     bound: StepFolder | None = None
     kept: tuple[StepFolder, Found] | None = None
     while True:
         if kept is None or (bound is not None and bound < kept[0]):
             kept = _newest_readable(directory, read, note, bound, most)
-        mine = NONE if kept is None else [kept[0].step, kept[0].retry]
-        said = [strict_json.from_bytes(word, directory) for word in ranks.gather(_word(mine))]
-        lowest = min(map(tuple, said))
-        if lowest == tuple(NONE):
+        mine = NO_CHECKPOINT if kept is None else (kept[0].step, kept[0].retry)
+        found = [tuple(newest) for newest in ranks.gather_json(mine)]
+        lowest = min(found)
+        if lowest == NO_CHECKPOINT:
             return None
-        if all(tuple(word) == lowest for word in said):
+        if all(newest == lowest for newest in found):
             return kept
         bound = StepFolder(*lowest)
         if kept is not None and bound < kept[0]:
@@ -240,7 +189,3 @@ def _newest_readable(
         except (CheckpointError, OSError, MemoryError) as error:
             note(f"{folder.path.name} cannot be used: {error}")
     return None
-
-
-def _word(folder: list[int]) -> bytes:
-    return strict_json.to_bytes(folder)

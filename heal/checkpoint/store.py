@@ -1,215 +1,155 @@
-"""A folder of checkpoints: saves into it, keeps the useful ones, finds the newest that is whole."""
+"""Saves a run and loads it: two functions, and the folder of checkpoints that they use."""
 
+import atexit
 import os
 import queue
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
-import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
-from heal.checkpoint.contents import (
-    Contents,
-    Names,
-    check_kinds,
-    collect,
-    put_back,
-    wanted_chunk,
-)
-from heal.checkpoint.files import CannotEncode, CheckpointError, SaveFailed, make_folder
-from heal.checkpoint.manifest import (
-    ABANDONED,
-    Entry,
-    StepFolder,
-    abandon,
-    committed,
-    list_folders,
-    remove_folder,
-)
-from heal.checkpoint.plan import BUSY, Ranks, SavePlan, agree, newest_common
-from heal.checkpoint.reading import CheckpointReader, Restored, Want
-from heal.checkpoint.shards import checksum_text, checksums, dtype_name
-from heal.checkpoint.writer import Job, Writer
-from heal.integrity import MEASURED
-from heal.snapshots import host_memory
-from heal.training_state import TrainingState, copy_by_kind
-from zclip import grad_stats
-from zclip.layout import NAN
+from heal.buffers import Key
+from heal.checkpoint.contents import Contents, Names, collect, matched, put_back
+from heal.checkpoint.files import CheckpointError, SaveFailed, make_folder
+from heal.checkpoint.folders import StepFolder, abandon, committed, retain
+from heal.checkpoint.plan import BUSY, Ranks, agree, newest_common
+from heal.checkpoint.reading import CheckpointReader, PartOf, Restored
+from heal.checkpoint.writer import HostCopies, Job, Measured
+from heal.extra_state import listed
+from heal.training_state import RngState, StateMismatch, TrainingState
+from zclip import ClippedOptimizer
 
-# Which checkpoints go when there are more than wanted: never the newest that was verified.
+KEEP = 3
 
 
-def surplus(folders: Iterable[StepFolder], keep: int, verified: StepFolder) -> list[StepFolder]:
-    """Return which of the finished saves to remove, oldest first.
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What was loaded.
+
+    Attributes:
+        step: the step that comes next.
+        extra: what was given to :func:`save` under this name.
+        notes: checkpoints that were passed over, and why.
+    """
+
+    step: int
+    extra: Any
+    notes: tuple[str, ...] = ()
+
+
+def save(
+    directory: str | os.PathLike[str],
+    step: int,
+    model: Module,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    scheduler: Any = None,
+    *,
+    scaler: Any = None,
+    extra: Any = None,
+    keep: int = KEEP,
+    allow_nonfinite: bool = False,
+) -> Path:
+    """Save everything that a run needs to continue bit by bit; return the folder.
+
+    Parameters, all buffers, optimizer state, settings of parameter groups, schedulers, scaler and
+    random generators of every rank. Every rank has to call this. It returns when all is on the
+    disk; :class:`CheckpointStore` can write in a thread.
 
     Args:
-        folders: finished saves.
-        keep: how many to keep.
-        verified: the newest whose bytes were read and found right. It stays, and so does whatever
-            is newer: nobody has vouched for that.
+        directory: of the checkpoints; all ranks see it.
+        step: the step that comes next.
+        model: may be wrapped in DDP or compiled, or be sharded by FSDP2.
+        optimizer: one, several or none.
+        scheduler: one, several or None.
+        scaler: a GradScaler.
+        extra: plain values and tensors of your own, such as the position in the data.
+        keep: checkpoints to keep.
+        allow_nonfinite: save parameters with NaN or Inf in them too.
+
+    Raises:
+        SaveFailed: nothing was saved; what was saved before is untouched.
+
+    Example:
+        >>> heal.checkpoint.save("checkpoints", step, model, optimizer)
     """
-    ordered = sorted(folders)
-    candidates = ordered[: max(0, len(ordered) - keep)]
-    return [folder for folder in candidates if folder < verified]
+    store = CheckpointStore(directory, keep=keep)
+    state = training_state(model, optimizer, scheduler, scaler)
+    values = {"rng": RngState.now(), "extra": extra}
+    return store.save_state(step, state, values, allow_nonfinite=allow_nonfinite)
 
 
-def retain(
-    directory: Path,
-    keep: int,
-    verified: StepFolder,
-    note: Callable[[str], None],
-    left_alone: Collection[StepFolder] = (),
-) -> list[StepFolder]:
-    """Remove old saves, what crashes left unfinished, and what rollbacks abandoned before.
+def load(
+    directory: str | os.PathLike[str],
+    model: Module,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    scheduler: Any = None,
+    *,
+    scaler: Any = None,
+    most: int | None = None,
+) -> Resumed | None:
+    """Return a run to its newest checkpoint that is whole on every rank; None if there is none.
 
-    A folder that cannot be removed is noted and left.
+    Nothing is changed before every byte was read and compared with its checksum. The number of
+    ranks may differ from that which saved. Every rank has to call this.
 
     Args:
-        directory: of the store.
-        keep: how many finished saves to keep.
-        verified: see :func:`surplus`.
-        note: told of what cannot be removed.
-        left_alone: neither counted nor removed: nobody could read them, and a person may.
+        directory: of the checkpoints.
+        model: built as it was.
+        optimizer: built as it was; it need not have taken a step.
+        scheduler: built as it was.
+        scaler: a GradScaler.
+        most: the latest step that will do.
 
-    Returns:
-        Those that are gone.
+    Raises:
+        StateMismatch: the checkpoint is of another model or optimizer; nothing was changed.
+
+    Example:
+        >>> resumed = heal.checkpoint.load("checkpoints", model, optimizer)
+        >>> step = resumed.step if resumed else 0
     """
-    going = surplus([f for f in committed(directory) if f not in left_alone], keep, verified)
-    going += [f for f in list_folders(directory) if not f.is_committed and f < verified]
-    gone = []
-    for folder in going:
-        try:
-            remove_folder(folder)
-        except OSError as error:
-            note(f"cannot remove {folder.path}: {error}")
-        else:
-            gone.append(folder)
-    _remove_abandoned(directory, keep, verified, note)
-    return gone
-
-
-def _remove_abandoned(
-    directory: Path, keep: int, verified: StepFolder, note: Callable[[str], None]
-) -> None:
-    """Abandoned saves serve the post-mortem; as many stay as there are good ones."""
-    found = sorted(directory.glob(f"step-*{ABANDONED}*"), key=lambda path: path.name)
-    for path in found[: max(0, len(found) - keep)]:
-        if path.is_symlink() or not path.is_dir():
-            continue
-        try:
-            remove_folder(StepFolder(verified.step, verified.retry, path))
-        except OSError as error:
-            note(f"cannot remove {path}: {error}")
-
-
-# Measures and copies a run's tensors, so that training may go on while they are written.
-
-
-class Measured:
-    """Checksums of tensors and the count of NaN and Inf in them, on their way to the host."""
-
-    @torch.no_grad()
-    def __init__(self, contents: Contents) -> None:
-        self._contents = contents
-        self._names = [name for name, t in contents.tensors.items() if t.numel()]
-        tensors = [contents.tensors[name] for name in self._names]
-        trained = [
-            t
-            for name, t in zip(self._names, tensors, strict=True)
-            if name.startswith(("parameter/", "state/")) and t.dtype in MEASURED
-        ]
-        bad = grad_stats(trained)[:, NAN:].sum() if trained else torch.zeros(())
-        there = (checksums(tensors) if tensors else torch.zeros(0, dtype=torch.int64), bad)
-        self._sums, self._bad = (
-            host_memory(t).copy_(t, non_blocking=t.device.type == "cuda") for t in there
-        )
-        self._landed = landing_of(there)
-
-    def num_bad(self) -> int:
-        """Return how many NaN and Inf are in parameters and optimizer state; waits for them."""
-        self._wait()
-        return int(self._bad)
-
-    def entries(self, rank: int) -> dict[str, Entry]:
-        """Return what the manifest says of every tensor; waits for the checksums."""
-        self._wait()
-        sums = dict(zip(self._names, self._sums.tolist(), strict=True))
-        return self._listed(rank, sums)
-
-    def outlines(self, rank: int) -> dict[str, Entry]:
-        """Return the same without checksums; waits for nothing."""
-        return self._listed(rank, {})
-
-    def _listed(self, rank: int, sums: Mapping[str, int]) -> dict[str, Entry]:
-        made = {}
-        for name, t in self._contents.tensors.items():
-            chunk = self._contents.chunks.get(name)
-            whole = None if chunk is None else chunk.whole
-            start = None if chunk is None else chunk.start
-            checksum = checksum_text(sums.get(name, 0))
-            made[name] = Entry(rank, dtype_name(t, name), tuple(t.shape), whole, start, checksum)
-        return made
-
-    def _wait(self) -> None:
-        if self._landed is not None:
-            self._landed.synchronize()
-            self._landed = None
-
-
-class Staging:
-    """Host memory for copies of the tensors of one save, allocated once and used again."""
-
-    def __init__(self) -> None:
-        self._memory: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def copy(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> "Copies":
-        """Copy tensors to the host; on a device nothing waits."""
-        memory = {name: self._fitting(name, tensors[name]) for name in names}
-        self._memory = memory
-        sources = [tensors[name] for name in memory]
-        on_cuda = any(t.device.type == "cuda" for t in sources)
-        copy_by_kind(list(memory.values()), sources, non_blocking=on_cuda)
-        return Copies(memory, landing_of(sources))
-
-    def _fitting(self, name: str, like: Tensor) -> Tensor:
-        there = self._memory.get(name)
-        if there is not None and there.shape == like.shape and there.dtype == like.dtype:
-            return there
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
-
-
-class Copies:
-    """Tensors on the host that may still be on their way."""
-
-    def __init__(self, tensors: dict[str, Tensor], landed: torch.Event | None = None) -> None:
-        self._tensors = tensors
-        self._landed = landed
-
-    def wait(self) -> dict[str, Tensor]:
-        """Return the tensors once they are there."""
-        if self._landed is not None:
-            self._landed.synchronize()
-            self._landed = None
-        return self._tensors
-
-
-def landing_of(sources: Iterable[Tensor]) -> torch.Event | None:
-    """Return an event behind the copies just enqueued; None if they are done already.
-
-    They run in the stream of the run: what it enqueues next cannot overtake them.
-    """
-    device = next((t.device for t in sources if t.device.type == "cuda"), None)
-    if device is None:
+    store = CheckpointStore(directory)
+    state = training_state(model, optimizer, scheduler, scaler)
+    restored = store.load_state(state, most=most)
+    if restored is None:
         return None
-    landed = torch.Event(device)
-    landed.record(torch.cuda.current_stream(device))
-    return landed
+    restored.restore_rng(store.ranks.rank)
+    return Resumed(restored.step, restored.values.get("extra"), tuple(store.notes))
 
 
-__all__ = ["CheckpointStore", "SaveReport"]
+def training_state(
+    model: Module,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    scheduler: Any = None,
+    scaler: Any = None,
+) -> TrainingState:
+    """Return what a run without a healer is made of."""
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    wrapped = [
+        o if isinstance(o, ClippedOptimizer) else cast(ClippedOptimizer, _Bare(o))
+        for o in optimizers
+    ]
+    return TrainingState(model, wrapped, listed(scheduler), scaler)
+
+
+class _Bare:
+    """An optimizer without a clipper, in the shape that the training state expects."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.inner = optimizer
+        self.clipper = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+        self.forget_momentum = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,17 +165,16 @@ class CheckpointStore:
     """Checkpoints of one run, in one folder that all ranks see.
 
     A save is all or nothing: while it is written, whenever it is killed and however full the disk
-    is, the checkpoints of before stay whole. With several ranks every rank calls every method, in
-    the same order; :meth:`steps`, :meth:`verify`, :meth:`news` and :meth:`wait` are each rank's
-    own.
+    is, the earlier checkpoints stay whole. With several ranks every rank calls every method, in the
+    same order, except :meth:`steps`, :meth:`verify`, :meth:`finished_saves` and :meth:`wait`.
 
     Args:
         directory: made if it is not there.
         keep: finished checkpoints to keep; at least 1. The newest whose bytes were verified is
             never removed.
-        asynchronous: write in a thread; :meth:`save` then returns when copies are made, errors
-            are told by :meth:`news`, and a save is left out while the one before is written.
-        ranks: who saves together; the default process group if None.
+        asynchronous: write in a thread; :meth:`save` then returns when copies are made,
+            :meth:`finished_saves` has the errors. A save is skipped while one is being written.
+        ranks: that save together; the default process group if None.
         read_back: read every shard again before it counts as saved.
         wait_seconds: how long a rank may take longer than another.
 
@@ -251,7 +190,7 @@ class CheckpointStore:
         self,
         directory: str | os.PathLike[str],
         *,
-        keep: int = 3,
+        keep: int = KEEP,
         asynchronous: bool = False,
         ranks: Ranks | None = None,
         read_back: bool = True,
@@ -267,77 +206,73 @@ class CheckpointStore:
         self._asynchronous = asynchronous
         self._read_back = read_back
         self._wait_seconds = wait_seconds
-        self._staging = Staging()
-        self._writer = Writer()
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()  # by the writer's thread
+        self._memory: dict[str, Tensor] = {}  # of the last copies, used again
+        self._thread: threading.Thread | None = None  # lives as long as its save
+        self._begun = -1  # the step that it saves
+        self._in_a_hurry = threading.Event()
+        self._reports: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
         make_folder(self.directory)
+        atexit.register(_finish_at_exit, weakref.ref(self))
 
-    def save(
+    def save_state(
         self,
         step: int,
-        make: Callable[[], Contents],
+        state: TrainingState,
+        extra: Mapping[str, Any],
         *,
         allow_nonfinite: bool = False,
         asynchronous: bool | None = None,
     ) -> Path:
-        """Save what ``make`` returns.
+        """Save a run.
 
         Args:
             step: the step that comes next.
-            make: returns the contents; what it raises keeps all ranks from saving.
+            state: the run.
+            extra: further plain values and tensors.
             allow_nonfinite: save parameters with NaN or Inf in them too.
-            asynchronous: this time other than the store usually does.
+            asynchronous: whether to write in a thread; as the store does by default if None.
 
         Returns:
             The folder; it is complete only when :meth:`wait` has returned.
 
         Raises:
-            SaveFailed: nothing was saved, and all ranks know; or, if not asynchronous, writing
-                failed.
+            SaveFailed: nothing was saved, on any rank; or, if not asynchronous, writing failed.
         """
         in_thread = self._asynchronous if asynchronous is None else asynchronous
         if not in_thread:
-            self._writer.wait()
-        job = self._prepared(step, make, allow_nonfinite, in_thread)
+            self.wait()
+        job = self._prepare(step, state, extra, allow_nonfinite, in_thread)
         if in_thread:
-            self._writer.submit(job)
+            self._start(job)
         else:
             self._all_do(job, job.write_own)
-            self._all_do(job, job.commit)
-        return job.plan.folder.path
-
-    def save_state(
-        self, step: int, state: TrainingState, extra: Mapping[str, Any], **options: Any
-    ) -> Path:
-        """Save a run; see :meth:`save` for the options."""
-        return self.save(step, lambda: collect(state, extra), **options)
+            self._all_do(job, lambda: self._commit(job))
+        return job.folder.path
 
     def load(
         self,
-        want: Want = lambda name: None,
+        part_of: PartOf = lambda name: None,
         *,
         most: int | None = None,
         needs: Sequence[str] = (),
     ) -> Restored | None:
         """Return the newest checkpoint that every rank can read; None if there is none.
 
-        Those that had to be passed over are left alone from then on: retention neither counts nor
-        removes them.
+        Retention neither counts nor removes those that were passed over.
 
         Args:
-            want: which part of each tensor this rank needs.
+            part_of: which part of each tensor this rank needs.
             most: the latest step that will do.
             needs: names that its plain values must have.
         """
-        self._writer.wait()
-        rank, size = self.ranks.rank, self.ranks.size
-
-        def read(folder: StepFolder) -> Restored:
-            restored = CheckpointReader(folder.path).read(rank, size, want)
-            restored.check_values(needs)
-            return restored
-
-        found = newest_common(self.directory, self.ranks, read, self._note, most)
+        self.wait()
+        found = newest_common(
+            self.directory,
+            self.ranks,
+            lambda folder: self._read(folder, part_of, needs),
+            self._note,
+            most,
+        )
         newest = None if found is None else found[0]
         self.passed_over = [
             folder
@@ -349,32 +284,48 @@ class CheckpointStore:
     def load_state(
         self, state: TrainingState, *, most: int | None = None, needs: Sequence[str] = ()
     ) -> Restored | None:
-        """Return a run to its newest checkpoint that every rank can read; None if there is none.
+        """Return a run to its newest checkpoint that every rank can read; see :meth:`load`.
 
         Raises:
             StateMismatch: the checkpoint is of another run; nothing was changed.
         """
         names = Names(state)
-        restored = self.load(
-            lambda name: wanted_chunk(state, names, name), most=most, needs=("training", *needs)
-        )
+        restored = self.load(names.part_of, most=most, needs=("training", *needs))
         if restored is not None:
-            check_kinds(state, restored.values)
-            put_back(state, restored.tensors, restored.values["training"])
+            put_back(names, restored.tensors, restored.values)
         return restored
+
+    def read_state(
+        self, state: TrainingState, step: int, needs: Sequence[str] = ()
+    ) -> tuple[Restored, dict[Key, Tensor]] | None:
+        """Read this rank's checkpoint of a step, with tensors under the keys of a run.
+
+        Waits for a save under way: the result must not depend on the speed of the disk. Nothing is
+        changed. None if there is none that can be used; the notes have the reason.
+        """
+        self.wait()
+        names = Names(state)
+        for folder in reversed(committed(self.directory)):
+            if folder.step == step:
+                try:
+                    restored = self._read(folder, names.part_of, ("training", *needs))
+                    return restored, matched(names, restored.tensors)[0]
+                except (CheckpointError, StateMismatch, OSError) as error:
+                    self._note(f"{folder.path.name} cannot be used: {error}")
+        return None
 
     def steps(self) -> list[int]:
         """Return the steps of finished checkpoints, newest first; their bytes are not read."""
         return [folder.step for folder in reversed(committed(self.directory))]
 
     def saved_or_begun(self) -> list[int]:
-        """Return what :meth:`steps` will when nothing is being written any more, if all goes well.
+        """Return what :meth:`steps` will be when the save under way has succeeded.
 
-        Unlike those it does not depend on how fast the disk is.
+        Unlike :meth:`steps` this does not depend on how fast the disk is.
         """
-        begun = self._writer.step  # first: what is finished meanwhile is found on the disk
+        begun = self._begun if self.is_busy else -1  # first: it may be finished meanwhile
         known = set(self.steps())
-        if begun is None or begun in known:
+        if begun < 0 or begun in known:
             return sorted(known, reverse=True)
         return sorted({*known, begun}, reverse=True)[: self.keep]
 
@@ -392,138 +343,160 @@ class CheckpointStore:
         raise CheckpointError(f"{self.directory} has no finished checkpoint of step {step}")
 
     def abandon_after(self, step: int) -> None:
-        """Put checkpoints of later steps aside: a rollback took these steps back."""
-        self._writer.wait()
+        """Rename checkpoints of later steps: a rollback undid these steps."""
+        self.wait()
         if self.ranks.rank == 0:
             for folder in committed(self.directory):
                 if folder.step > step:
                     abandon(folder)
 
-    def news(self) -> list[SaveReport]:
-        """Return how saves ended since last asked; never waits."""
+    def finished_saves(self) -> list[SaveReport]:
+        """Return how saves in a thread ended since the last call; never waits."""
         found = []
-        while True:
-            try:
-                job, error = self._writer.finished.get_nowait()
-            except queue.Empty:
-                break
-            found.append(SaveReport(job.plan.step, job.plan.folder.path, error))
-        while not self._said.empty():
-            self._note(self._said.get_nowait())
+        while not self._reports.empty():
+            found.append(self._reports.get_nowait())
         return found
+
+    def news(self) -> list[SaveReport]:
+        """Deprecated name of :meth:`finished_saves`."""
+        warnings.warn(
+            "CheckpointStore.news is deprecated; use finished_saves",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.finished_saves()
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is being written."""
-        return self._writer.is_busy
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until everything is on the disk; False if it is not after so many seconds."""
-        return self._writer.wait(seconds)
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return not self.is_busy
 
     def hurry(self) -> None:
         """Wait for other ranks no longer than a moment: this process has failed, or they have."""
-        self._writer.hurry()
+        self._in_a_hurry.set()
 
     def close(self) -> None:
         """Finish what was begun."""
-        self._writer.close()
+        self.wait()
 
-    def _prepared(
-        self, step: int, make: Callable[[], Contents], allow_nonfinite: bool, in_thread: bool
+    def _read(self, folder: StepFolder, part_of: PartOf, needs: Sequence[str]) -> Restored:
+        reader = CheckpointReader(folder.path)
+        restored = reader.read(self.ranks.rank, self.ranks.size, part_of)
+        restored.check_values(needs)
+        return restored
+
+    def _prepare(
+        self,
+        step: int,
+        state: TrainingState,
+        extra: Mapping[str, Any],
+        allow_nonfinite: bool,
+        in_thread: bool,
     ) -> Job:
-        """Agree with all ranks and copy what this one writes."""
-        contents, trouble = _made(make)
-        trouble = trouble or _remade(self.directory)
-        if in_thread and self._writer.is_busy:
-            trouble = trouble or BUSY
-        measured = Measured(contents)
-        alone = self.ranks.size == 1
+        """Agree with all ranks and copy what this one writes.
+
+        A rank that cannot save still takes part, because the other ranks would wait for ever.
+        """
+        contents, trouble = Contents(), ""
+        # Alone, the device need not be waited for: the thread reads the checksums later.
+        measures_later = in_thread and self.ranks.size == 1
         try:
-            # Alone, the device need not be waited for: the writer reads the checksums later.
-            outlines = alone and in_thread
-            entries = (measured.outlines if outlines else measured.entries)(self.ranks.rank)
-            if not outlines and not allow_nonfinite:
-                trouble = trouble or _nonfinite(measured.num_bad())
-        except CannotEncode as error:
-            entries, trouble = {}, trouble or str(error)
-        plan = agree(self.directory, self.ranks, step, entries, trouble)
-        held = [name for name, entry in plan.entries.items() if entry.held_by == plan.rank]
-        needs_copy = in_thread or any(contents.tensors[n].device.type != "cpu" for n in held)
-        copies = Copies({name: contents.tensors[name] for name in held})
-        if needs_copy:
-            copies = self._staging.copy(contents.tensors, held)
+            contents = collect(state, extra)
+        except Exception as error:
+            trouble = f"{type(error).__name__}: {error}"
+        try:
+            make_folder(self.directory)  # again, if it was removed while the run went on
+        except OSError as error:
+            trouble = trouble or f"{self.directory} cannot be made: {error.strerror or error}"
+        if in_thread and self.is_busy:
+            trouble = trouble or BUSY
+        measured, entries = Measured(contents.tensors, allow_nonfinite), contents.entries
+        if not measures_later:
+            entries, trouble = measured.added_to(entries), trouble or measured.problem()
+        folder, manifest = agree(
+            self.directory, self.ranks, step, entries, contents.values, trouble
+        )
+        held = {
+            name: contents.tensors[name]
+            for name, entry in manifest.entries.items()
+            if entry.held_by == manifest.rank
+        }
+        copies = None
+        if in_thread or any(tensor.device.type != "cpu" for tensor in held.values()):
+            copies = HostCopies(held, self._memory)
+            self._memory = copies.tensors
         return Job(
-            plan,
-            copies.wait,
-            _later(measured, plan, allow_nonfinite) if outlines else None,
-            contents.values,
+            folder,
+            manifest,
+            (lambda: held) if copies is None else copies.wait,
+            measured if measures_later else None,
             self._read_back,
             self._wait_seconds,
-            self._committed,
+            self._in_a_hurry,
         )
 
     def _all_do(self, job: Job, part: Callable[[], None]) -> None:
-        """Do a part of a save, and hear from all ranks how they fared.
+        """Do a part of a save on every rank; raise on all of them if one failed.
 
-        By the process group, not by looking for files: it notices at once that a rank died.
+        Through the process group, not by polling for files: it notices at once that a rank died.
         """
-        trouble = None
+        trouble: Exception | None = None
         try:
             part()
         except (SaveFailed, OSError) as error:
             trouble = error
-        said = self.ranks.gather(repr(trouble).encode() if trouble is not None else b"")
-        if any(said):
+        reports = self.ranks.gather(repr(trouble).encode() if trouble is not None else b"")
+        if any(reports):
             job.discard()
         if isinstance(trouble, OSError):
-            raise SaveFailed(f"step {job.plan.step} was not saved: {trouble}") from trouble
+            raise SaveFailed(f"step {job.manifest.step} was not saved: {trouble}") from trouble
         if trouble is not None:
             raise trouble
-        for rank, text in enumerate(said):
+        for rank, text in enumerate(reports):
             if text:
-                name = job.plan.folder.path.name
                 raise SaveFailed(
-                    f"{name} was not committed: rank {rank} failed: {text.decode(errors='replace')}"
+                    f"{job.folder.path.name} was not committed: rank {rank} failed: "
+                    f"{text.decode(errors='replace')}"
                 )
 
-    def _committed(self, folder: StepFolder) -> None:
-        if self._read_back:
-            retain(self.directory, self.keep, folder, self._said.put, self.passed_over)
+    def _start(self, job: Job) -> None:
+        self._in_a_hurry.clear()
+        thread = threading.Thread(target=self._write, args=(job,), name="heal-writer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads: this save fails, and the next may not
+            raise SaveFailed(f"step {job.manifest.step} was not saved: {error}") from error
+        self._thread, self._begun = thread, job.manifest.step
+
+    def _write(self, job: Job) -> None:
+        """Write a save in a thread: training never waits for it and never dies of it."""
+        failure: Exception | None = None
+        try:
+            job.write_own()
+            self._commit(job)
+        except Exception as error:
+            failure = error
+        self._reports.put(SaveReport(job.manifest.step, job.folder.path, failure))
+
+    def _commit(self, job: Job) -> None:
+        job.commit()
+        if job.manifest.rank == 0 and self._read_back:
+            retain(self.directory, self.keep, job.folder, self._note, self.passed_over)
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
 
 
-def _made(make: Callable[[], Contents]) -> tuple[Contents, str]:
-    """A rank that cannot even collect must still tell the others, or these would wait for ever."""
-    try:
-        return make(), ""
-    except Exception as error:
-        return Contents({}), f"{type(error).__name__}: {error}"
-
-
-def _remade(directory: Path) -> str:
-    """Make the folder again if it was removed while the run went on; return why that failed."""
-    try:
-        make_folder(directory)
-    except OSError as error:
-        return f"{directory} cannot be made: {error.strerror or error}"
-    return ""
-
-
-def _later(
-    measured: Measured, plan: SavePlan, allow_nonfinite: bool
-) -> Callable[[], dict[str, str]]:
-    def checksums() -> dict[str, str]:
-        trouble = "" if allow_nonfinite else _nonfinite(measured.num_bad())
-        if trouble:
-            raise SaveFailed(f"step {plan.step} was not saved: {trouble}")
-        return {name: entry.checksum for name, entry in measured.entries(plan.rank).items()}
-
-    return checksums
-
-
-def _nonfinite(count: int) -> str:
-    return f"parameters and optimizer state hold {count} NaN or Inf" if count else ""
+def _finish_at_exit(reference: "weakref.ref[CheckpointStore]") -> None:
+    store = reference()
+    if store is not None:
+        if getattr(sys, "last_type", None) is not None:
+            store.hurry()  # an error ends this process, perhaps because another has died
+        store.wait()

@@ -1,4 +1,4 @@
-"""JSON as we write it and no other: what a hostile file could hide in it is refused by name."""
+"""JSON as this package writes it, and no other: anything else raises an error that names it."""
 
 import json
 import math
@@ -11,6 +11,10 @@ from typing import Any, NoReturn
 from heal.checkpoint.files import CheckpointRefused
 
 MAX_DIGITS = 20  # of a whole number; larger ones are written as hexadecimal text
+FORMAT, VERSION = "heal-checkpoint", 1
+MAX_DIMS = 64
+MAX_SIZE = 2**48  # of one dimension
+MAX_ELEMENTS = 2**60  # of a tensor; with a size of zero the product would hide the others
 
 
 def to_bytes(value: Any) -> bytes:
@@ -49,7 +53,7 @@ def from_bytes(data: bytes, path: Path) -> Any:
             raise CheckpointRefused(f"{path}: number {text[:40]} is beyond all floats")
         return value
 
-    def constant(word: str) -> Any:
+    def constant(word: str) -> NoReturn:
         raise CheckpointRefused(f"{path}: {word} is not JSON")
 
     try:
@@ -66,67 +70,61 @@ def from_bytes(data: bytes, path: Path) -> Any:
         raise CheckpointRefused(f"{path} is not JSON: {error}") from None
 
 
-# A file of JSON whose every field is asked for by type; what is amiss is refused by name.
-
-
-FORMAT, VERSION = "heal-checkpoint", 1
-MAX_DIMS = 64
-MAX_SIZE = 2**48  # of one dimension
-MAX_ELEMENTS = 2**60  # of a tensor; with a size of zero the product would hide the others
+def page_bytes(**fields: Any) -> bytes:
+    """Return a file that :class:`Page` reads."""
+    return to_bytes({"format": FORMAT, "version": VERSION, **fields})
 
 
 class Page:
-    """A parsed file whose every field is asked for by type."""
+    """A parsed file. Each method reads a field and checks its type; errors name file and field."""
 
-    def __init__(self, page: Any, path: Path) -> None:
+    def __init__(self, data: bytes, path: Path) -> None:
         self._path = path
+        page = from_bytes(data, path)
         if not isinstance(page, dict):
-            self.refuse(f"expected an object, got a {type(page).__name__}")
+            self.fail(f"expected an object, got a {type(page).__name__}")
         self._page: Mapping[str, Any] = page
+        if self["format"] != FORMAT:
+            self.fail(f"format: expected {FORMAT!r}, got {str(self['format'])[:100]!r}")
+        if type(self["version"]) is not int or self["version"] != VERSION:
+            self.fail(f"version: expected {VERSION}, got {str(self['version'])[:40]}")
 
-    def refuse(self, why: str) -> NoReturn:
+    def fail(self, why: str) -> NoReturn:
         """Raise, naming the file."""
         raise CheckpointRefused(f"{self._path}: {why}")
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._page:
-            self.refuse(f"{name} is missing")
+            self.fail(f"{name} is missing")
         return self._page[name]
-
-    def check_format(self) -> None:
-        """Refuse what is of another kind or from the future."""
-        if self["format"] != FORMAT:
-            self.refuse(f"format: expected {FORMAT!r}, got {str(self['format'])[:100]!r}")
-        if type(self["version"]) is not int or self["version"] != VERSION:
-            self.refuse(f"version: expected {VERSION}, got {str(self['version'])[:40]}")
 
     def whole(self, name: str, least: int, most: int) -> int:
         """Return a whole number within bounds."""
         value = self[name]
         if type(value) is not int or not least <= value <= most:
-            self.refuse(f"{name}: expected a whole number {least} to {most}, got {str(value)[:40]}")
+            self.fail(f"{name}: expected a whole number {least} to {most}, got {str(value)[:40]}")
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Return an object."""
         value = self[name]
         if not isinstance(value, dict):
-            self.refuse(f"{name}: expected an object, got a {type(value).__name__}")
+            self.fail(f"{name}: expected an object, got a {type(value).__name__}")
         return value
 
     def text(self, what: str, value: Any, pattern: str) -> str:
         """Return a text that matches a pattern as a whole."""
         if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            self.refuse(f"{what}: expected text of the form {pattern}, got {str(value)[:100]!r}")
+            self.fail(f"{what}: expected text of the form {pattern}, got {str(value)[:100]!r}")
         return value
 
     def sizes(self, where: str, value: Any) -> tuple[int, ...]:
         """Return sizes of dimensions whose product is no absurd number of elements."""
         good = isinstance(value, list) and len(value) <= MAX_DIMS
         if not good or any(type(n) is not int or not 0 <= n < MAX_SIZE for n in value):
-            self.refuse(f"{where}: expected a shape, got {str(value)[:100]}")
+            self.fail(f"{where}: expected a shape, got {str(value)[:100]}")
         if prod(max(n, 1) for n in value) >= MAX_ELEMENTS:
-            self.refuse(
+            self.fail(
                 f"{where}: expected under {MAX_ELEMENTS} elements, got shape {str(value)[:100]}"
             )
         return tuple(value)

@@ -26,25 +26,7 @@ NEEDS_TORCH: dict[str, str] = {
 }
 """Names that need torch, and their modules: loaded on first use."""
 
-__all__ = [
-    "Attempt",
-    "GpuHealth",
-    "GroupHealth",
-    "HangReport",
-    "HangWatchdog",
-    "Mismatch",
-    "ReplicaCheck",
-    "SLURMInfo",
-    "ShutdownHandler",
-    "Straggler",
-    "StragglerWatch",
-    "check_gpu_health",
-    "check_nccl_health",
-    "get_slurm_info",
-    "init_process_group",
-    "log_job_info",
-    "resolve_resume_path",
-]
+__all__ = ["SLURMInfo", "get_slurm_info", "log_job_info", "resolve_resume_path", *NEEDS_TORCH]
 
 
 def __getattr__(name: str) -> Any:

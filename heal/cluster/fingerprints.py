@@ -1,8 +1,8 @@
 """Finds copies of one parameter that silently differ: a flipped bit trains on as if it were right.
 
-Every rank hashes what it holds. One all-reduce per group of replicas tells, on the device, whether
+Every rank hashes what it holds. One all-reduce per group of replicas shows, on the device, whether
 all hashes are the same; the answer is read some steps later, when it has long landed. Only if they
-differ do the ranks show each other their hashes, to find out who stands alone.
+differ do the ranks gather their hashes, to find the odd one.
 """
 
 from collections import Counter, deque
@@ -41,12 +41,11 @@ class Mismatch:
 
     def __str__(self) -> str:
         ranks = ", ".join(str(rank) for rank, _ in self.hashes)
-        whom = (
-            f"rank {', '.join(map(str, self.odd_ranks))} differs from the majority of ranks {ranks}"
-            if self.odd_ranks
-            else f"ranks {ranks} differ, and there is no majority"
-        )
-        return f"{self.name} at step {self.step}: {whom}"
+        what = f"ranks {ranks} differ, and there is no majority"
+        if self.odd_ranks:
+            odd = ", ".join(map(str, self.odd_ranks))
+            what = f"rank {odd} differs from the majority of ranks {ranks}"
+        return f"{self.name} at step {self.step}: {what}"
 
 
 class _Replicas(NamedTuple):
@@ -130,14 +129,14 @@ class ReplicaCheck:
             read.add(sent.step)
             for step, differs in sent.mailbox.poll():
                 bad = [i for i, value in enumerate(differs) if value]
-                if bad:  # on all ranks of the group, for all have read the same
-                    found += _name_them(step, sent, bad)
+                if bad:  # on all ranks of the group, because all have read the same
+                    found += _mismatches(step, sent, bad)
         self.agreed_at = max(read - {m.step for m in found}, default=self.agreed_at)
         self._calls += 1
         return found
 
     def clear(self) -> None:
-        """Forget what is under way: after a rollback it speaks of no state."""
+        """Forget what is under way: after a rollback it is of another state."""
         self._sent.clear()
 
     def _replicas(self) -> list[_Replicas]:
@@ -167,12 +166,12 @@ def _groups_of(tensor: Tensor, group: "ProcessGroup | None") -> list[Any]:
     return [mesh.get_group(i) for i, p in enumerate(tensor.placements) if p.is_replicate()]
 
 
-def _name_them(step: int, sent: _Sent, bad: Sequence[int]) -> list[Mismatch]:
-    """Let every rank show its hashes, and find those that stand alone."""
+def _mismatches(step: int, sent: _Sent, bad: Sequence[int]) -> list[Mismatch]:
+    """Gather the hashes of all ranks, and find those that differ."""
     ranks = sent.replicas.ranks
-    shown = [torch.empty_like(sent.hashes) for _ in ranks]
-    dist.all_gather(shown, sent.hashes, group=sent.replicas.group)
-    table = [each.tolist() for each in shown]
+    gathered = [torch.empty_like(sent.hashes) for _ in ranks]
+    dist.all_gather(gathered, sent.hashes, group=sent.replicas.group)
+    table = [each.tolist() for each in gathered]
     found = []
     for i in bad:
         hashes = tuple((rank, row[i]) for rank, row in zip(ranks, table, strict=True))

@@ -1,4 +1,4 @@
-"""What the driver knows about a GPU and training does not: ECC, XID, throttling, memory."""
+"""Health checks: what the driver knows about a GPU, and whether every rank answers a ping."""
 
 import time
 from collections.abc import Callable
@@ -30,7 +30,7 @@ THROTTLES = {
 
 @dataclass(frozen=True, slots=True)
 class GpuHealth:
-    """One look at one GPU. What the driver does not tell is None.
+    """One look at one GPU. What the driver does not report is None.
 
     Attributes:
         available: whether NVML answered at all; if not, ``reason`` says why, and nothing else is
@@ -57,11 +57,7 @@ class GpuHealth:
 
 
 class GpuWatch:
-    """Looks at one GPU again and again; XIDs are told only to those who registered before.
-
-    Args:
-        device: index as torch counts; the current one if None.
-    """
+    """Looks at one GPU again and again; the driver reports XIDs only from registration on."""
 
     def __init__(self, device: int | None = None) -> None:
         self._nvml: Any = None
@@ -82,12 +78,21 @@ class GpuWatch:
         """Return what is known now; never raises, and never waits for the device."""
         if self._unavailable:
             return GpuHealth(available=False, reason=f"not available: {self._unavailable}")
-        ecc = self._ask(self._ecc_errors)
-        pending = self._ask(self._pending_repair)
-        throttled = self._ask(self._throttled) or ()
-        xids = self._ask(self._xids) or ()
-        memory = self._ask(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle))
+        nvml, gpu = self._nvml, self._handle
+        ecc = self._ask(
+            lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            )
+        )
+        rows = self._ask(lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
+        pending = None if rows is None else any(rows[2:])  # pending, or failed
+        slow = self._ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)) or 0
+        throttled = tuple(
+            name for name in THROTTLES if slow & getattr(nvml, f"nvmlClocksEventReason{name}", 0)
+        )
+        memory = self._ask(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
         used = None if memory is None or not memory.total else memory.used / memory.total
+        xids = self._ask(self._xids) or ()
         faults = []
         if ecc:
             faults.append(f"{ecc} ECC errors that could not be corrected")
@@ -107,11 +112,13 @@ class GpuWatch:
             pending_repair=pending,
             throttled=throttled,
             memory_used=used,
-            temperature=self._ask(self._temperature),
+            temperature=self._ask(
+                lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+            ),
         )
 
     def _find(self, device: int | None) -> Any:
-        """By UUID where torch tells it: CUDA_VISIBLE_DEVICES renumbers for torch only."""
+        """Find it by UUID where torch has it: CUDA_VISIBLE_DEVICES renumbers for torch only."""
         if torch.cuda.is_available():
             index = torch.cuda.current_device() if device is None else device
             uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
@@ -141,26 +148,6 @@ class GpuWatch:
                 found.append(int(event.eventData))
         return tuple(found)
 
-    def _ecc_errors(self) -> int:
-        nvml = self._nvml
-        kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        return int(nvml.nvmlDeviceGetTotalEccErrors(self._handle, kind, since))
-
-    def _pending_repair(self) -> bool:
-        _, _, pending, failed = self._nvml.nvmlDeviceGetRemappedRows(self._handle)
-        return bool(pending or failed)
-
-    def _throttled(self) -> tuple[str, ...]:
-        nvml = self._nvml
-        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
-        return tuple(
-            name for name in THROTTLES if reasons & getattr(nvml, f"nvmlClocksEventReason{name}")
-        )
-
-    def _temperature(self) -> int:
-        nvml = self._nvml
-        return int(nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU))
-
 
 _watches: dict[int | None, GpuWatch] = {}
 
@@ -168,15 +155,11 @@ _watches: dict[int | None, GpuWatch] = {}
 def check_gpu_health(device: int | None = None) -> GpuHealth:
     """Look at a GPU through NVML; says "not available" where there is none, and never raises.
 
-    Args:
-        device: index as torch counts; the current one if None.
+    ``device`` is an index as torch counts; the current one if None.
     """
     if device not in _watches:
         _watches[device] = GpuWatch(device)
     return _watches[device].look()
-
-
-# Is every rank still there, and does the network between the devices still carry numbers?
 
 
 TIMEOUT_SECONDS = 10.0
@@ -203,12 +186,9 @@ class GroupHealth:
 class GroupPing:
     """Pings the ranks of a group, over a group of its own so that training is not disturbed.
 
-    Everybody adds a one on its device: what works is the path that gradients take, gloo or NCCL.
-    A ping that failed leaves its group behind in an unknown state, and no other is sent.
-
-    Args:
-        group: the ranks that have to answer; all of them if None.
-        timeout_seconds: how long they may take.
+    Every rank adds a one on its device, over the path that gradients take, gloo or NCCL. A ping
+    that failed leaves its group in an unknown state, and no other is sent. All ranks answer if
+    ``group`` is None.
 
     Raises:
         ValueError: the timeout is not positive.
@@ -232,8 +212,9 @@ class GroupPing:
         if has_peers(self._group):
             self._connect()
 
-    def ping(self) -> GroupHealth:
+    def ping(self, timeout_seconds: float | None = None) -> GroupHealth:
         """Wait until all have answered, or the time is up; all ranks have to call it alike."""
+        self._timeout = timeout_seconds or self._timeout
         self.start()
         return self.finish()
 
@@ -260,40 +241,37 @@ class GroupPing:
             return GroupHealth(not self._failed, 0.0, (), reason)
         _, store, one = self._connect()
         work, self._under_way = self._under_way, None
-        began = time.monotonic()
+        size = dist.get_world_size(self._group)
         try:
-            arrived = self._wait(work, began)
+            if not self._has_arrived(work):
+                self._failed = f"no answer within {self._timeout:g} s"
+            elif int(one.item()) != size:
+                self._failed = f"{size} ranks sent a 1 and the sum is {int(one.item())}"
         except RuntimeError as error:  # gloo raises at once if a peer's connection is closed
-            return self._failure(store, f"the ping failed: {error}")
-        if not arrived:
-            return self._failure(store, f"no answer within {self._timeout:g} s")
-        size, total = dist.get_world_size(self._group), int(one.item())
-        if total != size:
-            return self._failure(store, f"{size} ranks sent a 1 and the sum is {total}")
-        # Only now, for a rank that still waits may look for it: the keys of the ping before.
-        store.delete_key(f"{self._count - 1}/{dist.get_rank()}")
-        return GroupHealth(True, time.monotonic() - self._began)
+            self._failed = f"the ping failed: {error}"
+        seconds = time.monotonic() - self._began
+        if not self._failed:
+            # Of the ping before: a rank that still waits may look for the keys of this one.
+            store.delete_key(f"{self._count - 1}/{dist.get_rank()}")
+            return GroupHealth(True, seconds)
+        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        missing = tuple(r for r in ranks if not store.check([f"{self._count}/{r}"]))
+        names = f"; missing: rank {', '.join(map(str, missing))}" if missing else ""
+        return GroupHealth(False, seconds, missing, self._failed + names)
 
-    def _wait(self, work: Any, began: float) -> bool:
-        pause = SHORTEST_PAUSE
+    def _has_arrived(self, work: Any) -> bool:
+        """Wait for the answer; False if it does not come in time."""
+        until, pause = time.monotonic() + self._timeout, SHORTEST_PAUSE
         while not work.is_completed():
-            if time.monotonic() - began > self._timeout:
+            if time.monotonic() > until:
                 return False
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         work.wait()  # raises if it ended badly
         return True
 
-    def _failure(self, store: Any, reason: str) -> GroupHealth:
-        self._failed = reason
-        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        missing = tuple(r for r in ranks if not store.check([f"{self._count}/{r}"]))
-        if missing:
-            reason += f"; missing: rank {', '.join(map(str, missing))}"
-        return GroupHealth(False, time.monotonic() - self._began, missing, reason)
-
     def _connect(self) -> tuple[Any, Any, Tensor]:
-        """Make group and number when first needed, by all ranks together."""
+        """Make group, store and number when first needed, by all ranks together."""
         if self._peers is None:
             group = self._group or dist.group.WORLD
             ranks = dist.get_process_group_ranks(group)
@@ -335,5 +313,4 @@ def check_nccl_health(
         for other in [k for k in _pings if k[0] is not world]:
             del _pings[other]  # of a world that is gone
         _pings[key] = GroupPing(group, timeout_seconds)
-    _pings[key]._timeout = timeout_seconds
-    return _pings[key].ping()
+    return _pings[key].ping(timeout_seconds)

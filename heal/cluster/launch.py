@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,54 +16,60 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from heal.cluster.groups import side_group
 from heal.cluster.slurm import get_slurm_info
 
-# Which attempt is this? Ranks started together find each other in a store that is not new.
-#
-# A restarted job meets the keys of the attempt before in the store of its launcher, and dials ranks
-# that are dead. The launcher's count of restarts does not tell attempts apart: every node keeps its
-# own, and a node that joins or leaves is not counted at all. So the ranks agree on a name that no
-# attempt had before.
-
-
+TIMEOUT = timedelta(minutes=10)
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.005, 0.2  # seconds between two looks at the store
 
 
-class NobodyCame(TimeoutError):
+class RanksMissing(TimeoutError):
     """Ranks of this attempt did not appear in time; the message names them."""
 
 
-def agree_on_attempt(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a name for this attempt, the same on every rank, and new.
+class Lobby:
+    """Where ranks that were started together find each other, in a store that is not new.
+
+    A restarted job meets the keys of the attempt before in the store of its launcher, and dials
+    ranks that are dead. The launcher's count of restarts does not distinguish attempts: every node
+    keeps its own, and a node that joins or leaves is not counted at all. So the ranks agree on a
+    name that no attempt had before.
 
     Every rank says hello with a number that it drew; rank 0 offers the name to each such number,
     again if a rank is replaced, and says go when all have accepted. Hellos of the dead do no harm,
-    for they never accept.
-
-    Args:
-        store: of torch.distributed, shared by all ranks; may hold the keys of earlier attempts.
-        rank: of this process.
-        world_size: how many have to come.
-        timeout: how long to wait for them.
-
-    Raises:
-        NobodyCame: not all came in time.
+    because they never accept.
     """
-    lobby = _Lobby(store, world_size, timeout)
-    return lobby.host() if rank == 0 else lobby.join(rank)
 
-
-class _Lobby:
     def __init__(self, store: Any, world_size: int, timeout: timedelta) -> None:
         self._store = store
         self._size = world_size
         self._seconds = timeout.total_seconds()
-        self._until = time.monotonic() + self._seconds
         self._own = uuid.uuid4().hex
 
-    def host(self) -> str:
-        """As rank 0: offer a name until all others have taken it."""
+    def agree(self, rank: int) -> str:
+        """Return a name for this attempt, the same on every rank, and new.
+
+        Raises:
+            RanksMissing: not all came in time.
+        """
+        progress = self._host() if rank == 0 else self._join(rank)
+        until, pause = time.monotonic() + self._seconds, SHORTEST_PAUSE
+        while True:
+            try:
+                waits_for = next(progress)
+            except StopIteration as end:
+                name: str = end.value
+                return name
+            if time.monotonic() > until:
+                raise RanksMissing(
+                    f"{waits_for} within {self._seconds:g} s, expected {self._size} ranks; check "
+                    "the logs of the others, and that MASTER_ADDR and MASTER_PORT are the same "
+                    "everywhere"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST_PAUSE)
+
+    def _host(self) -> Generator[str, None, str]:
+        """As rank 0: offer a name until all others have taken it; yield what is missing."""
         offered: dict[int, str] = {}
         missing = set(range(1, self._size))
-        pause = SHORTEST_PAUSE
         while missing:
             for rank in sorted(missing):
                 number = self._read(f"hello/{rank}")
@@ -72,39 +78,24 @@ class _Lobby:
                 if offered.get(rank) != number:
                     self._write(f"offer/{number}", self._own)
                     offered[rank] = number
-                    pause = SHORTEST_PAUSE
                 if self._read(f"accept/{self._own}/{number}") is not None:
                     missing.discard(rank)
             if missing:
-                absent = ", ".join(map(str, sorted(missing)))
-                pause = self._pause(pause, f"rank {absent} did not come")
+                yield f"rank {', '.join(map(str, sorted(missing)))} did not come"
         self._write(f"go/{self._own}", "go")
         return self._own
 
-    def join(self, rank: int) -> str:
-        """As any other rank: take the newest offer until one is final."""
+    def _join(self, rank: int) -> Generator[str, None, str]:
+        """As any other rank: take the newest offer until one is final; yield what is missing."""
         self._write(f"hello/{rank}", self._own)
         accepted = None
-        pause = SHORTEST_PAUSE
-        while True:
+        while accepted is None or self._read(f"go/{accepted}") is None:
             offer = self._read(f"offer/{self._own}")
             if offer is not None and offer != accepted:
                 self._write(f"accept/{offer}/{self._own}", str(rank))
                 accepted = offer
-                pause = SHORTEST_PAUSE
-            if accepted is not None and self._read(f"go/{accepted}") is not None:
-                return accepted
-            whom = "rank 0 did not come" if accepted is None else "rank 0 still waits for others"
-            pause = self._pause(pause, whom)
-
-    def _pause(self, seconds: float, why: str) -> float:
-        if time.monotonic() > self._until:
-            raise NobodyCame(
-                f"{why} within {self._seconds:g} s, expected {self._size} ranks; check the logs of "
-                "the others, and that MASTER_ADDR and MASTER_PORT are the same everywhere"
-            )
-        time.sleep(seconds)
-        return min(seconds * 1.5, LONGEST_PAUSE)
+            yield "rank 0 did not come" if accepted is None else "rank 0 still waits for others"
+        return accepted
 
     def _write(self, key: str, value: str) -> None:
         self._store.set(f"{self._size}/{key}", value)
@@ -116,10 +107,6 @@ class _Lobby:
             return None
         value: bytes = self._store.get(key)
         return value.decode()
-
-
-TIMEOUT = timedelta(minutes=10)
-LOBBY = "heal/lobby"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +150,7 @@ def init_process_group(
 
     Raises:
         RuntimeError: neither torchrun nor SLURM says which rank this is.
-        heal.cluster.launch.NobodyCame: ranks are missing; the message names them.
+        heal.cluster.launch.RanksMissing: ranks are missing; the message names them.
 
     Example:
         >>> attempt = init_process_group("gloo")
@@ -175,9 +162,17 @@ def init_process_group(
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "nccl" in backend and torch.cuda.is_available():
         torch.cuda.set_device(where.local_rank)
-    shared = _shared_store(where, join_timeout)
-    lobby = PrefixStore(LOBBY, shared)
-    name = agree_on_attempt(lobby, where.rank, where.world_size, join_timeout)
+    shared = TCPStore(
+        where.master_addr,
+        where.master_port,
+        world_size=where.world_size,
+        is_master=where.rank == 0 and not where.store_is_hosted,
+        timeout=join_timeout,
+        multi_tenant=True,
+        wait_for_workers=False,
+    )
+    lobby = Lobby(PrefixStore("heal/lobby", shared), where.world_size, join_timeout)
+    name = lobby.agree(where.rank)
     store = PrefixStore(f"heal/{name}", shared)
     dist.init_process_group(
         backend,
@@ -188,8 +183,8 @@ def init_process_group(
         **options,
     )
     if where.world_size > 1:
-        # Now, when all are there: whoever makes a group with a rank that has died waits for ever.
-        # And nobody goes on, or leaves with the store, before all are connected.
+        # Now, when all are there: making a group with a rank that has died waits for ever. And no
+        # rank goes on, or leaves with the store, before all are connected.
         dist.barrier(side_group())
     _joined.append(ref(dist.group.WORLD))
     del _joined[:-1]
@@ -200,11 +195,7 @@ _joined: "list[ref[Any]]" = []  # the default group that was made here last
 
 
 def cannot_come_back(environment: Mapping[str, str]) -> str:
-    """Return why ranks that torchrun restarts may not find each other again; empty if they will.
-
-    Args:
-        environment: of this process.
-    """
+    """Return why ranks that torchrun restarts may not find each other again; empty if they will."""
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if not restarts.isdecimal() or int(restarts) == 0 or not dist.is_initialized():
         return ""
@@ -219,7 +210,7 @@ def cannot_come_back(environment: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the launcher says about this process."""
+    """What the launcher's environment says about this process."""
 
     rank: int
     world_size: int
@@ -237,11 +228,11 @@ def find_place(environment: Mapping[str, str]) -> Place:
         RuntimeError: neither says it, or a variable is not a number.
     """
     slurm = get_slurm_info(environment)
-    told = {"RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": "", "MASTER_PORT": "", "LOCAL_RANK": "0"}
+    given = {"RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": "", "MASTER_PORT": "", "LOCAL_RANK": "0"}
     if slurm is not None and "RANK" not in environment:
-        told |= slurm.as_torchrun()
-    told |= {name: environment[name] for name in told if environment.get(name)}
-    missing = [name for name, value in told.items() if not value]
+        given |= slurm.as_torchrun()
+    given |= {name: environment[name] for name in given if environment.get(name)}
+    missing = [name for name, value in given.items() if not value]
     if missing:
         raise RuntimeError(
             f"expected {', '.join(missing)} in the environment, got none; start with torchrun or "
@@ -251,12 +242,12 @@ def find_place(environment: Mapping[str, str]) -> Place:
         str(slurm.restart_count) if slurm is not None else "0"
     )
     return Place(
-        rank=_number("RANK", told["RANK"]),
-        world_size=_number("WORLD_SIZE", told["WORLD_SIZE"]),
-        local_rank=_number("LOCAL_RANK", told["LOCAL_RANK"]),
+        rank=_number("RANK", given["RANK"]),
+        world_size=_number("WORLD_SIZE", given["WORLD_SIZE"]),
+        local_rank=_number("LOCAL_RANK", given["LOCAL_RANK"]),
         restart=_number("TORCHELASTIC_RESTART_COUNT", restart),
-        master_addr=told["MASTER_ADDR"],
-        master_port=_number("MASTER_PORT", told["MASTER_PORT"]),
+        master_addr=given["MASTER_ADDR"],
+        master_port=_number("MASTER_PORT", given["MASTER_PORT"]),
         store_is_hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
@@ -265,15 +256,3 @@ def _number(name: str, text: str) -> int:
     if not text.isdecimal():
         raise RuntimeError(f"{name} in the environment: expected a whole number, got {text!r}")
     return int(text)
-
-
-def _shared_store(where: Place, timeout: timedelta) -> Any:
-    return TCPStore(
-        where.master_addr,
-        where.master_port,
-        world_size=where.world_size,
-        is_master=where.rank == 0 and not where.store_is_hosted,
-        timeout=timeout,
-        multi_tenant=True,
-        wait_for_workers=False,
-    )

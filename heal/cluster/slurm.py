@@ -5,38 +5,31 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-from heal.checkpoint.manifest import COMMIT, committed
-
-# Reads SLURM's short form of many host names: ``gpu[01-03,07],login``.
-
+from heal.checkpoint.folders import committed
+from heal.checkpoint.manifest import COMMIT
 
 MOST_HOSTS = 100_000  # more is a slip of the pen, and would fill memory
-
-_PART = re.compile(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+HOST = r"(?:[^,\[\]]|\[[^\]]*\])+"
+RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_hostlist(text: str) -> tuple[str, ...]:
-    """Return every host that the text stands for, in its order.
+    """Return every host of SLURM's short form ``gpu[01-03,07],login``, in its order.
 
     Raises:
         ValueError: it is not a list of hosts.
     """
-    hosts: list[str] = []
-    rest = text.strip()
-    while rest:
-        match = _PART.match(rest)
-        part = match.group() if match else ""
-        if not part or (len(part) < len(rest) and rest[len(part)] != ","):
-            raise ValueError(f"expected a list of hosts such as gpu[01-03,07],login, got {text!r}")
-        for host in _expand(part, text):
-            hosts.append(host)
-            if len(hosts) > MOST_HOSTS:
-                raise ValueError(f"{text[:80]!r} stands for more than {MOST_HOSTS} hosts")
-        rest = rest[len(part) + 1 :]
-    return tuple(hosts)
+    text = text.strip()
+    if text and not re.fullmatch(rf"{HOST}(,{HOST})*", text):
+        raise ValueError(f"expected a list of hosts such as gpu[01-03,07],login, got {text!r}")
+    names = (name for part in re.findall(HOST, text) for name in _expand(part, text))
+    hosts = tuple(islice(names, MOST_HOSTS + 1))
+    if len(hosts) > MOST_HOSTS:
+        raise ValueError(f"{text[:80]!r} stands for more than {MOST_HOSTS} hosts")
+    return hosts
 
 
 def _expand(part: str, text: str) -> Iterator[str]:
@@ -46,7 +39,7 @@ def _expand(part: str, text: str) -> Iterator[str]:
         return
     inside, _, tail = rest.partition("]")
     for piece in inside.split(","):
-        match = _RANGE.fullmatch(piece.strip())
+        match = RANGE.fullmatch(piece.strip())
         if match is None:
             raise ValueError(f"{text!r}: expected a range such as 01-03, got {piece!r}")
         first, last = match.group(1), match.group(2) or match.group(1)
@@ -57,8 +50,6 @@ def _expand(part: str, text: str) -> Iterator[str]:
 
 FIRST_PORT, PORTS = 20_000, 20_000
 """Ports for jobs that name none: below those that the system hands out by itself on Linux."""
-
-Resolver = Callable[[Path], "Path | None"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +66,7 @@ class SLURMInfo:
         local_rank: of this task on its node.
         restart_count: how often the job was requeued.
         array_task_id: index in an array of jobs; None outside of one.
-        end_time: seconds since 1970 at which the time limit ends the job; None if not told.
+        end_time: seconds since 1970 at which the time limit ends the job; None if unknown.
     """
 
     job_id: str
@@ -131,35 +122,34 @@ def log_job_info(
     """Write one line about the job, from its first task only; nothing outside of a job.
 
     Args:
-        info: what to tell of; the environment's if None.
+        info: the job; the environment's if None.
         log: takes the line; standard error if None.
     """
     info = info if info is not None else get_slurm_info()
     if info is not None and info.rank <= 0:
         again = f", requeued {info.restart_count} times" if info.restart_count else ""
-        (log or _print)(
-            f"SLURM job {info.job_id} ({info.job_name or 'no name'}) on "
-            f"{len(info.nodes)} nodes of {info.partition or 'no partition'}, "
-            f"{info.world_size} tasks{again}"
+        line = (
+            f"SLURM job {info.job_id} ({info.job_name or 'no name'}) on {len(info.nodes)} nodes of "
+            f"{info.partition or 'no partition'}, {info.world_size} tasks{again}"
         )
+        if log is None:
+            print(f"heal: {line}", file=sys.stderr, flush=True)
+        else:
+            log(line)
     return info
-
-
-def _print(line: str) -> None:
-    print(f"heal: {line}", file=sys.stderr, flush=True)
 
 
 def resolve_resume_path(
     checkpoint_dir: str | os.PathLike[str],
     resume: str | os.PathLike[str] | None = "auto",
     *,
-    resolver: Resolver | None = None,
+    resolver: Callable[[Path], Path | None] | None = None,
 ) -> Path | None:
-    """Return the checkpoint to go on from; None to start anew.
+    """Return the checkpoint to go on from; None to start afresh.
 
     Args:
         checkpoint_dir: where checkpoints are written, a folder ``step-000123`` each.
-        resume: a checkpoint, ``"auto"`` for the newest one that is complete, or None to start anew.
+        resume: a checkpoint, ``"auto"`` for the newest complete one, or None to start afresh.
         resolver: finds the newest; :func:`newest_committed` if None.
 
     Raises:

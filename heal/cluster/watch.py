@@ -1,4 +1,4 @@
-"""All checks of a cluster, each when it is due, for the healing loop."""
+"""Checks between steps: GPU, replicas and ping for the healing loop, stragglers for any loop."""
 
 import os
 import statistics
@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from heal.causes import Cause, Finding, Severity
-from heal.cluster.fingerprints import Mismatch, ReplicaCheck
+from heal.cluster.fingerprints import ReplicaCheck
 from heal.cluster.groups import has_peers, side_group
 from heal.cluster.hardware import GroupPing, check_gpu_health
 from heal.cluster.launch import cannot_come_back
@@ -37,20 +37,20 @@ Others are often the program's own doing, and come with an exception."""
 
 
 class ClusterWatch:
-    """Looks around after every step; on the healthy path nothing waits.
+    """Runs the checks after every step; on the healthy path nothing waits.
 
     What only this rank knows is reported, and reaches all ranks in the record of the next step.
 
     Args:
         model: whose parameters are compared across replicas, where DDP or DTensor says so.
         config: intervals and timeouts.
-        journal: told of what was seen.
+        journal: logs what was seen.
         report: sends a flag to all ranks.
-        note: told of what cannot be checked.
+        note: logs what cannot be checked.
         group: the ranks that act alike; all if None.
 
     Attributes:
-        watchdog: wants to hear of every step; None while nobody watches for hangs.
+        watchdog: expects a beat at every step; None while hangs are not watched for.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ClusterWatch:
         self._ping_read_at: int | None = None
         replicated, over = find_replicas(model, group)
         self._replicas = ReplicaCheck(replicated, group=over, lag=config.lag)
-        self._compares = bool(replicated and config.fingerprint_interval)
+        self._compares = bool(replicated and config.nccl_health_check_interval)
         self._ecc_errors: int | None = None
         self._before_exit: Callable[[int], object] = lambda code: None
         trouble = cannot_come_back(os.environ) if not journal.rank else ""
@@ -92,17 +92,18 @@ class ClusterWatch:
         """Do what is due before ``step``; return what must be treated here and now."""
         if _is_due(step, self._config.gpu_health_check_interval):
             self._look_at_gpu(step)
-        if self._compares:
+        found = self._ping_ranks(step)
+        if self._compares and not found:  # a comparison would wait for a rank that is gone
             self._compare(step)
-        return self._ping_ranks(step)
+        return found
 
     def clear(self) -> None:
-        """Forget what is under way: after a rollback it speaks of no state."""
+        """Forget what is under way: after a rollback it is of another state."""
         self._replicas.clear()
         self._ping_read_at = None
 
     def start(self, before_exit: Callable[[int], object] = lambda code: None) -> None:
-        """Begin to watch for hangs; the loop says when it ends.
+        """Begin to watch for hangs; the loop ends it.
 
         Args:
             before_exit: called with the exit code, in the thread that ends a process that hangs.
@@ -128,23 +129,21 @@ class ClusterWatch:
             self._ping_read_at = None
             health = self._ping.finish()
             if not health.ok:
-                evidence: dict[str, object] = {"type": health.reason, "missing": health.missing}
-                found.append(
-                    Finding(
-                        cause=Cause.COLLECTIVE_ERROR,
-                        step=step,
-                        bad_step=step,
-                        severity=Severity.FATAL,
-                        evidence=evidence,
-                    )
+                finding = Finding(
+                    cause=Cause.COLLECTIVE_ERROR,
+                    step=step,
+                    bad_step=step,
+                    severity=Severity.FATAL,
+                    evidence={"type": health.reason, "missing": health.missing},
                 )
+                found.append(finding)
         if not found and _is_due(step, self._config.nccl_health_check_interval):
             self._ping.start()
             self._ping_read_at = step + self._config.lag
         return found
 
     def _compare(self, step: int) -> None:
-        if _is_due(step, self._config.fingerprint_interval):
+        if _is_due(step, self._config.nccl_health_check_interval):
             self._replicas.post(step)
         mismatches = self._replicas.read()
         if not mismatches:
@@ -157,7 +156,14 @@ class ClusterWatch:
             )
             return
         for mismatch in mismatches:
-            self._journal.event("replicas_differ", step, **_told(mismatch))
+            self._journal.event(
+                "replicas_differ",
+                step,
+                tensor=mismatch.name,
+                checked_at=mismatch.step,
+                odd_ranks=mismatch.odd_ranks,
+                hashes={str(rank): f"{value:#x}" for rank, value in mismatch.hashes},
+            )
         self._note(f"replicas differ: {'; '.join(map(str, mismatches))}")
         self._report(Flag.WEIGHTS_BAD)
 
@@ -208,21 +214,6 @@ def _is_due(step: int, interval: int) -> bool:
     return bool(interval) and step % interval == 0
 
 
-def _told(mismatch: Mismatch) -> dict[str, Any]:
-    return {
-        "tensor": mismatch.name,
-        "checked_at": mismatch.step,
-        "odd_ranks": mismatch.odd_ranks,
-        "hashes": {str(rank): f"{value:#x}" for rank, value in mismatch.hashes},
-    }
-
-
-# Names ranks that keep the others waiting.
-#
-# In a synchronous run all steps last equally long, for the fast ranks wait for the slow one. What
-# tells them apart is the time that each spends on its own work, without the waiting.
-
-
 @dataclass(frozen=True, slots=True)
 class Straggler:
     """A rank that is slower than the others, again and again.
@@ -249,8 +240,10 @@ class Straggler:
 class StragglerWatch:
     """Gathers the ranks' own times every ``every`` steps, and compares them.
 
-    The gathering runs beside training and is read at the next step; all ranks call :meth:`note`
-    once per step, and all get the same answer in the same call.
+    In a synchronous run all steps last equally long, because the fast ranks wait for the slow one.
+    What distinguishes them is the time that each spends on its own work, without the waiting. The
+    gathering runs beside training and is read at the next step; all ranks call :meth:`note` once
+    per step, and all get the same answer in the same call.
 
     Args:
         every: steps in a window.
@@ -279,9 +272,9 @@ class StragglerWatch:
         patience: int = 2,
         group: "ProcessGroup | None" = None,
     ) -> None:
-        for name, value, least in (("every", every, 1), ("patience", patience, 1)):
-            if value < least:
-                raise ValueError(f"{name}: expected {least} or more, got {value}")
+        for name, value in (("every", every), ("patience", patience)):
+            if value < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {value}")
         if not factor > 1:
             raise ValueError(f"factor: expected more than 1, got {factor}")
         self._every = every

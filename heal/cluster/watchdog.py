@@ -1,85 +1,30 @@
-"""Notices that training has stopped moving, and says where every rank is and who did not come."""
+"""Notices that training has stopped moving, and reports where every rank is and which is missing.
+
+Every rank has a watchdog thread. The watchdogs share how far their ranks are through the store of
+the process group, which works while training hangs.
+"""
 
 import faulthandler
 import json
 import os
-import queue
 import re
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from heal.cluster.groups import own_store
 from heal.json_lines import now
 
-# Calls that may never return, made by a thread that nobody has to wait for.
-
-
-class Patience:
-    """Asks somebody who may have died, such as a store, and gives up after a while.
-
-    Args:
-        seconds: to wait for an answer.
-
-    Attributes:
-        silent: whether the last call has not come back; until it does, no other is made.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.silent = False
-        self._seconds = seconds
-        self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def ask(self, call: Callable[[], Any], otherwise: Any = None) -> Any:
-        """Return the answer; ``otherwise`` if there is none in time, or the call failed."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, args=(self._calls,), name="heal-store", daemon=True
-            )
-            self._thread.start()
-        try:
-            if self.silent:
-                self._answers.get_nowait()  # the answer of long ago, if it has come by now
-            self._calls.put(call)
-            self.silent = True
-            answer = self._answers.get(timeout=self._seconds)
-            self.silent = False
-        except queue.Empty:
-            return otherwise
-        return otherwise if isinstance(answer, _Failed) else answer
-
-    def close(self) -> None:
-        """End the thread, once the call that it makes has come back."""
-        if self._thread is not None:
-            self._calls.put(None)
-            self._thread, self._calls = None, queue.SimpleQueue()
-
-    def _serve(self, calls: "queue.SimpleQueue[Callable[[], Any] | None]") -> None:
-        while (call := calls.get()) is not None:
-            try:
-                self._answers.put(call())
-            except Exception:  # a store whose host is gone raises many kinds
-                self._answers.put(_Failed())
-
-
-class _Failed:
-    """Stands for an answer that was an exception."""
-
-
-# Where every rank says how far it is, and how to tell from that who the others wait for.
-
-
-CALL = "call"
-
 STORE_SECONDS = 3.0  # a store that takes longer to answer is taken for dead
+LOOKS_PER_TIMEOUT = 20
+SHORTEST_LOOK, LONGEST_LOOK = 0.05, 5.0  # seconds between two looks at the clock
+LOOKS_TO_JUDGE = 3  # a watchdog that lives has counted on by then
+
 WAITING = (
     "torch/distributed/",
     "torch/autograd/graph.py",
@@ -89,18 +34,50 @@ WAITING = (
     "heal/cluster/hardware.py",
     "zclip/mailbox.py",
 )
-"""Where a rank is that waits for others, or for its device."""
+"""Files in which a rank waits for others, or for its device."""
+
+
+class CallsWithTimeout:
+    """Makes calls that may never return, such as to a store whose host has died.
+
+    Attributes:
+        silent: whether the last call has not come back; until it does, no other is made.
+    """
+
+    def __init__(self) -> None:
+        self._last: threading.Thread | None = None
+
+    @property
+    def silent(self) -> bool:
+        return self._last is not None and self._last.is_alive()
+
+    def ask(self, call: Callable[[], Any], otherwise: Any = None) -> Any:
+        """Return the answer; ``otherwise`` if there is none in time, or the call failed."""
+        if self.silent:
+            return otherwise
+        answers = []
+
+        def answer() -> None:
+            try:
+                answers.append(call())
+            except Exception:  # a store whose host is gone raises many kinds
+                answers.append(otherwise)
+
+        self._last = threading.Thread(target=answer, name="heal-store", daemon=True)
+        self._last.start()
+        self._last.join(STORE_SECONDS)
+        return answers[0] if answers else otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One rank, as its watchdog last told.
+    """One rank, as its watchdog last reported.
 
     Attributes:
         rank: of the process.
         step: of its last beat; -1 before the first.
         count: of its watchdog's looks at the clock: if it stands still, so does the process.
-        at: the innermost line of its main thread; "" if it was never heard of.
+        at: the innermost line of its main thread; "" if it never reported.
         waits: whether that line waits for other ranks or for the device.
         stopped: whether the count stood still while others counted on.
     """
@@ -114,124 +91,112 @@ class Standing:
 
     def __str__(self) -> str:
         if not self.at:
-            return f"rank {self.rank}: never heard of"
+            return f"rank {self.rank}: never reported"
         state = "does not run (stopped or dead)" if self.stopped else "runs"
         return f"rank {self.rank}: {state}, step {self.step}, at {self.at}"
 
 
 class ProgressBoard:
-    """One entry per rank in a shared store, and a bell.
+    """One entry per rank in a shared store, and an alarm.
 
-    The store may live on the very rank that hangs: every question is asked with patience, and one
-    that is not answered leaves the watchdog with what it knows of itself.
-
-    Args:
-        store: of torch.distributed; None if there is nobody to tell.
-        rank: of this process.
-        world_size: how many ranks there are.
-        hosted: whether a launcher keeps the store; else rank 0 does.
+    The store (of torch.distributed; None for a single process) may live on the very rank that
+    hangs: a question that is not answered in time leaves the watchdog with what it knows itself.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, hosted: bool = False) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store
-        self._rank = rank
         self._size = world_size
-        self._hosted = hosted
         self._own = Standing(rank)
-        self._patience = Patience(STORE_SECONDS)
+        self._calls = CallsWithTimeout()
 
     def post(self, step: int, thread: int) -> str | None:
-        """Write our entry; return what another rank called out, None if none did."""
+        """Write our entry; return the alarm of another rank, None if there is none."""
         at, waits = where_is(thread)
-        self._own = Standing(self._rank, step, self._own.count + 1, at, waits)
-        return self._exchange()
+        self._own = replace(self._own, step=step, at=at, waits=waits)
+        return self.count_on()
 
-    def count_on(self) -> None:
-        """Show that we live, and leave the rest as it was when the alarm came."""
+    def count_on(self) -> str | None:
+        """Show that this process runs; the rest of the entry stays as it was."""
         self._own = replace(self._own, count=self._own.count + 1)
-        self._exchange()
+        entry = json.dumps(asdict(self._own))
 
-    def call(self, news: str) -> str:
-        """Call out to all ranks; return whose call was first."""
+        def exchange() -> str | None:
+            self._store.set(_key(self._own.rank), entry)
+            has_alarm = self._store.check([_key("call")])
+            return bytes(self._store.get(_key("call"))).decode() if has_alarm else None
+
+        alarm: str | None = self._ask(exchange)
+        return alarm
+
+    def raise_alarm(self, alarm: str) -> str:
+        """Alarm all ranks; return the alarm that was first."""
         first: str = self._ask(
-            lambda: bytes(self._store.compare_set(_key(CALL), "", news)).decode(), news
+            lambda: bytes(self._store.compare_set(_key("call"), "", alarm)).decode(), alarm
         )
         return first
 
     def read(self) -> list[Standing]:
         """Return the entries of all ranks; only ours where the store does not answer."""
-        unknown = [Standing(rank) for rank in range(self._size)]
-        standings: list[Standing] = self._ask(self._read_all, unknown)
-        standings[self._rank] = self._own
+
+        def read_one(rank: int) -> Standing:
+            known = self._store.check([_key(rank)])
+            return Standing(**json.loads(self._store.get(_key(rank)))) if known else Standing(rank)
+
+        ranks = range(self._size)
+        unknown = [Standing(rank) for rank in ranks]
+        standings: list[Standing] = self._ask(lambda: [read_one(rank) for rank in ranks], unknown)
+        standings[self._own.rank] = self._own
         return standings
 
     def silent_host(self) -> int | None:
-        """Return the rank that keeps the store, if the store does not answer; None if it does."""
-        return 0 if self._patience.silent and not self._hosted else None
+        """Return the rank that hosts the store, if the store does not answer; None if it does."""
+        is_hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return 0 if self._calls.silent and not is_hosted_by_launcher else None
 
     def leave(self, others: Sequence[int]) -> None:
-        """Wait until all ``others`` have read too, for what ends with us may be what they read."""
+        """Wait until all ``others`` have read too: the store may end with this process."""
         keys = [_key(f"left/{rank}") for rank in others]
         until = time.monotonic() + STORE_SECONDS
-        self._ask(lambda: self._store.set(_key(f"left/{self._rank}"), ""))
+        self._ask(lambda: self._store.set(_key(f"left/{self._own.rank}"), ""))
         while not self._ask(lambda: self._store.check(keys), True) and time.monotonic() < until:
             time.sleep(0.01)
 
-    def close(self) -> None:
-        """Ask nothing more, and let go of the thread that asked."""
-        self._patience.close()
-
     def _ask(self, call: Callable[[], Any], otherwise: Any = None) -> Any:
-        return otherwise if self._store is None else self._patience.ask(call, otherwise)
-
-    def _exchange(self) -> str | None:
-        own = self._own
-        entry = {"step": own.step, "count": own.count, "at": own.at, "waits": own.waits}
-
-        def exchange() -> str | None:
-            self._store.set(_key(self._rank), json.dumps(entry))
-            if self._store.check([_key(CALL)]):
-                return bytes(self._store.get(_key(CALL))).decode()
-            return None
-
-        called: str | None = self._ask(exchange)
-        return called
-
-    def _read_all(self) -> list[Standing]:
-        standings = []
-        for rank in range(self._size):
-            known = self._store.check([_key(rank)])
-            entry = json.loads(self._store.get(_key(rank))) if known else {}
-            standings.append(Standing(rank, **entry))
-        return standings
+        return otherwise if self._store is None else self._calls.ask(call, otherwise)
 
 
 def _key(name: int | str) -> str:
     return f"heal/watchdog/{name}"
 
 
-def blame(
+def find_suspects(
     earlier: Sequence[Standing], later: Sequence[Standing]
 ) -> tuple[tuple[Standing, ...], tuple[int, ...]]:
     """Return where each rank is, and which ranks the others wait for.
 
     In this order: ranks whose process stands still; ranks at an earlier step than the furthest;
     ranks whose main thread does not wait while that of another does. Ranks that all look alike are
-    not blamed.
+    not suspected.
     """
     standings = [
         replace(after, stopped=after.count == before.count)
         for before, after in zip(earlier, later, strict=True)
     ]
     furthest = max(s.step for s in standings)
-    for guilty in (
+    for suspects in (
         [s.rank for s in standings if s.stopped],
         [s.rank for s in standings if s.step < furthest],
         [s.rank for s in standings if not s.waits],
     ):
-        if 0 < len(guilty) < len(standings):
-            return tuple(standings), tuple(guilty)
+        if 0 < len(suspects) < len(standings):
+            return tuple(standings), tuple(suspects)
     return tuple(standings), ()
+
+
+UNREADABLE = "a place that cannot be read"
+MORE_THREADS = "\n...\n"  # faulthandler stops at a hundred threads
+_THREAD = re.compile(r"hread (?P<ident>0x[0-9a-f]+)")  # also "Current thread"
+_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\S+) in (?P<name>.*)')
 
 
 def where_is(thread: int) -> tuple[str, bool]:
@@ -244,8 +209,8 @@ def where_is(thread: int) -> tuple[str, bool]:
     except OSError:
         return UNREADABLE, False
     stack = _stack_of(thread, dump)
-    if stack is None:
-        return UNREADABLE if dump.endswith(MORE_THREADS) else "the end of the thread", False
+    if stack is None and not dump.endswith(MORE_THREADS):
+        return "the end of the thread", False
     if not stack:
         return UNREADABLE, False
     files = [line["file"].replace("\\", "/") for line in stack]
@@ -264,25 +229,11 @@ def _stack_of(thread: int, dump: str) -> list[re.Match[str]] | None:
     return None
 
 
-UNREADABLE = "a place that cannot be read"
-MORE_THREADS = "\n...\n"  # faulthandler stops at a hundred threads
-_THREAD = re.compile(r"hread (?P<ident>0x[0-9a-f]+)")  # also "Current thread"
-_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\S+) in (?P<name>.*)')
-
-
-# Writes down where every thread of this process is.
-
-
 def dump_stacks(run_dir: str | os.PathLike[str] | None, why: str, rank: int | None = None) -> str:
-    """Append the Python stacks of all threads to ``<why>.rank<r>.txt``; never raises.
+    """Append the Python stacks of all threads to ``<run_dir>/<why>.rank<r>.txt``; never raises.
 
-    Args:
-        run_dir: folder of the file, made if needed; standard error if None.
-        why: first part of the file's name.
-        rank: of this process; the environment's ``RANK`` if None.
-
-    Returns:
-        The path of the file, or "standard error".
+    Without a ``run_dir`` they go to standard error. The rank is the environment's ``RANK`` if None.
+    Returns the path of the file, or "standard error".
     """
     if run_dir is not None:
         rank = rank if rank is not None else int(os.environ.get("RANK", "0") or 0)
@@ -299,13 +250,8 @@ def dump_stacks(run_dir: str | os.PathLike[str] | None, why: str, rank: int | No
     try:
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
     except (OSError, ValueError):
-        return "nowhere"  # no standard error either: whoever took it wants silence
+        return "nowhere"  # standard error was closed
     return "standard error"
-
-
-LOOKS_PER_TIMEOUT = 20
-SHORTEST_LOOK, LONGEST_LOOK = 0.05, 5.0  # seconds between two looks at the clock
-LOOKS_TO_JUDGE = 3  # a watchdog that lives has counted on by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +262,7 @@ class HangReport:
         seconds: without progress on the rank that noticed first.
         noticed_by: that rank.
         standings: where each rank is.
-        suspects: the ranks that the others wait for; empty if nothing tells them apart.
+        suspects: the ranks that the others wait for; empty if all look alike.
     """
 
     seconds: float
@@ -325,32 +271,35 @@ class HangReport:
     suspects: tuple[int, ...]
 
     def __str__(self) -> str:
-        whom = (
+        missing = (
             f"rank {', '.join(map(str, self.suspects))} did not arrive"
             if self.suspects
-            else "every rank waits, and nothing tells who for"
+            else "every rank waits, and none differs from the others"
         )
-        lines = [f"no progress for {self.seconds:.1f} s, noticed by rank {self.noticed_by}: {whom}"]
-        return "\n".join([*lines, *(f"  {standing}" for standing in self.standings)])
+        head = f"no progress for {self.seconds:.1f} s, noticed by rank {self.noticed_by}: {missing}"
+        return "\n".join([head, *(f"  {standing}" for standing in self.standings)])
 
 
 class HangWatchdog:
-    """A daemon thread that wants to hear from the training loop every so often.
+    """A daemon thread that expects a ``beat`` of the training loop every so often.
 
-    When it does not, it dumps the stacks of all threads, tells the watchdogs of the other ranks to
-    do the same, finds out which ranks did not arrive, and, if asked, ends the process. Time in
-    which the whole process was stopped does not count against it. A thread that holds Python's lock
-    for ever silences the watchdog of its rank; those of the others then name it.
+    Without one it dumps the stacks of all threads, alarms the watchdogs of the other ranks to do
+    the same, finds out which ranks did not arrive, and, if asked, ends the process. Time in which
+    the whole process was stopped does not count. A thread that holds Python's lock for ever
+    silences the watchdog of its rank; those of the others then name it.
 
     Args:
         timeout_seconds: without a ``beat``, from the first one on.
         run_dir: where ``hang.rank<r>.txt`` goes; standard error if None.
         rank: of this process.
         world_size: how many ranks there are.
-        store: of torch.distributed, for the talk among ranks; None if there is one rank, or each is
-            to watch itself alone.
+        store: of torch.distributed, shared by the ranks; None if there is one rank, or each is to
+            watch itself alone.
         exit_code: with which to end the process, say ``ExitCode.HUNG``; None lets it hang on.
         on_hang: called with the report, in the watchdog's thread, before the process ends.
+
+    Attributes:
+        report: the hang that was noticed; None if none was.
 
     Raises:
         ValueError: the timeout is not positive.
@@ -382,8 +331,7 @@ class HangWatchdog:
         self._rank = rank
         self._exit_code = exit_code
         self._on_hang = on_hang
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._board = ProgressBoard(store, rank, world_size if store is not None else 1, hosted)
+        self._board = ProgressBoard(store, rank, 1 if store is None else world_size)
         self._beats = 0
         self._step = -1
         self._stop = threading.Event()
@@ -392,10 +340,8 @@ class HangWatchdog:
 
     @classmethod
     def for_group(cls, timeout_seconds: float, **arguments: Any) -> "HangWatchdog":
-        """Return a watchdog that talks through the store of the default process group, if any."""
+        """Return a watchdog that uses the store of the default process group, if there is one."""
         import torch.distributed as dist
-
-        from heal.cluster.groups import own_store
 
         if dist.is_available() and dist.is_initialized():
             arguments |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
@@ -403,7 +349,7 @@ class HangWatchdog:
         return cls(timeout_seconds, **arguments)
 
     def beat(self, step: int) -> None:
-        """Say that training moves; costs two assignments."""
+        """Report that training moves; costs two assignments."""
         self._step = step
         self._beats += 1
 
@@ -420,51 +366,47 @@ class HangWatchdog:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(LOOKS_TO_JUDGE * LONGEST_LOOK)
         self._thread = None
-        self._board.close()
 
     def __enter__(self) -> "HangWatchdog":
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop()
 
     def _watch(self) -> None:
         seen, idle, last = 0, 0.0, time.monotonic()
         self._board.post(self._step, self._main)
         while not self._stop.wait(self._look):
-            now = time.monotonic()
             # A process that was stopped as a whole could not beat; that time does not count.
-            passed, last = min(now - last, 2 * self._look), now
+            passed = min(time.monotonic() - last, 2 * self._look)
+            last = time.monotonic()
             idle = idle + passed if self._beats == seen and seen else 0.0
             seen = self._beats
-            called = self._board.post(self._step, self._main)
-            if idle >= self._timeout or called is not None:
-                self._tell(idle, called)
+            alarm = self._board.post(self._step, self._main)
+            if idle >= self._timeout or alarm is not None:
+                self._handle_hang(idle, alarm)
                 return
 
-    def _tell(self, idle: float, called: str | None) -> None:
+    def _handle_hang(self, idle: float, alarm: str | None) -> None:
         """Dump first: whatever else fails, the stacks are on disk."""
         where = dump_stacks(self._run_dir, "hang", self._rank)
-        if called is None:
-            called = self._board.call(json.dumps({"rank": self._rank, "seconds": idle}))
-        first = json.loads(called)
+        if alarm is None:
+            own = json.dumps({"rank": self._rank, "seconds": idle})
+            alarm = self._board.raise_alarm(own)
+        first = json.loads(alarm)
         earlier = self._board.read()
         for _ in range(LOOKS_TO_JUDGE):
             time.sleep(self._look)
             self._board.count_on()
-        standings, suspects = blame(earlier, self._board.read())
+        standings, suspects = find_suspects(earlier, self._board.read())
         host = self._board.silent_host()
         suspects = suspects if host is None else (host,)
         self.report = HangReport(first["seconds"], first["rank"], standings, suspects)
-        print(f"heal: {self.report}\n  stacks of rank {self._rank}: {where}", file=sys.stderr)
-        sys.stderr.flush()
-        self._write_report()
+        text = f"heal: {self.report}\n  stacks of rank {self._rank}: {where}"
+        print(text, file=sys.stderr, flush=True)
+        if self._run_dir is not None:
+            self._append_report(Path(self._run_dir) / f"hang.rank{self._rank}.txt")
         self._board.leave([s.rank for s in standings if not s.stopped])
         if self._on_hang is not None:
             try:
@@ -474,28 +416,22 @@ class HangWatchdog:
         if self._exit_code is not None:
             os._exit(int(self._exit_code))
 
-    def _write_report(self) -> None:
-        if self._run_dir is None:
-            return
+    def _append_report(self, path: Path) -> None:
         try:
-            path = os.path.join(self._run_dir, f"hang.rank{self._rank}.txt")
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{self.report}\n")
         except OSError as error:
             print(f"heal: cannot write {path}: {error}", file=sys.stderr)
 
 
-# Why a rank left, for the ranks that only notice that it is gone.
-
-
-KEY = "heal/left"
-MESSAGE_SECONDS = 3.0  # a store whose host is gone never answers
+LEFT = "heal/left"
+"""Key of the message of a rank that left, for ranks that only notice that it is gone."""
 
 
 def post(rank: int, reason: str, exit_code: int) -> None:
     """Leave a message in the store of the default group; the first one counts."""
-    told = json.dumps({"rank": rank, "reason": reason, "exit_code": int(exit_code)})
-    _ask(lambda: own_store().compare_set(KEY, "", told))
+    message = json.dumps({"rank": rank, "reason": reason, "exit_code": int(exit_code)})
+    CallsWithTimeout().ask(lambda: own_store().compare_set(LEFT, "", message))
 
 
 def read() -> dict[str, Any] | None:
@@ -503,16 +439,8 @@ def read() -> dict[str, Any] | None:
 
     def look() -> dict[str, Any] | None:
         store = own_store()
-        page = json.loads(bytes(store.get(KEY))) if store.check([KEY]) else None
-        return page if isinstance(page, dict) else None
+        message = json.loads(bytes(store.get(LEFT))) if store.check([LEFT]) else None
+        return message if isinstance(message, dict) else None
 
-    found: dict[str, Any] | None = _ask(look)
+    found: dict[str, Any] | None = CallsWithTimeout().ask(look)
     return found
-
-
-def _ask(call: Any) -> Any:
-    patience = Patience(MESSAGE_SECONDS)
-    try:
-        return patience.ask(call)
-    finally:
-        patience.close()

@@ -107,9 +107,9 @@ class GradientExplosion:
             wants_proof=wants_proof,
         )
 
-    def level(self) -> float:
-        """Return the upper range of norms; 0 while it is not known."""
-        return self.norms.level()
+    def limit(self) -> float:
+        """Return the highest norm that is not suspected; 0 while it is not known."""
+        return self.norms.limit * self.norms.level()
 
     def rebase(self) -> None:
         """Take what comes from now on as usual."""

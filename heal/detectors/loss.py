@@ -2,12 +2,11 @@
 
 import math
 import sys
-from statistics import median
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
-from heal.detectors.robust import BLOCK, FIRST, LARGEST, NEGLIGIBLE, RECENT, SAME, Window
+from heal.detectors.robust import BLOCK, FEWEST, FIRST, LARGEST, NEGLIGIBLE, RECENT, SAME, Window
 from heal.verdict import Record
 
 
@@ -89,7 +88,7 @@ class LossChange:
         level, spread = self.losses.median_and_spread()
         # Three losses say little about the noise: the fewer there are, the more is allowed for.
         least = SAME * max(1.0, BLOCK / count) * abs(level)
-        learned = NEGLIGIBLE * (median(self.first) - level)
+        learned = NEGLIGIBLE * (min(self.first) - level)  # the others may have exploded
         return level, max(spread, least, learned, sys.float_info.min)
 
     def ratio_of(self, loss: float) -> float:
@@ -113,6 +112,7 @@ class LossChange:
         self.climb = max(0.0, self.climb + min(z, self.SLACK) - self.CLIMB_SLACK)
 
     def _absorb(self, record: Record) -> None:
+        self.losses.size = min(RECENT, max(FEWEST, record.step // 2))
         self.losses.push(record.loss)
         self.block.push(record.loss)
         if len(self.block) < BLOCK:

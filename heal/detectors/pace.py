@@ -48,27 +48,31 @@ class HostNews:
     """Passes on what the host wrote into the record, so that every rank acts in the same step."""
 
     NEWS = (
-        (Flag.PREEMPTED, Cause.PREEMPTED, Severity.FATAL),
-        (Flag.DEVICE_ERROR, Cause.DEVICE_ERROR, Severity.FATAL),
-        (Flag.UNKNOWN_ERROR, Cause.UNKNOWN, Severity.FATAL),
-        (Flag.OUT_OF_MEMORY, Cause.OUT_OF_MEMORY, Severity.ERROR),
-        (Flag.WEIGHTS_BAD, Cause.WEIGHT_CORRUPTION, Severity.ERROR),
-        (Flag.OPTIMIZER_STATE_BAD, Cause.OPTIMIZER_CORRUPTION, Severity.ERROR),
-        (Flag.DATA_ERROR, Cause.DATA_ERROR, Severity.ERROR),
-        (Flag.NETWORK_ERROR, Cause.NETWORK_ERROR, Severity.ERROR),
-        (Flag.DESYNC, Cause.DESYNC, Severity.ERROR),
-        (Flag.MEMORY_PRESSURE, Cause.MEMORY_PRESSURE, Severity.WARN),
+        (Flag.PREEMPTED, Cause.PREEMPTED),
+        (Flag.DEVICE_ERROR, Cause.DEVICE_ERROR),
+        (Flag.UNKNOWN_ERROR, Cause.UNKNOWN),
+        (Flag.OUT_OF_MEMORY, Cause.OUT_OF_MEMORY),
+        (Flag.WEIGHTS_BAD, Cause.WEIGHT_CORRUPTION),
+        (Flag.OPTIMIZER_STATE_BAD, Cause.OPTIMIZER_CORRUPTION),
+        (Flag.DATA_ERROR, Cause.DATA_ERROR),
+        (Flag.NETWORK_ERROR, Cause.NETWORK_ERROR),
+        (Flag.DESYNC, Cause.DESYNC),
+        (Flag.MEMORY_PRESSURE, Cause.MEMORY_PRESSURE),
     )
     DAMAGE = Flag.WEIGHTS_BAD | Flag.OPTIMIZER_STATE_BAD
 
     def __init__(self, config: HealingConfig) -> None:
-        compared = config.fingerprint_interval + config.lag if config.fingerprint_interval else 0
+        compared = (
+            config.nccl_health_check_interval + config.lag
+            if config.nccl_health_check_interval
+            else 0
+        )
         self.interval = max(config.check_interval, compared, 1)
 
     def observe(self, record: Record) -> Finding | None:
         if record.flags < Flag.DESYNC:
             return None  # what the device says of gradients and losses is below
-        for flag, cause, severity in self.NEWS:
+        for flag, cause in self.NEWS:
             if record.has(flag):
                 evidence: dict[str, object] = {"flag": flag.name, "measured": True}
                 # Damage was done after the last check that found none.
@@ -79,7 +83,7 @@ class HostNews:
                     cause=cause,
                     step=record.step,
                     bad_step=max(record.step - since, 0),
-                    severity=severity,
+                    severity=cause.about.severity,
                     evidence=evidence,
                 )
         return None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from heal.journal import Journal
+from heal.report import words
 
 PROJECT = "self-healing"
 """The default name of a project."""
@@ -157,9 +158,7 @@ class FanOut:
             if kind == "metrics":
                 self.log(line, int(line["step"]))
             elif kind == "postmortem":
-                self.log(line.get("final_metrics", {}), max(0, int(line.get("last_step", 0))))
-                self.alert(*_alert_for_the_end(line))
-                self.close()
+                self._end(line)
             elif line.get("event") not in FACTS:
                 self.alert(*alert_for(line))
         finally:
@@ -180,6 +179,14 @@ class FanOut:
             if id(tracker) in self._started:
                 self._attempt(tracker, "close")
         self._started.clear()
+
+    def _end(self, page: Mapping[str, Any]) -> None:
+        final = {
+            name: v for name, v in page.get("final_metrics", {}).items() if name != "grad_norm"
+        }
+        self.log(final, max(0, int(page.get("last_step", 0))))  # the norm is zclip/raw_grad_norm
+        self.alert(*_alert_for_the_end(page))
+        self.close()
 
     def _send(self, method: str, *what: Any) -> None:
         for tracker in self.trackers:
@@ -238,24 +245,29 @@ def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def alert_for(event: Mapping[str, Any]) -> tuple[Level, str, str]:
     """Return level, title and text for a line of ``events.jsonl``."""
     kind, step = str(event.get("event", "")), event.get("step")
+    if kind in ("experiment", "outcome"):
+        is_good = kind == "experiment" or event.get("healed")
+        text = f"step {step}: {words.event_words(event)}"
+        return Level.INFO if is_good else Level.ERROR, f"healing: {kind}", text
     if kind not in ("recovery", "alert"):
-        details = "; ".join(f"{name}: {v}" for name, v in event.items() if name not in PLACE)
-        return Level.WARN, f"healing: {kind}", f"step {step}: {details}"
+        facts = [f"{name}: {words.show(v)}" for name, v in event.items() if name not in PLACE]
+        return Level.WARN, f"healing: {kind}", f"step {step}: {'; '.join(facts)}"
     level = {"INFO": Level.INFO, "WARN": Level.WARN}.get(
         str(event.get("severity", "ERROR")), Level.ERROR
     )
-    done = ", ".join(map(str, event.get("actions", ()))) or "alert only"
-    text = [f"step {step}: {event.get('diagnosis', '')}", f"Done: {done}."]
-    if event.get("resumed_at") is not None:
-        text.append(f"Next step: {event['resumed_at']}.")
-    return level, f"healing: {event.get('failure', kind)}", " ".join(text)
+    resumed_at = event.get("resumed_at")
+    done = [words.action_words(action, resumed_at) for action in event.get("plan", ())]
+    text = f"step {step}: {event.get('diagnosis', '')} Action: {'; '.join(done) or 'logged only'}."
+    if resumed_at is not None:
+        text += f" Next step: {resumed_at}."
+    return level, f"healing: {event.get('failure', kind)}", text
 
 
 def _alert_for_the_end(page: Mapping[str, Any]) -> tuple[Level, str, str]:
     reason = str(page.get("exit_reason", ""))
     level = END_LEVELS.get(reason, Level.ERROR)
     count = len(page.get("recovery_actions", ()))
-    text = f"last step {page.get('last_step')}, {count} recoveries"
+    text = f"last step {page.get('last_step')}, {words.count(count, 'recovery', 'recoveries')}"
     if page.get("exception") is not None:
         text += f"; {page['exception']!r}"
     return level, f"healing: run ended, {reason}", text

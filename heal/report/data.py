@@ -11,9 +11,6 @@ from heal.report.collect import COLUMNS, Row, RunReport
 from heal.report.story import KINDS, OUTCOMES
 from heal.report.words import count, duration
 
-# The run in a few sentences and numbers, for a reader who has never seen the project.
-
-
 INTRODUCTION = (
     "heal made this page from the journal of a training run. It skips steps that would break the "
     "model, rolls damage back to an earlier snapshot, and logs every such event."
@@ -99,25 +96,22 @@ def _incidents(report: RunReport, totals: dict[str, Any]) -> list[str]:
         return ["No incidents: healing changed nothing."]
     outcomes = Counter(i["outcome"] for i in incidents)
     ended = [f"{outcomes[key]} {label}" for key, label in OUTCOMES.items() if outcomes[key]]
-    kinds = Counter(words.lower(words.title(i["failures"][0])) for i in incidents)
+    kinds = Counter(words.title(i["failures"][0]) for i in incidents)
     listed = [words.times(name, times) for name, times in kinds.most_common(MAX_KINDS)]
     listed += ["and others"] * (len(kinds) > MAX_KINDS)
+    lost = "No step was lost."
+    if totals["lost_steps"] or totals["skipped_batches"]:
+        done = sum(c.count for c in report.curves.values()) / max(1, len(report.curves))
+        share = totals["lost_steps"] / done if done else 0.0
+        part = f"{share:.1%} of the work" if share >= 0.001 else "under 0.1% of the work"
+        cost = words.cost(totals["lost_steps"], totals["skipped_batches"], totals["lost_seconds"])
+        they = "It" if totals["incidents"] == 1 else "Together they"
+        lost = f"{they} cost {cost} ({part})."
     return [
         f"{count(totals['incidents'], 'incident')}: {', '.join(ended)}.",
-        words.sentence("; ".join(listed)) + ".",
-        _cost(report, totals),
+        words.sentence(*listed, link="; ") + ".",
+        lost,
     ]
-
-
-def _cost(report: RunReport, totals: dict[str, Any]) -> str:
-    if not totals["lost_steps"] and not totals["skipped_batches"]:
-        return "No step was lost."
-    done = sum(c.count for c in report.curves.values()) / max(1, len(report.curves))
-    share = totals["lost_steps"] / done if done else 0.0
-    part = f"{share:.1%} of the work" if share >= 0.001 else "under 0.1% of the work"
-    cost = words.cost(totals["lost_steps"], totals["skipped_batches"], totals["lost_seconds"])
-    they = "It" if totals["incidents"] == 1 else "Together they"
-    return f"{they} cost {cost} ({part})."
 
 
 def _experiments(report: RunReport) -> list[str]:
@@ -225,21 +219,19 @@ def environment(report: RunReport) -> list[tuple[str, str]]:
 def _rank(report: RunReport, rank: int, began: float) -> dict[str, Any]:
     curves = report.curves.get(rank)
     page = report.postmortems.get(rank)
-    found: dict[str, Any] = {
+    rows = curves.rows() if curves else []
+    return {
         "rank": rank,
         "records": curves.count if curves else 0,
         "last_step": curves.last_step if curves else None,
-        "usual_seconds": curves.usual_seconds() if curves else None,
+        "usual_seconds": curves.median_seconds() if curves else None,
         "nonfinite": curves.nonfinite if curves else 0,
         "ending": None if page is None else words.shorten(str(page.get("exit_reason")), 40),
-        "columns": {},
+        "columns": {
+            name: [_short(row, i, began) for row in rows]
+            for i, name in enumerate(COLUMNS if curves else ())
+        },
     }
-    if curves is None:
-        return found
-    rows = curves.rows()
-    for i, name in enumerate(COLUMNS):
-        found["columns"][name] = [_short(row, i, began) for row in rows]
-    return found
 
 
 def _short(row: Row, column: int, began: float) -> float | None:
@@ -250,8 +242,5 @@ def _short(row: Row, column: int, began: float) -> float | None:
 
 
 def _z_threshold(report: RunReport) -> float | None:
-    for event in report.story.sessions:
-        value = event.line.get("zclip_z_threshold")
-        if isinstance(value, (int, float)):
-            return float(value)
-    return None
+    values = (event.line.get("zclip_z_threshold") for event in report.story.sessions)
+    return next((float(value) for value in values if isinstance(value, (int, float))), None)

@@ -20,7 +20,7 @@ from heal.report import words
 from heal.report.collect import LOSS, STEP, Row, RunReport
 from heal.report.data import INTRODUCTION, report_data
 
-# Parts of the page. They are there without scripts, for printers and screen readers.
+# The parts of the page are there without scripts, for printers and screen readers.
 
 
 def escaped(text: object) -> str:
@@ -161,39 +161,30 @@ def thumbnail(rows: Sequence[Row], incident: dict[str, Any]) -> str:
 
 def experiment_table(experiments: list[dict[str, Any]]) -> str:
     """Return what was tried and what it showed."""
-    if not experiments:
-        return "<p>None were needed.</p>"
     rows = [(f"{e['step']:,}", e["suspicion"], e["text"]) for e in experiments]
+    if not rows:
+        return "<p>None were needed.</p>"
     return table("Experiments", ("step", "suspicion", "result"), rows, 2)
 
 
 def tensor_table(tensors: list[dict[str, Any]]) -> str:
     """Return the tensors that incidents name."""
-    if not tensors:
+    rows = []
+    for entry in tensors:
+        what = [words.times(words.title(f), n) for f, n in entry["failures"].items()]
+        rows.append((f"{entry['times']:,}", entry["tensor"], "; ".join(what)))
+    if not rows:
         return "<p>None.</p>"
-    rows = [
-        (
-            f"{entry['times']:,}",
-            entry["tensor"],
-            "; ".join(words.times(words.title(f), n) for f, n in entry["failures"].items()),
-        )
-        for entry in tensors
-    ]
     return table("Tensors", ("times", "tensor", "what happened"), rows, 2)
 
 
 def rank_table(ranks: list[dict[str, Any]]) -> str:
     """Return how far each rank came and how it ended."""
-    rows = [
-        (
-            entry["rank"],
-            f"{entry['records']:,}",
-            words.show(entry["last_step"]),
-            words.duration(entry["usual_seconds"]) if entry["usual_seconds"] else "-",
-            entry["ending"] or "none recorded",
-        )
-        for entry in ranks
-    ]
+    rows = []
+    for entry in ranks:
+        seconds = words.duration(entry["usual_seconds"]) if entry["usual_seconds"] else "-"
+        reached = (f"{entry['records']:,}", words.show(entry["last_step"]), seconds)
+        rows.append((entry["rank"], *reached, entry["ending"] or "none recorded"))
     return table("Ranks", ("rank", "steps seen", "last step", "median step", "end"), rows, 1)
 
 
@@ -248,27 +239,24 @@ def _in_script(data: dict[str, Any]) -> str:
 
 
 def _notices(data: dict[str, Any]) -> list[str]:
-    told = list(data["damage"])
+    notices = list(data["damage"])
     if data["runs"] > 1:
-        told.append(
+        notices.append(
             f"This folder holds {data['runs']} runs; this is run {data['run']}. "
             "heal report --run N shows another."
         )
     if data["incidents_left_out"]:
-        told.append(f"{data['incidents_left_out']:,} incidents, the mildest, are left out.")
+        notices.append(f"{data['incidents_left_out']:,} incidents, the mildest, are left out.")
     if data["events_left_out"]:
-        told.append(f"{data['events_left_out']:,} events are not marked on the charts.")
-    return told
+        notices.append(f"{data['events_left_out']:,} events are not marked on the charts.")
+    return notices
 
 
 def _dates(report: RunReport) -> str:
-    def day(seconds: float) -> str:
-        moment = datetime.fromtimestamp(seconds, timezone.utc)
-        return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
-
     if report.began is None or report.ended is None:
         return ""
-    return f"{day(report.began)} to {day(report.ended)}"
+    times = (datetime.fromtimestamp(t, timezone.utc) for t in (report.began, report.ended))
+    return " to ".join(f"{time:%Y-%m-%d %H:%M:%S} UTC" for time in times)
 
 
 def _web(name: str) -> str:

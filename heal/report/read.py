@@ -1,32 +1,33 @@
 """Finds and reads the files of a run: several ranks, rotated, torn, live or damaged.
 
-Lines are yielded one at a time: metrics of a million steps are never in memory together. Nothing
-that a line may hold raises.
+Lines are yielded one at a time: metrics of a million steps are never in memory together. No
+content of a line raises.
 """
 
 import errno
 import heapq
-import json
 import math
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# Opens and replaces regular files, and no others: a pipe would hang, a link may lead elsewhere.
-
+from heal.json_lines import parse_line, replace_text
 
 READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 NOT_REGULAR = "expected a regular file, got a pipe, a device or a folder"
+LINES = re.compile(r"(events|metrics)(?:\.rank(\d+))?\.jsonl(\.1)?")
+POSTMORTEM = re.compile(r"postmortem(?:\.rank(\d+))?\.json")
+MAX_LINE = 4 * 2**20  # bytes; a longer one is no line of ours
+EXPECTED = "expected the run_dir that was given to Healer"
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading, or a link to one.
+    """Open a regular file for reading, or a link to one; a pipe would hang.
 
     Raises:
         OSError: it cannot be opened, or is no regular file.
@@ -38,40 +39,15 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all. A link is replaced by the file, its target is untouched.
+def write_report(path: Path, text: str) -> None:
+    """Write a report whole or not at all.
 
     Raises:
         OSError: it cannot be written, or something other than a regular file is in its place.
     """
-    try:
-        is_regular = stat.S_ISREG(os.stat(path).st_mode)
-    except FileNotFoundError:
-        is_regular = True  # nothing is there, or a link to nothing
-    if not is_regular:
+    if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, f"{NOT_REGULAR}; give - for standard output", str(path))
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(beside, 0o666 & ~_umask())
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
-
-
-def _umask() -> int:
-    """The mode that new files lack; it can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-LINES = re.compile(r"(events|metrics)(?:\.rank(\d+))?\.jsonl(\.1)?")
-POSTMORTEM = re.compile(r"postmortem(?:\.rank(\d+))?\.json")
-MAX_LINE = 4 * 2**20  # bytes; a longer one is no line of ours
-EXPECTED = "expected the run_dir that was given to Healer"
+    replace_text(path, text, mode=0o666)
 
 
 class NotARun(ValueError):
@@ -147,15 +123,6 @@ def read_lines(path: Path, damage: Damage) -> Iterator[dict[str, Any]]:
         damage.unreadable[path.name] = error.strerror or str(error)
 
 
-def parse_line(raw: bytes) -> dict[str, Any] | None:
-    """Return a line as a dict, None if it is none."""
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets without end
-        return None
-    return line if isinstance(line, dict) else None
-
-
 def read_events(files: RunFiles, damage: Damage) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield rank and event of all ranks together, in the order of their times."""
 
@@ -222,7 +189,7 @@ def find_runs(files: RunFiles) -> list[Start]:
 
 
 def first_step(line: dict[str, Any]) -> int:
-    """Return the first step that a line of metrics tells of; 0 if that is not known."""
+    """Return the first step of a line of metrics; 0 if that is not known."""
     series = line.get("series")
     steps = series.get("step") if isinstance(series, dict) else None
     first = steps[0] if isinstance(steps, list) and steps else line.get("seen_at")

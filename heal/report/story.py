@@ -9,9 +9,6 @@ from heal.json_lines import number
 from heal.report import words
 from heal.report.read import seconds_of, whole
 
-# One incident: the events that belong together, what they cost and how it ended.
-
-
 NEAR_STEPS = 5
 """Trouble that begins this close to the last belongs to it: records arrive a few steps late."""
 
@@ -27,7 +24,7 @@ KINDS = {
     "start": "started",
     "note": "note",
 }
-"""Kinds of events, the gravest first, and what they are called."""
+"""Kinds of events, the most severe first, and what they are called."""
 
 OUTCOMES = {
     "healed": "healed",
@@ -59,43 +56,31 @@ KIND_OF_ACTION = {
     "Skip": "refused",
     "Refuse": "refused",  # its name in journals of version 0.1
 }
-GRAVITY = {kind: -i for i, kind in enumerate(KINDS)}
+SEVERITY = {kind: -i for i, kind in enumerate(KINDS)}
 INCIDENT_EVENTS = ("recovery", "alert")
+MAX_INCIDENTS = 500  # rows of the table; the mildest are left out first
+MAX_MARKS = 4000  # marks on the charts
+MAX_SESSIONS = 100
+RECENT = 8  # incidents that an event of another rank may still belong to
 
 
-@dataclass(slots=True)
 class Event:
     """A line of the journal, with what a reader needs made safe to use."""
 
-    rank: int
-    step: int
-    time: float | None
-    name: str
-    line: Mapping[str, Any]
-    failure: str = ""
-    bad_step: int = 0
-    noticed_at: int = 0
-    resumed_at: int | None = None
-    plan: list[Mapping[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def of_line(cls, rank: int, line: Mapping[str, Any]) -> "Event":
-        """Read a line, whatever is in it."""
-        step = whole(line.get("step")) or 0
-        plan = line.get("plan")
-        bad_step, noticed_at = whole(line.get("bad_step")), whole(line.get("noticed_at"))
-        return cls(
-            rank,
-            step,
-            seconds_of(line.get("time")),
-            words.shorten(str(line.get("event", "note")), 60),
-            line,
-            words.shorten(str(line.get("failure", "")), 60),
-            step if bad_step is None or bad_step < 0 else min(bad_step, step),
-            step + 1 if noticed_at is None else noticed_at,
-            whole(line.get("resumed_at")),
-            [a for a in plan if isinstance(a, Mapping)] if isinstance(plan, list) else [],
-        )
+    def __init__(self, rank: int, line: Mapping[str, Any]) -> None:
+        plan, bad_step = line.get("plan"), whole(line.get("bad_step"))
+        self.rank = rank
+        self.line = line
+        self.step = whole(line.get("step")) or 0
+        self.time = seconds_of(line.get("time"))
+        self.name = words.shorten(str(line.get("event", "note")), 60)
+        self.failure = words.shorten(str(line.get("failure", "")), 60)
+        is_known = bad_step is not None and bad_step >= 0
+        self.bad_step = min(bad_step or 0, self.step) if is_known else self.step
+        noticed_at = whole(line.get("noticed_at"))
+        self.noticed_at = self.step + 1 if noticed_at is None else noticed_at
+        self.resumed_at = whole(line.get("resumed_at"))
+        self.plan = [a for a in plan if isinstance(a, Mapping)] if isinstance(plan, list) else []
 
     @property
     def is_trouble(self) -> bool:
@@ -103,18 +88,18 @@ class Event:
 
     @property
     def kind(self) -> str:
-        """The gravest thing that was done."""
+        """The most severe thing that was done."""
         if not self.is_trouble:
             return "start" if self.name == "started" else "note"
         done = [KIND_OF_ACTION.get(str(a.get("action")), "note") for a in self.plan]
-        return max(done, key=lambda kind: GRAVITY[kind], default="alert")
+        return max(done, key=lambda kind: SEVERITY[kind], default="alert")
 
     @property
     def rolled_back(self) -> bool:
         return any(a.get("action") == "Rollback" and a.get("effect") for a in self.plan)
 
+    @property
     def evidence(self) -> Mapping[str, Any]:
-        """What was measured."""
         found = self.line.get("evidence")
         return found if isinstance(found, Mapping) else {}
 
@@ -135,7 +120,7 @@ class Incident:
     failures: dict[str, Event] = field(default_factory=dict)
     seen: dict[str, set[int]] = field(default_factory=dict)
     actions: dict[str, int] = field(default_factory=dict)
-    refused: set[int] = field(default_factory=set)
+    skipped: set[int] = field(default_factory=set)
     undone: list[tuple[int, int]] = field(default_factory=list)
     skipped_batches: int = 0
     action_seconds: float = 0.0
@@ -167,9 +152,10 @@ class Incident:
             self.came_back += 1
         self.first_step = min(self.first_step, event.bad_step)
         self.last_step = max(self.last_step, event.step)
-        self.failures.setdefault(event.failure, event)
-        if GRAVITY[event.kind] >= GRAVITY[self.decisive.kind]:
+        is_decisive = SEVERITY[event.kind] >= SEVERITY[self.decisive.kind]
+        if is_decisive:
             self.decisive = event
+        if is_decisive or event.failure not in self.failures:
             self.failures[event.failure] = event
         self._add_costs(event)
 
@@ -179,13 +165,14 @@ class Incident:
         return ranks is not None and event.rank not in ranks
 
     def _add_costs(self, event: Event) -> None:
-        self.action_seconds += max(0.0, _finite(event.line.get("seconds")))
+        seconds = number(event.line.get("seconds"))
+        self.action_seconds += seconds if 0.0 < seconds < 1e12 else 0.0  # not NaN either
         for action in event.plan:
             name = action.get("action")
             phrase = words.action_words(action, event.resumed_at if name == "Rollback" else None)
             self.actions[phrase] = self.actions.get(phrase, 0) + 1
             if name in ("Skip", "Refuse"):
-                self.refused.add(event.step)
+                self.skipped.add(event.step)
             elif name == "SkipBatches" and not event.rolled_back:
                 first, last = whole(action.get("first_step")), whole(action.get("last_step"))
                 self.skipped_batches += max(0, (last or 0) - (first or 0) + 1)
@@ -196,23 +183,12 @@ class Incident:
     def lost_steps(self) -> int:
         """Steps done again, and skipped ones that were not done again anyway."""
         again = sum(end - start for start, end in self.undone)
-        alone = [s for s in self.refused if not any(a <= s < b for a, b in self.undone)]
+        alone = [s for s in self.skipped if not any(a <= s < b for a, b in self.undone)]
         return again + len(alone)
 
     @property
     def kind(self) -> str:
         return self.decisive.kind
-
-
-def _finite(value: Any) -> float:
-    found = number(value)
-    return found if abs(found) < 1e12 else 0.0  # NaN too
-
-
-MAX_INCIDENTS = 500  # rows of the table; the mildest are left out first
-MAX_MARKS = 4000  # marks on the charts
-MAX_SESSIONS = 100
-RECENT = 8  # incidents that an event of another rank may still belong to
 
 
 @dataclass(slots=True)
@@ -243,39 +219,31 @@ class Story:
 
     def add(self, rank: int, line: dict[str, Any]) -> None:
         """Take in one event, in the order of time."""
-        event = Event.of_line(rank, line)
+        event = Event(rank, line)
         self.events += 1
         self.ranks.add(rank)
         if event.time is not None:
             self.first_time = event.time if self.first_time is None else self.first_time
             self.last_time = event.time
         self.last_step = max(self.last_step, event.step)
-        incident = self._place(event) if event.is_trouble else None
-        if event.name == "started":
-            self._start(event)
-        elif event.name == "goal":
+        if event.name == "goal":
             self.goal = whole(line.get("steps"))
             return
-        elif event.name == "outcome":
-            undone = [i for i in self.incidents[-RECENT:] if i.undone and event.rank in i.ranks]
-            first = whole(line.get("first_step"))
-            if undone:
-                nearest = min(
-                    reversed(undone),
-                    key=lambda i: 0 if first is None else abs(i.first_step - first),
-                )
-                nearest.outcome = line
+        if event.name == "outcome":
+            self._note_outcome(event)
             return
+        if event.name == "started":
+            self._start(event)
         elif event.name == "experiment" and len(self.experiments) < MAX_SESSIONS:
             self._note_experiment(event)
-        self.marks.append((event, incident))
+        self.marks.append((event, self._place(event) if event.is_trouble else None))
         if len(self.marks) > 2 * MAX_MARKS:
             self._thin_marks()
 
     def finish(self) -> "Story":
         """Call after the last event."""
         self._thin_marks()
-        kept = gravest([i.kind for i in self.incidents][::-1], MAX_INCIDENTS)
+        kept = most_severe([i.kind for i in self.incidents][::-1], MAX_INCIDENTS)
         self.left_out = len(self.incidents) - len(kept)
         self.incidents = [self.incidents[::-1][i] for i in kept][::-1]
         return self
@@ -290,7 +258,7 @@ class Story:
         incident.add(event)
         if event.failure in self._pending:
             incident.experiments.append(self._pending.pop(event.failure))
-        evidence = event.evidence()
+        evidence = event.evidence
         # Old versions named the first gradient of a NaN loss, which makes every gradient NaN.
         is_first = event.failure == "nonfinite_loss" and "tensor_index" in evidence
         tensor = evidence.get("tensor")
@@ -298,6 +266,15 @@ class Story:
             counts = self.tensors.setdefault(words.shorten(str(tensor), 200), {})
             counts[event.failure] = counts.get(event.failure, 0) + 1
         return incident
+
+    def _note_outcome(self, event: Event) -> None:
+        """Add it to the newest rollback, or to the one that began nearest to its first step."""
+        undone = [i for i in self.incidents[-RECENT:] if i.undone and event.rank in i.ranks]
+        first = whole(event.line.get("first_step"))
+        if undone and first is not None:
+            undone.sort(key=lambda i: -abs(i.first_step - first))
+        if undone:
+            undone[-1].outcome = event.line
 
     def _note_experiment(self, event: Event) -> None:
         """Add it to the incident that it is about; if there is none yet, to the next such one."""
@@ -320,14 +297,14 @@ class Story:
                 incident.is_closed = True
 
     def _thin_marks(self) -> None:
-        kept = gravest([event.kind for event, _ in self.marks], MAX_MARKS)
+        kept = most_severe([event.kind for event, _ in self.marks], MAX_MARKS)
         self.marks_left_out += len(self.marks) - len(kept)
         self.marks = [self.marks[i] for i in kept]
 
 
-def gravest(kinds: Sequence[str], most: int) -> list[int]:
-    """Return the places of the gravest kinds, in order; of equal ones the first."""
-    return sorted(sorted(range(len(kinds)), key=lambda i: -GRAVITY[kinds[i]])[:most])
+def most_severe(kinds: Sequence[str], most: int) -> list[int]:
+    """Return the places of the most severe kinds, in order; of equal ones the first."""
+    return sorted(sorted(range(len(kinds)), key=lambda i: -SEVERITY[kinds[i]])[:most])
 
 
 def describe(
@@ -335,14 +312,10 @@ def describe(
 ) -> dict[str, Any]:
     """Return an incident as every form of the report shows it.
 
-    Args:
-        incident: which.
-        step_seconds: what a step usually takes, to price those that were lost.
-        last_step: the furthest step that the run is known to have reached.
-        is_over: whether the run has ended.
+    ``step_seconds`` prices lost steps; ``last_step`` is the furthest that the run has reached.
     """
     decisive = incident.decisive
-    outcome, told = _outcome(incident, last_step, is_over)
+    outcome, sentence = _outcome(incident, last_step, is_over)
     chain = list(incident.failures)
     seconds = round(incident.action_seconds + incident.lost_steps * step_seconds, 3)
     after = incident.outcome or {}
@@ -356,12 +329,12 @@ def describe(
         "failures": chain,
         "steps": f"{incident.first_step:,}"
         + (f" to {incident.last_step:,}" if incident.last_step > incident.first_step else ""),
-        "what": words.sentence(", then ".join(words.lower(words.title(f)) for f in chain)),
+        "what": words.sentence(*map(words.title, chain), link=", then "),
         "cause": words.show(str(decisive.line.get("diagnosis", ""))),
         "confidence": decisive.line.get("confidence"),
         "reference": words.show(str(decisive.line.get("reference") or "")),
         "evidence": [
-            {"of": f, "title": words.title(f), "values": words.evidence_words(e.evidence())}
+            {"of": f, "title": words.title(f), "values": words.evidence_words(e.evidence)}
             for f, e in incident.failures.items()
         ],
         "actions": [{"text": phrase, "times": times} for phrase, times in incident.actions.items()],
@@ -373,7 +346,7 @@ def describe(
         "came_back": incident.came_back,
         "outcome": outcome,
         "outcome_label": OUTCOMES[outcome],
-        "outcome_text": told,
+        "outcome_text": sentence,
         "loss_before": after.get("loss_before"),
         "loss_after": after.get("loss"),
         "time": incident.first.time,
@@ -391,11 +364,11 @@ def _outcome(incident: Incident, last_step: int, is_over: bool) -> tuple[str, st
         return "noted", "Nothing was changed."
     if incident.outcome is None and not went_on:
         if is_over:
-            return "open", "The run ended too soon after it to tell."
+            return "open", "The run ended too soon after it to know."
         return "open", "Training has not passed this step yet."
     if incident.kind == "refused":
-        many = len(incident.refused) > 1
-        return "contained", f"The {'steps' if many else 'step'} changed nothing; training went on."
+        steps = "steps" if len(incident.skipped) > 1 else "step"
+        return "contained", f"The {steps} changed nothing; training went on."
     if incident.kind == "data":
         return "dropped", "Training went on with the next batch."
     again = f" It came back {words.count(incident.came_back, 'time')}." * bool(incident.came_back)

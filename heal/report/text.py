@@ -14,12 +14,7 @@ MAX_ENTRIES = 20  # of a list
 
 
 def make_text(report: RunReport, *, to_terminal: bool = True) -> str:
-    """Return the report as text.
-
-    Args:
-        report: of which run.
-        to_terminal: whether standard output will show it, which may have colours and a width.
-    """
+    """Return the report as text, with the colours and width of the terminal if it goes there."""
     width = shutil.get_terminal_size((80, 24)).columns if to_terminal else 80
     width = min(MAX_WIDTH, max(MIN_WIDTH, width))
     data = report_data(report)
@@ -64,7 +59,7 @@ def _incidents(incidents: list[dict[str, Any]], width: int) -> list[str]:
         lines += ["", *textwrap.wrap(head, width)]
         evidence = [f"{n} {v}" for part in incident["evidence"] for n, v in part["values"]]
         actions = [times(action["text"], action["times"]) for action in incident["actions"]]
-        for name, said in (
+        for name, text in (
             ("seen", "; ".join(evidence)),
             ("cause", incident["cause"]),
             ("tried", " ".join(incident["experiments"])),
@@ -73,7 +68,7 @@ def _incidents(incidents: list[dict[str, Any]], width: int) -> list[str]:
             ("result", incident["outcome_text"]),
         ):
             lines += textwrap.wrap(
-                f"{name + ':':<8}{said}" if said else "",
+                f"{name + ':':<8}{text}" if text else "",
                 width,
                 initial_indent="  ",
                 subsequent_indent=" " * 10,

@@ -9,39 +9,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from heal.report import words
+from heal.json_lines import parse_line
+from heal.report import read, words
 from heal.report.collect import COLUMNS, STEP, RankCurves, highest
 from heal.report.data import ENDINGS
-from heal.report.read import (
-    MAX_LINE,
-    Damage,
-    NotARun,
-    find_files,
-    open_regular,
-    parse_line,
-    read_postmortem,
-    run_id,
-    seconds_of,
-    whole,
-)
+from heal.report.read import Damage, NotARun, open_regular, run_id, seconds_of, whole
 from heal.report.story import KINDS, Event
 from heal.report.words import count, duration
 
-# Reads the new lines of a file that another process writes, rotates or replaces.
-
-
 START_BYTES = 2**20  # read of a file that is long already; the end is what counts
 CHUNK = 2**20
+MAX_EVENTS = 200  # events kept
+MAX_ROWS = 2048  # of the curve of a rank
+CURVE_CELLS = 32
+QUIET_SECONDS = 60.0  # without a line of metrics, after which the screen warns
+SHOWN_RANKS = 16  # rows of the screen; of more, those furthest behind
+SHOWN_EVENTS = 8
+BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+
+Sleep = Callable[[float], None]
 
 
 class Tail:
-    """The end of one file.
+    """The new lines of a file that another process writes, rotates or replaces.
 
     The file may not exist yet, its last line may be half written, it may be put aside and begun
-    anew. Nothing of that raises.
-
-    Args:
-        path: of the file.
+    again. None of that raises.
 
     Attributes:
         bad_lines: lines that could not be read.
@@ -76,7 +69,7 @@ class Tail:
             self.close()
             return []
         *whole, self._rest = (self._rest + b"".join(chunks)).split(b"\n")
-        if len(self._rest) > MAX_LINE:
+        if len(self._rest) > read.MAX_LINE:
             self._rest = b""
             self.bad_lines += 1
         found = []
@@ -111,21 +104,13 @@ class Tail:
         return is_shorter or (here.st_ino, here.st_dev) != (there.st_ino, there.st_dev)
 
 
-# What is known of a run that is under way.
-
-
-MAX_NEWS = 200  # events kept
-MAX_ROWS = 2048  # of the curve of a rank
-CURVE_CELLS = 32
-
-
 @dataclass(slots=True)
 class LiveRun:
     """Polls the files of a run.
 
     Attributes:
         runs: the id of the newest run in the folder, by rank; older ones are not shown.
-        news: what happened, the newest last, as sentences.
+        events: what happened, the newest last, as sentences.
         ending: why the run ended; empty while it has not.
     """
 
@@ -136,7 +121,7 @@ class LiveRun:
     began: float | None = None
     acted: int = 0
     noted: int = 0
-    news: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    events: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     ending: str = ""
     ended: bool = False
     _tails: dict[str, Tail] = field(default_factory=dict)
@@ -144,19 +129,19 @@ class LiveRun:
     def poll(self) -> list[str]:
         """Read what is new; return the sentences about new events."""
         try:
-            files = find_files(self.folder)
+            files = read.find_files(self.folder)
         except (NotARun, OSError):
             return []
         fresh: list[str] = []
         for rank in sorted(files.events):
-            for line in self._tail(f"events{_suffix(rank)}").lines():
+            for line in self._tail("events", rank).lines():
                 fresh += self._add_event(rank, line)
         for rank in sorted(files.metrics):
-            for line in self._tail(f"metrics{_suffix(rank)}").lines():
+            for line in self._tail("metrics", rank).lines():
                 if run_id(line) == self.runs.get(rank, run_id(line)):
                     self.ranks.setdefault(rank, RankCurves(MAX_ROWS)).add_line(line)
         self._look_for_ending(files.postmortems)
-        self.news.extend(fresh)
+        self.events.extend(fresh)
         return fresh
 
     @property
@@ -174,15 +159,21 @@ class LiveRun:
         return min((s for c in self.ranks.values() if (s := step_of(c)) is not None), default=None)
 
     @property
+    def done(self) -> int:
+        """Steps that every rank has taken."""
+        return 0 if self.step is None else self.step + 1
+
+    @property
     def last_time(self) -> float | None:
         times = [c.last_time for c in self.ranks.values() if c.last_time is not None]
         return max(times, default=self.began)
 
-    def _tail(self, name: str) -> Tail:
-        return self._tails.setdefault(name, Tail(self.folder / f"{name}.jsonl"))
+    def _tail(self, kind: str, rank: int) -> Tail:
+        name = f"{kind}.rank{rank}.jsonl" if rank else f"{kind}.jsonl"
+        return self._tails.setdefault(name, Tail(self.folder / name))
 
     def _add_event(self, rank: int, line: dict[str, Any]) -> list[str]:
-        event = Event.of_line(rank, line)
+        event = Event(rank, line)
         if event.name == "goal":
             self.goal = whole(line.get("steps"))
             return []
@@ -207,7 +198,7 @@ class LiveRun:
         """Believe a postmortem unless the run has started again since."""
         if not postmortems or self.ended:
             return
-        page = read_postmortem(postmortems[min(postmortems)], Damage())
+        page = read.read_postmortem(postmortems[min(postmortems)], Damage())
         written = seconds_of(page.get("timestamp")) if page is not None else None
         if page is None or (self.began or 0.0) > (written or 0.0):
             return
@@ -219,60 +210,37 @@ class LiveRun:
             self.ending += f" (exit code {words.show(page.get('exit_code'))}: {message})"
 
 
-def _suffix(rank: int) -> str:
-    return f".rank{rank}" if rank else ""
-
-
 def _sentence(rank: int, text: str) -> str:
     return f"rank {rank}, {text}" if rank else text
 
 
-QUIET_SECONDS = 60.0
-"""Without a line of metrics for this long, the screen says so."""
-
-
 def follow(
-    folder: Path,
-    *,
-    interval: float = 1.0,
-    plain: bool = False,
-    sleep: Callable[[float], None] = time.sleep,
+    folder: Path, *, interval: float = 1.0, plain: bool = False, sleep: Sleep = time.sleep
 ) -> None:
     """Show a run until it ends or Ctrl-C is pressed.
 
-    Args:
-        folder: of the run; waited for if it does not exist yet.
-        interval: seconds between looks.
-        plain: lines only, no screen.
-        sleep: waits; tests give one that does something meanwhile.
+    A folder that does not exist yet is waited for. ``interval`` is in seconds; ``plain`` means
+    lines, and no screen.
     """
     run = LiveRun(folder)
-    screen = None if plain else _screen(run)
     try:
-        _wait(run, interval, sleep)
-        if screen is None or run.ended:
+        run.poll()
+        if not run.exists:
+            what = "has no journal yet" if folder.is_dir() else "does not exist yet"
+            print(f"{folder} {what}: waiting (Ctrl-C ends)", flush=True)
+        while not run.exists:
+            sleep(interval)
+            run.poll()
+        if plain or run.ended or not _draw(run, interval, sleep):
             _print_lines(run, interval, sleep)
-        else:
-            screen(interval, sleep)
-            print(closing_line(run))
+        print(closing_line(run))
     except KeyboardInterrupt:
         print("\nstopped watching; the run continues")
 
 
-def _wait(run: LiveRun, interval: float, sleep: Callable[[float], None]) -> None:
-    run.poll()
-    if run.exists:
-        return
-    what = "has no journal yet" if run.folder.is_dir() else "does not exist yet"
-    print(f"{run.folder} {what}: waiting (Ctrl-C ends)", flush=True)
-    while not run.exists:
-        sleep(interval)
-        run.poll()
-
-
-def _print_lines(run: LiveRun, interval: float, sleep: Callable[[float], None]) -> None:
+def _print_lines(run: LiveRun, interval: float, sleep: Sleep) -> None:
     """Print events as they come, and a line of numbers when they have changed."""
-    fresh, last = list(run.news), ""
+    fresh, last = list(run.events), ""
     while True:
         for sentence in fresh:
             print(sentence)
@@ -280,11 +248,83 @@ def _print_lines(run: LiveRun, interval: float, sleep: Callable[[float], None]) 
         if line != last and run.ranks:
             print(line, flush=True)
         if run.ended:
-            print(closing_line(run))
             return
         last = line
         sleep(interval)
         fresh = run.poll()
+
+
+def _draw(run: LiveRun, interval: float, sleep: Sleep) -> bool:
+    """Draw the run again and again until it ends; False without a terminal or without rich."""
+    if not sys.stdout.isatty():
+        return False
+    try:
+        from rich.live import Live
+    except ImportError:
+        return False
+    with Live(screen_of(run), auto_refresh=False) as live:
+        while not run.ended:
+            sleep(interval)
+            run.poll()
+            live.update(screen_of(run), refresh=True)
+    return True
+
+
+def screen_of(run: LiveRun) -> Any:
+    """Return what the screen shows of a run now, for rich to draw."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = [_progress(run), _rank_table(run)]
+    if run.ranks and (curve := curve_of(run.ranks[min(run.ranks)], BLOCKS)):
+        parts.append(Text(f"loss {curve}", style="green"))
+    for sentence in list(run.events)[-SHOWN_EVENTS:]:
+        parts.append(Text(sentence, style="dim", overflow="ellipsis", no_wrap=True))
+    quiet = quiet_words(run, time.time())
+    if quiet and not run.ended:
+        parts.append(Text(quiet, style="yellow"))
+    return Group(*parts)
+
+
+def _progress(run: LiveRun) -> Any:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    cells: list[Any] = [Text(run.folder.name, style="bold")]
+    if run.goal:
+        cells += [ProgressBar(total=run.goal, completed=run.done, width=24)]
+        cells += [Text(f"{run.done} of {run.goal} steps, {run.done / run.goal:.0%}")]
+        rate = next(filter(None, map(rate_of, run.ranks.values())), 0)
+        if rate and run.done < run.goal:
+            cells += [Text(f"{duration((run.goal - run.done) / rate)} to go", style="dim")]
+    else:
+        cells += [Text(f"{run.done} steps")]
+    cells += [Text(f"acted {run.acted}, logged {run.noted}", style="cyan")]
+    if run.bad_lines:
+        cells += [Text(f"{run.bad_lines} unreadable lines", style="yellow")]
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(*cells)
+    return grid
+
+
+def _rank_table(run: LiveRun) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("rank", "step", "loss", "norm", "lr x", "split", "steps/s", "NaN"):
+        table.add_column(name, justify="right", no_wrap=True)
+    order = sorted(run.ranks, key=lambda rank: (step_of(run.ranks[rank]) or 0, rank))
+    for rank in sorted(order[:SHOWN_RANKS]):
+        curves, rate = run.ranks[rank], rate_of(run.ranks[rank])
+        names = ("step", "loss", "norm", "lr_scale", "micro_batches")
+        cells = [str(rank), *(shown(curves, name) for name in names)]
+        cells += ["-" if rate is None else f"{rate:.3g}", str(curves.nonfinite)]
+        table.add_row(*map(Text, cells))
+    if len(order) > SHOWN_RANKS:
+        table.caption = f"{len(order) - SHOWN_RANKS} more ranks are further ahead"
+    return table
 
 
 def numbers_line(run: LiveRun) -> str:
@@ -292,9 +332,8 @@ def numbers_line(run: LiveRun) -> str:
     if not run.ranks:
         return "no numbers yet"
     lowest = run.ranks[min(run.ranks)]
-    done = 0 if run.step is None else run.step + 1
     parts = [
-        f"{done} of {run.goal} steps" if run.goal else f"{done} steps",
+        f"{run.done} of {run.goal} steps" if run.goal else f"{run.done} steps",
         f"loss {shown(lowest, 'loss')}",
         f"norm {shown(lowest, 'norm')}",
         f"lr x {shown(lowest, 'lr_scale')}",
@@ -322,7 +361,7 @@ def step_of(curves: RankCurves) -> int | None:
 
 def rate_of(curves: RankCurves) -> float | None:
     """Return the steps per second, by the median step."""
-    seconds = curves.usual_seconds()
+    seconds = curves.median_seconds()
     return 1.0 / seconds if seconds else None
 
 
@@ -340,17 +379,7 @@ def quiet_words(run: LiveRun, now: float) -> str:
 
 def closing_line(run: LiveRun) -> str:
     """Return how the run ended."""
-    at = "" if run.step is None else f" after {count(run.step + 1, 'step')}"
+    at = "" if run.step is None else f" after {count(run.done, 'step')}"
     acted = f"; heal acted {count(run.acted, 'time')}" if run.acted else ""
     page = f"heal report {run.folder}"
     return f"the run {run.ending or 'goes on'}{at}{acted}. For the full report: {page}"
-
-
-def _screen(run: LiveRun) -> Any:
-    if not sys.stdout.isatty():
-        return None
-    try:
-        from heal.report.screen import Screen
-    except ImportError:  # no rich
-        return None
-    return Screen(run)

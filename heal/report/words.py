@@ -2,6 +2,7 @@
 
 import math
 import unicodedata
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ EVIDENCE = {
 HIDDEN = {"tensor_index", "matched", "measured", "also", "applied", "blames"}
 KINDS_OF_NUMBER = {"HAS_NAN": "NaN", "HAS_INF": "Inf", "OVERFLOW": "overflow", "LOSS_NAN": "NaN"}
 UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of Unicode
-MAX_TEXT = 400  # characters of any one thing that a journal says
+MAX_TEXT = 400  # characters of any one value of a journal
 
 
 def title(failure: str) -> str:
@@ -51,43 +52,49 @@ def is_numeric(failure: str) -> bool:
 
 def evidence_words(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what was measured, as names and values."""
-    told = []
+    pairs = []
     for name, value in evidence.items():
         if name in HIDDEN or value is None:
             continue
         if name == "kind" and isinstance(value, Sequence) and not isinstance(value, str):
             value = ", ".join(KINDS_OF_NUMBER.get(str(flag), str(flag)) for flag in value)
-        told.append((EVIDENCE.get(name, shorten(str(name), 40).replace("_", " ")), show(value)))
-    return told
+        pairs.append((EVIDENCE.get(name, shorten(str(name), 40).replace("_", " ")), show(value)))
+    return pairs
+
+
+ACTIONS = {
+    "Skip": "skipped the step on the device; nothing was changed",
+    "TightenClip": "clipped harder (limit x {factor})",
+    "RelearnClip": "reset the statistics of the clipping rule",
+    "HoldLr": "held the learning rate at {limit}",
+    "ScaleLr": "lowered the learning rate (x {factor}, back within {ramp_steps} steps)",
+    "Rollback": "rolled back to the snapshot of step {before_step}",
+    "SkipBatches": "skipped the data of step {steps}",
+    "ShrinkBatch": "split batches into twice as many micro-batches",
+    "CheckpointActivations": "traded time for memory (activation checkpointing)",
+    "ClearCache": "cleared the cache",
+    "Backoff": "waited {seconds} s and retried",
+    "TakeSnapshot": "took a snapshot",
+    "WatchClosely": "checked every step for a while",
+    "PerturbWeights": "perturbed the weights",
+    "AnchorWeights": "held the weights near the snapshot (strength {strength}, for {steps} steps)",
+    "Halt": "stopped the run: {reason}",
+}
+"""What each action did; its numbers are those of the journal."""
 
 
 def action_words(action: Mapping[str, Any], resumed_at: int | None) -> str:
     """Return what was done, as a phrase."""
     name = str(action.get("action", ""))
     name = RENAMED.get(name, name)
-    first, last = show(action.get("first_step")), show(action.get("last_step"))
-    phrase = {
-        "Skip": "skipped the step on the device; nothing was changed",
-        "TightenClip": f"clipped harder (limit x {show(action.get('factor'))})",
-        "RelearnClip": "reset the statistics of the clipping rule",
-        "HoldLr": f"held the learning rate at {show(action.get('limit'))}",
-        "ScaleLr": f"lowered the learning rate (x {show(action.get('factor'))}, "
-        f"back within {show(action.get('ramp_steps'))} steps)",
-        "Rollback": "rolled back to the snapshot of step "
-        + show(action.get("before_step") if resumed_at is None else resumed_at),
-        "SkipBatches": f"skipped the data of step {first}"
-        + (f" to {last}" if last != first else ""),
-        "ShrinkBatch": "split batches into twice as many micro-batches",
-        "CheckpointActivations": "traded time for memory (activation checkpointing)",
-        "ClearCache": "cleared the cache",
-        "Backoff": f"waited {show(action.get('seconds'))} s and retried",
-        "TakeSnapshot": "took a snapshot",
-        "WatchClosely": "checked every step for a while",
-        "PerturbWeights": "perturbed the weights",
-        "AnchorWeights": f"held the weights near the snapshot (strength "
-        f"{show(action.get('strength'))}, for {show(action.get('steps'))} steps)",
-        "Halt": f"stopped the run: {show(action.get('reason'))}",
-    }.get(name, shorten(name, 60))
+    numbers: dict[str, str] = defaultdict(lambda: show(None))
+    numbers |= {str(key): show(value) for key, value in action.items()}
+    if name == "Rollback" and resumed_at is not None:
+        numbers["before_step"] = show(resumed_at)
+    if name == "SkipBatches":
+        first, last = numbers["first_step"], numbers["last_step"]
+        numbers["steps"] = first if last == first else f"{first} to {last}"
+    phrase = ACTIONS[name].format_map(numbers) if name in ACTIONS else shorten(name, 60)
     return phrase if action.get("effect", True) else f"{phrase} (no effect)"
 
 
@@ -127,8 +134,8 @@ def event_words(line: Mapping[str, Any]) -> str:
         return outcome_words(line)
     diagnosis = line.get("diagnosis")
     summary = diagnosis.get("summary") if isinstance(diagnosis, Mapping) else None
-    said = line.get("text") or line.get("error") or line.get("reason") or summary
-    return show(said or title(str(line.get("failure") or kind)))
+    text = line.get("text") or line.get("error") or line.get("reason") or summary
+    return show(text or title(str(line.get("failure") or kind)))
 
 
 def show(value: Any) -> str:
@@ -161,7 +168,7 @@ def clean(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span as people say it."""
+    """Return a time span for people."""
     if seconds < 1:
         return f"{seconds:.2f} s"
     if seconds < 120:
@@ -177,14 +184,10 @@ def count(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def sentence(text: str) -> str:
-    """Return a text with a capital letter."""
-    return text[:1].upper() + text[1:]
-
-
-def lower(text: str) -> str:
-    """Return a text that goes on within a sentence."""
-    return text[:1].lower() + text[1:]
+def sentence(*texts: str, link: str = ", ") -> str:
+    """Join texts to one that begins with a capital letter, and has no other of theirs."""
+    joined = link.join(text[:1].lower() + text[1:] for text in texts)
+    return joined[:1].upper() + joined[1:]
 
 
 def cost(steps: int, batches: int, seconds: float) -> str:

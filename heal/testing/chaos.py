@@ -18,38 +18,20 @@ if TYPE_CHECKING:
     from heal.healer import Healer
 
 
-# A loader that fails where it is told to, for :mod:`heal.testing.chaos`.
-
-
 class BrokenLoader:
-    """Passes on what a loader gives, except where it should fail."""
+    """Passes on what a loader gives, except where ``check_batch`` raises."""
 
-    def __init__(self, loader: Any, before_batch: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, check_batch: Callable[[Any], Any]) -> None:
         self._loader = loader
-        self._before_batch = before_batch
+        self._check_batch = check_batch
 
-    def __iter__(self) -> "_BrokenIterator":
-        return _BrokenIterator(iter(self._loader), self._before_batch)
+    def __iter__(self) -> Iterator[Any]:
+        """Unlike a generator, ``map`` goes on after an error, as DataLoader's iterators do."""
+        return map(self._check_batch, iter(self._loader))
 
     def __getattr__(self, name: str) -> Any:
         """Samplers, generators and the like are the loader's own."""
         return getattr(self._loader, name)
-
-
-class _BrokenIterator:
-    """Goes on after an error, as the iterators of DataLoader do and generators do not."""
-
-    def __init__(self, iterator: Iterator[Any], before_batch: Callable[[], None]) -> None:
-        self._iterator = iterator
-        self._before_batch = before_batch
-
-    def __iter__(self) -> "_BrokenIterator":
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._iterator)
-        self._before_batch()
-        return batch
 
 
 class Chaos:
@@ -62,6 +44,7 @@ class Chaos:
             touched.
 
     Attributes:
+        healer: the same.
         strikes: what happened so far. A fault that found nothing to change did not happen, nor did
             one after a fault that raised at the same attempt.
 
@@ -72,7 +55,7 @@ class Chaos:
 
     def __init__(self, healer: "Healer", faults: Sequence[Fault], seed: int = 0) -> None:
         self.strikes: list[Strike] = []
-        self._healer = healer
+        self.healer = healer
         self._faults = list(faults)
         self._random = random.Random(seed)
         self._seed = seed
@@ -85,16 +68,15 @@ class Chaos:
         def broken(batch: Any) -> Tensor:
             later: list[tuple[Strike, Callable[[Tensor], Tensor]]] = []
             for fault in self._due_now():
-                strike = self._note(fault, self._attempt)  # now, for it may raise
+                strike = self._note(fault, self._attempt)  # now, because it may raise
                 try:
                     change = KINDS[fault.kind](self, fault)
                     if isinstance(change, BatchFault):
                         batch = change.apply(batch)
-                        continue
                 except NothingToBreak:
                     self.strikes.pop()
                     continue
-                if change is not None:
+                if callable(change):
                     self.strikes.pop()
                     later.append((strike, change))
             loss = train_step(batch)
@@ -107,18 +89,15 @@ class Chaos:
 
     def wrap_loader(self, loader: Any) -> "BrokenLoader":
         """Return the loader with the faults of kind "loader_error"."""
-        return BrokenLoader(loader, self.next_batch)
+        return BrokenLoader(loader, self._check_batch)
 
-    def next_batch(self) -> None:
-        """Count a batch that was drawn; one that should fail is lost, as a torn sample's would be.
-
-        Raises:
-            ValueError: a loader error is due.
-        """
+    def _check_batch(self, batch: Any) -> Any:
+        """Count a batch that was drawn; one that should fail is lost, as a torn sample's would."""
         self._batch += 1
         for fault in self._due(self._batch, in_loader=True):
             self._note(fault, self._batch)
             raise ValueError(f"injected: sample of batch {self._batch} is torn ({fault.kind})")
+        return batch
 
     @property
     def not_struck(self) -> list[Fault]:
@@ -128,7 +107,7 @@ class Chaos:
 
     def _due_now(self) -> list[Fault]:
         """The faults of a new attempt; further pieces or batches of the same one have none."""
-        counted = self._healer.attempts
+        counted = self.healer.attempts
         if not counted:  # a hand-written loop: every call is an attempt
             self._attempt += 1
         elif counted - 1 > self._attempt:
@@ -152,17 +131,17 @@ class Chaos:
         return due
 
     def _note(self, fault: Fault, attempt: int) -> Strike:
-        self.strikes.append(Strike(fault, attempt, self._healer.last_step + 1))
+        self.strikes.append(Strike(fault, attempt, self.healer.last_step + 1))
         return self.strikes[-1]
 
     def _is_here(self, fault: Fault) -> bool:
         """Ranks draw the same numbers; where a fault strikes is decided after."""
         chosen = 0 if fault.rank is None and fault.kind == "slow_rank" else fault.rank
-        return chosen is None or chosen == self._healer.journal.rank
+        return chosen is None or chosen == self.healer.journal.rank
 
     def parameter(self) -> Tensor:
         """Choose a trainable parameter with more than one element."""
-        params = [p for p in self._healer.model.parameters() if p.requires_grad and p.numel() > 1]
+        params = [p for p in self.healer.model.parameters() if p.requires_grad and p.numel() > 1]
         return self._random.choice(params)
 
     def element(self, tensor: Tensor) -> int:
@@ -176,8 +155,3 @@ class Chaos:
     def generator(self) -> torch.Generator:
         """Return a generator for this attempt: the run's own are not touched."""
         return torch.Generator().manual_seed((self._seed << 32) + self._attempt)
-
-    @property
-    def healer(self) -> "Healer":
-        """Whose run is broken."""
-        return self._healer

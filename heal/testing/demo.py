@@ -4,7 +4,6 @@ It is trained three times from one seed: undisturbed; with faults and no protect
 dies; and with the same faults under a Healer.
 """
 
-import functools
 import math
 import time
 from dataclasses import dataclass
@@ -16,15 +15,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from heal.config import HealingConfig
 from heal.healer import Healer
 from heal.testing import Chaos, Fault
 from heal.testing.drill import COLUMNS, Drill, Outcome, standard_faults
-
-# A small GPT and the text that it learns: the language reference that ships with Python.
-
 
 CONTEXT = 64
 WIDTH = 64
@@ -35,7 +31,7 @@ TEXT_LENGTH = 200_000  # characters; more are not needed for a few hundred steps
 
 
 class Gpt(nn.Module):
-    """A transformer over characters: pre-norm blocks, tied embeddings."""
+    """A small transformer over characters: pre-norm blocks, tied embeddings."""
 
     def __init__(self, alphabet: int) -> None:
         super().__init__()
@@ -66,47 +62,35 @@ class Gpt(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-@functools.cache
-def text() -> tuple[Tensor, int]:
-    """Return the text as numbers, int64, and the size of its alphabet."""
+def snippets() -> tuple[Any, int]:
+    """Return rows of the language reference that ships with Python, and the size of its alphabet.
+
+    Each row has the numbers of one character more than the context, the last of which only ends it.
+    """
     from pydoc_data import topics
 
     pages: dict[str, str] = topics.topics
-    joined = "".join(pages[name] for name in sorted(pages))[:TEXT_LENGTH]
-    alphabet = sorted(set(joined))
-    number = {character: i for i, character in enumerate(alphabet)}
-    return torch.tensor([number[c] for c in joined]), len(alphabet)
-
-
-class Snippets(Dataset[Tensor]):
-    """Pieces of the text, one after the other."""
-
-    def __init__(self) -> None:
-        self._tokens, self.alphabet = text()
-
-    def __len__(self) -> int:
-        return (len(self._tokens) - 1) // CONTEXT
-
-    def __getitem__(self, index: int) -> Tensor:
-        begin = index * CONTEXT
-        return self._tokens[begin : begin + CONTEXT + 1]
+    text = "".join(pages[name] for name in sorted(pages))[:TEXT_LENGTH]
+    number = {character: i for i, character in enumerate(sorted(set(text)))}
+    tokens = torch.tensor([number[character] for character in text])
+    return tokens.unfold(0, CONTEXT + 1, CONTEXT), len(number)
 
 
 def build(seed: int, steps: int) -> tuple[Gpt, torch.optim.Optimizer, Any, Any]:
     """Return model, optimizer, scheduler and loader, all from one seed."""
     torch.manual_seed(seed)
-    snippets = Snippets()
-    model = Gpt(snippets.alphabet)
+    rows, alphabet = snippets()
+    model = Gpt(alphabet)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * steps)
-    loader = DataLoader(snippets, batch_size=BATCH, shuffle=True, drop_last=True)
+    loader = DataLoader(rows, batch_size=BATCH, shuffle=True, drop_last=True)
     return model, optimizer, scheduler, loader
 
 
 @torch.no_grad()
 def evaluate(model: Gpt, loader: Any, batches: int = 20) -> float:
     """Return the mean loss over some batches that are the same in every call."""
-    tokens = torch.stack([loader.dataset[i] for i in range(batches * BATCH)])
+    tokens = loader.dataset[: batches * BATCH]
     return sum(float(model.loss(part)) for part in tokens.split(BATCH)) / batches
 
 
@@ -175,7 +159,7 @@ def demonstrate(
     console.print(outcome_table(drill.outcomes))
     _print_losses(console, found)
     console.print(_plot(run_dir / PLOT, calm, drill))
-    console.print(f"the whole story on one page: heal report {run_dir}", soft_wrap=True)
+    console.print(f"the whole run on one page: heal report {run_dir}", soft_wrap=True)
     return found
 
 
@@ -185,13 +169,15 @@ def outcome_table(outcomes: list[Outcome]) -> Table:
     Made to be read at 80 columns: names are cut at their underscores, never within a word.
     """
     table = Table(title="faults and their cures", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in COLUMNS:
-        if name in ("diagnosis", "action"):
-            table.add_column(name, overflow="fold")
-        elif name == "fault":
-            table.add_column(name, overflow="fold", min_width=FAULT_WIDTH)
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(COLUMNS[0], overflow="fold", min_width=FAULT_WIDTH)
+    for name in COLUMNS[1:]:
+        is_text = name in ("diagnosis", "action")
+        table.add_column(
+            name,
+            overflow="fold" if is_text else "ellipsis",
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+        )
     for outcome in outcomes:
         table.add_row(*(cell.replace("_", " ") for cell in outcome.row()))
     table.add_section()
@@ -203,14 +189,15 @@ def outcome_table(outcomes: list[Outcome]) -> Table:
 
 def _print_losses(console: Console, found: Demonstration) -> None:
     table = Table(title="loss on the same text, in nats per character")
-    for name in ("before training", "undisturbed", "healed", "unprotected"):
+    losses = {
+        "before training": f"{found.first_loss:.3f}",
+        "undisturbed": f"{found.undisturbed_loss:.3f}",
+        "healed": f"{found.healed_loss:.3f}",
+        "unprotected": found.unprotected,
+    }
+    for name in losses:
         table.add_column(name)
-    table.add_row(
-        f"{found.first_loss:.3f}",
-        f"{found.undisturbed_loss:.3f}",
-        f"{found.healed_loss:.3f}",
-        found.unprotected,
-    )
+    table.add_row(*losses.values())
     console.print(table)
     console.print(f"{found.seconds:.0f} seconds in all")
 
@@ -218,7 +205,7 @@ def _print_losses(console: Console, found: Demonstration) -> None:
 def _without_protection(steps: int, seed: int, faults: list[Fault]) -> str:
     """Train the bare loop until a fault ends it; return how."""
     model, optimizer, scheduler, loader = build(seed, steps)
-    bystander = Healer(model, optimizer, scheduler, settings())  # chaos asks it what there is
+    bystander = Healer(model, optimizer, scheduler, settings())  # chaos needs one
     bystander.exits.dismiss()
     chaos = Chaos(bystander, faults, seed)
     train_step, broken = chaos.wrap(model.loss), chaos.wrap_loader(loader)

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from heal.healer import Healer
 
 
-# A standard drill: kind, when as a share of the run, how often in a row, how hard.
-STANDARD: tuple[tuple[str, float, int, float | None], ...] = (
-    ("nan_gradient", 0.10, 1, None),
-    ("loader_error", 0.16, 1, None),
-    ("inf_gradient", 0.22, 1, None),
-    ("oom_forward", 0.28, 2, None),
-    ("bad_batch", 0.34, 1, None),
-    ("corrupt_weight", 0.40, 1, None),
-    ("exploding_gradient", 0.50, 1, None),
-    ("reset_optimizer", 0.55, 1, None),
-    ("nan_loss", 0.66, 6, None),
-    ("lr_spike", 0.76, 1, None),
-    ("network_error", 0.90, 1, None),
-    ("oom_step", 0.94, 1, None),
+# A standard drill: kind, when as a share of the run, how often in a row.
+STANDARD = (
+    ("nan_gradient", 0.10, 1),
+    ("loader_error", 0.16, 1),
+    ("inf_gradient", 0.22, 1),
+    ("oom_forward", 0.28, 2),
+    ("bad_batch", 0.34, 1),
+    ("corrupt_weight", 0.40, 1),
+    ("exploding_gradient", 0.50, 1),
+    ("reset_optimizer", 0.55, 1),
+    ("nan_loss", 0.66, 6),
+    ("lr_spike", 0.76, 1),
+    ("network_error", 0.90, 1),
+    ("oom_step", 0.94, 1),
 )
 
 
@@ -40,18 +40,18 @@ def standard_faults(steps: int, optimizers: Sequence[Optimizer] = ()) -> list[Fa
     Args:
         steps: of the run.
         optimizers: that are trained with. If none of them counts its steps, as SGD does not, a
-            reset is left out: momentum that was cleared has grown back before anybody looks.
+            reset is left out: momentum that was cleared has grown back before the next check.
     """
     can_see_reset = not optimizers or any(_counts_steps(optimizer) for optimizer in optimizers)
     return [
-        Fault(kind, int(steps * at), times, 0.0, size)
-        for kind, at, times, size in STANDARD
+        Fault(kind, int(steps * at), times)
+        for kind, at, times in STANDARD
         if kind != "reset_optimizer" or can_see_reset
     ]
 
 
 def _counts_steps(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer keeps a count of steps, by a step of another one of its kind.
+    """Whether an optimizer keeps a count of steps, by a step of another one of its kind.
 
     Its own state is empty before the first step. Where none can be made it is taken to count.
     """
@@ -96,25 +96,23 @@ class Outcome:
     detected_at: int | None = None
     causes: list[str] = field(default_factory=list)
     actions: list[str] = field(default_factory=list)
-    lost_steps: int = 0
     seconds: float = 0.0
-    _refused: list[int] = field(default_factory=list, repr=False)
+    undone_steps: int = 0
+    skipped: list[int] = field(default_factory=list)
 
     @property
     def is_missed(self) -> bool:
-        """Whether nobody noticed the fault."""
         return self.detected_at is None
 
-    def refuse(self, step: int) -> None:
-        """Count a step that was taken for nothing."""
-        self._refused.append(step)
-        self.lost_steps += 1
+    @property
+    def lost_steps(self) -> int:
+        """Steps that were taken for nothing."""
+        return self.undone_steps + len(self.skipped)
 
     def roll_back(self, here: int, before_step: int) -> None:
-        """Count the steps that are undone; those among them that were refused count already."""
-        kept = [step for step in self._refused if step < before_step]
-        self.lost_steps += max(0, here - before_step) - (len(self._refused) - len(kept))
-        self._refused = kept
+        """Count the steps that are undone, skipped ones among them once."""
+        self.skipped = [step for step in self.skipped if step < before_step]
+        self.undone_steps += max(0, here - before_step)
 
     def row(self) -> tuple[str, ...]:
         """The cells of a table: fault, struck at, detected at, cause, action, steps, seconds."""
@@ -138,13 +136,13 @@ class Drill:
 
     Args:
         healer: freshly made; its hook is used.
-        faults: far enough apart to be told from each other.
+        faults: far enough apart to be distinguished.
         seed: of the choice of what is hit.
 
     Attributes:
         outcomes: one per fault, in the order in which they struck.
-        missed: the kinds of faults that nobody noticed.
-        not_struck: the faults that did not happen, so that nothing can be said of them.
+        missed: the kinds of faults that were not noticed.
+        not_struck: the faults that did not happen.
         losses: number of the attempt and loss of each piece of a batch, a number or not.
     """
 
@@ -154,13 +152,13 @@ class Drill:
         self._healer = healer
         self._chaos = Chaos(healer, faults, seed)
         self._by_fault: dict[int, Outcome] = {}
-        healer.on_instability(self._heard)
+        healer.on_instability(self._attribute)
 
     def run(self, train_step: TrainStep, loader: Any, steps: int, progress: bool = True) -> float:
         """Train to the end; return the seconds that it took.
 
-        Weights and optimizer state are checked ten times as often as the settings say: faults come
-        that much closer here than in a run, and what one rollback undoes, no later check can find.
+        Weights and optimizer state are checked ten times as often as the settings say: faults are
+        closer here than in a real run, and what one rollback undoes, no later check can find.
 
         Raises:
             HealingError: healing came to its end.
@@ -182,8 +180,10 @@ class Drill:
             )
         finally:
             self._collect()
-            self._price((time.monotonic() - began) / max(1, self._healer.attempts))
-        return time.monotonic() - began
+            seconds = time.monotonic() - began
+            for outcome in self.outcomes:
+                outcome.seconds += outcome.lost_steps * seconds / max(1, self._healer.attempts)
+        return seconds
 
     @property
     def missed(self) -> list[str]:
@@ -194,15 +194,14 @@ class Drill:
         return self._chaos.not_struck
 
     def _collect(self) -> None:
-        """Make an outcome of every fault that struck, also of those that nobody noticed."""
+        """Make an outcome of every fault that struck, noticed or not."""
         for strike in self._chaos.strikes:
             if id(strike.fault) not in self._by_fault:
-                outcome = Outcome(strike)
-                self._by_fault[id(strike.fault)] = outcome
-                self.outcomes.append(outcome)
+                self._by_fault[id(strike.fault)] = Outcome(strike)
+                self.outcomes.append(self._by_fault[id(strike.fault)])
 
-    def _heard(self, diagnosis: Diagnosis, plan: Plan) -> None:
-        """The hook: agree with every plan, and note whose doing it was."""
+    def _attribute(self, diagnosis: Diagnosis, plan: Plan) -> None:
+        """Be the hook: agree with every plan, and attribute it to the newest fault."""
         self._collect()
         if not self._chaos.strikes:
             return
@@ -219,9 +218,5 @@ class Drill:
             if isinstance(action, Rollback):
                 outcome.roll_back(here, action.before_step)
             elif isinstance(action, Skip) or action == SkipBatches(here, here):
-                outcome.refuse(diagnosis.step)
+                outcome.skipped.append(diagnosis.step)
             outcome.seconds += float(getattr(action, "seconds", 0.0))
-
-    def _price(self, seconds_per_attempt: float) -> None:
-        for outcome in self.outcomes:
-            outcome.seconds += outcome.lost_steps * seconds_per_attempt

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from heal.checkpoint import CheckpointError
-from heal.checkpoint.manifest import StepFolder
+from heal.checkpoint.folders import StepFolder
 from heal.checkpoint.plan import Ranks, newest_common
 from heal.checkpoint.reading import CheckpointReader
 from tests.checkpoint.scenes import assert_same, files_of, run, saved_at

@@ -57,7 +57,7 @@ def test_leftovers_links_and_open_doors_are_warned_of(tmp_path):
     assert "warn step-000003 is not finished: rank 4 failed" in told
     assert "warn step-000009 is a link" in told
     assert "ok 1 checkpoints were abandoned" in told
-    assert "warn everybody may write" in told
+    assert "warn any user may write" in told
     assert all(f.todo for f in found if f.level != "ok")
     assert main(["doctor", str(tmp_path)]) == 1
 

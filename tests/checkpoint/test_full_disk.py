@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from heal.checkpoint import CheckpointStore, SaveFailed
-from heal.checkpoint.api import _state
-from heal.checkpoint.contents import collect
+from heal.checkpoint.store import training_state
 from tests.checkpoint.scenes import assert_same, run, saved_at
 
 ROOT = Path(__file__).parents[2]
@@ -47,18 +46,18 @@ def test_a_write_that_fails_half_way_leaves_the_old_checkpoint_and_no_litter(
 def test_a_background_save_that_fails_is_told_and_kills_nobody(tmp_path, small_files):
     saved_at(tmp_path, 1)
     there = run().train(2)
-    state = _state(there.model, there.optimizer, there.scheduler, None)
+    state = training_state(there.model, there.optimizer, there.scheduler, None)
     store = CheckpointStore(tmp_path, asynchronous=True)
     small_files(500)
-    store.save(2, lambda: collect(state, {}))
+    store.save_state(2, state, {})
     store.wait()
     small_files(resource.RLIM_INFINITY)
-    (report,) = store.news()
+    (report,) = store.finished_saves()
     assert (report.step, report.error.errno) == (2, errno.EFBIG)
     assert store.steps() == [1]
-    store.save(3, lambda: collect(state, {}))
+    store.save_state(3, state, {})
     store.wait()
-    assert [(r.step, r.error) for r in store.news()] == [(3, None)]
+    assert [(r.step, r.error) for r in store.finished_saves()] == [(3, None)]
     assert store.steps() == [3, 1]
 
 

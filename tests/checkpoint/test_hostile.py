@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from heal.checkpoint import CheckpointCorrupt, CheckpointRefused
-from heal.checkpoint.manifest import digest, list_folders
+from heal.checkpoint.folders import list_folders
+from heal.checkpoint.manifest import digest
 from heal.checkpoint.reading import CheckpointReader
 from tests.checkpoint.scenes import saved_at
 
@@ -194,7 +195,7 @@ def test_loading_works_with_every_way_into_pickle_poisoned(tmp_path):
         import sys, pickle, _pickle, marshal, shelve
         import torch, numpy
         from heal import checkpoint
-        import heal.checkpoint.api
+        import heal.checkpoint.store
         from tests.checkpoint.scenes import run
         there = run(seed=1)
         def poisoned(*args, **kwargs):

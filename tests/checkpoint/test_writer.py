@@ -11,9 +11,8 @@ import torch
 
 from heal import checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, writer
-from heal.checkpoint.api import _state
-from heal.checkpoint.contents import Contents, collect
 from heal.checkpoint.plan import Ranks
+from heal.checkpoint.store import training_state
 from heal.training_state import RngState
 from tests.checkpoint.scenes import assert_same, run
 
@@ -34,10 +33,8 @@ def slow_disk(monkeypatch):
 
 
 def saver(there, store):
-    state = _state(there.model, there.optimizer, there.scheduler, None)
-    return lambda step: store.save(
-        step, lambda: collect(state, {"rng": RngState.now(), "extra": None})
-    )
+    state = training_state(there.model, there.optimizer, there.scheduler, None)
+    return lambda step: store.save_state(step, state, {"rng": RngState.now(), "extra": None})
 
 
 def test_what_is_saved_is_the_moment_of_the_call(tmp_path, slow_disk):
@@ -81,7 +78,7 @@ def test_a_hundred_saves_while_training_are_all_whole(tmp_path):
             left_out += 1
             time.sleep(0.001)
     store.close()
-    assert all(report.error is None for report in store.news())
+    assert all(report.error is None for report in store.finished_saves())
     assert len(moments) + left_out == 100
     assert len(store.steps()) == min(3, len(moments))
     for step in store.steps():
@@ -91,16 +88,21 @@ def test_a_hundred_saves_while_training_are_all_whole(tmp_path):
         assert_same(again.bits(), moments[step])
 
 
-def test_memory_for_copies_is_allocated_once(tmp_path):
+def test_memory_for_copies_is_allocated_once(tmp_path, monkeypatch):
+    places, real = [], writer.write_shard
+
+    def write_shard(folder, rank, entries, tensors):
+        places.append({name: t.data_ptr() for name, t in tensors.items()})
+        real(folder, rank, entries, tensors)
+
+    monkeypatch.setattr(writer, "write_shard", write_shard)
     there = run().train(1)
     store = CheckpointStore(tmp_path, asynchronous=True)
     save = saver(there, store)
-    save(1)
-    store.wait()
-    first = {name: t.data_ptr() for name, t in store._staging._memory.items()}
-    save(2)
-    store.wait()
-    again = {name: t.data_ptr() for name, t in store._staging._memory.items()}
+    for step in (1, 2):
+        save(step)
+        store.wait()
+    first, again = places
     named = [name for name in first if not name.startswith("value/")]
     assert {name: first[name] for name in named} == {name: again[name] for name in named}
 
@@ -112,18 +114,18 @@ def test_weights_with_nan_are_noticed_by_the_thread_too(tmp_path):
     store = CheckpointStore(tmp_path, asynchronous=True)
     saver(there, store)(1)
     store.wait()
-    (report,) = store.news()
+    (report,) = store.finished_saves()
     assert "1 NaN or Inf" in str(report.error)
     assert store.steps() == []
 
 
-def test_what_making_the_contents_raises_is_told_and_nothing_is_written(tmp_path):
-    def make() -> Contents:
-        raise KeyError("moments")
-
+def test_a_value_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_path):
+    there = run().train(1)
+    state = training_state(there.model, there.optimizer, there.scheduler)
     store = CheckpointStore(tmp_path)
-    with pytest.raises(SaveFailed, match="step 1 was not saved: KeyError: 'moments'"):
-        store.save(1, make)
+    with pytest.raises(SaveFailed, match=r"step 1 was not saved: CannotEncode: state\['mine'\]"):
+        store.save_state(1, state, {"mine": object()})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_save_that_is_not_asynchronous_waits_for_the_one_that_is(tmp_path, slow_disk):
@@ -132,7 +134,7 @@ def test_a_save_that_is_not_asynchronous_waits_for_the_one_that_is(tmp_path, slo
     save = saver(there, store)
     save(1)
     threading.Timer(0.05, slow_disk.set).start()
-    state = _state(there.model, there.optimizer, there.scheduler, None)
+    state = training_state(there.model, there.optimizer, there.scheduler, None)
     store.save_state(2, state, {}, asynchronous=False)
     assert store.steps() == [2, 1]
 
@@ -156,6 +158,14 @@ def test_bytes_that_change_on_the_way_to_the_disk_are_noticed_before_the_commit(
     assert CheckpointStore(tmp_path).steps() == [1]
 
 
+def test_the_old_name_of_finished_saves_works_and_warns(tmp_path):
+    store = CheckpointStore(tmp_path, asynchronous=True)
+    saver(run().train(1), store)(1)
+    store.wait()
+    with pytest.warns(DeprecationWarning, match="use finished_saves"):
+        assert [report.step for report in store.news()] == [1]
+
+
 class HalfOfTwo(Ranks):
     """Rank 0 of two, of which the other agrees with everything and writes nothing."""
 
@@ -174,7 +184,7 @@ def test_in_a_hurry_nobody_waits_for_a_rank_that_may_be_gone(tmp_path, monkeypat
     assert not store.wait(0.5)
     store.hurry()
     assert store.wait(300)
-    (report,) = store.news()
+    (report,) = store.finished_saves()
     assert "rank 1 wrote no manifest in time" in str(report.error)
     saver(there, store)(2)  # who goes on after all is as patient as before
     assert not store.wait(0.5)
@@ -188,7 +198,7 @@ from heal.checkpoint import CheckpointStore, writer
 from tests.checkpoint.scenes import run
 from tests.checkpoint.test_writer import HalfOfTwo, saver
 writer.HURRY_SECONDS = 0.1
-atexit.register(lambda: print(*(report.error for report in store.news())))  # after all others
+atexit.register(lambda: print(*(r.error for r in store.finished_saves())))  # after all others
 patience = 600.0 if sys.argv[2] == "fails" else 4.0
 store = CheckpointStore(sys.argv[1], asynchronous=True, ranks=HalfOfTwo(), wait_seconds=patience)
 saver(run().train(1), store)(1)

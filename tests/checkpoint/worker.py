@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from heal import Healer, HealingConfig, checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, writer
-from heal.checkpoint.api import _state
-from heal.checkpoint.contents import restore_rng
 from heal.checkpoint.plan import Ranks
-from heal.recompute import Origin
+from heal.checkpoint.store import training_state
 from heal.training_state import RngState
+from heal.undone_steps import Origin
 
 torch.set_num_threads(1)
 
@@ -62,14 +61,16 @@ def assert_equal(first, second):
 
 def save(directory, step, model, optimizer, ranks):
     store = CheckpointStore(directory, ranks=ranks)
-    return store.save_state(step, _state(model, optimizer, None, None), {"rng": RngState.now()})
+    return store.save_state(
+        step, training_state(model, optimizer, None, None), {"rng": RngState.now()}
+    )
 
 
 def load(directory, model, optimizer, ranks):
     store = CheckpointStore(directory, ranks=ranks)
-    restored = store.load_state(_state(model, optimizer, None, None))
+    restored = store.load_state(training_state(model, optimizer, None, None))
     assert restored is not None, store.notes
-    restore_rng(restored, ranks)
+    restored.restore_rng(ranks.rank)
     return restored.step, store.notes
 
 
@@ -160,7 +161,7 @@ def check_failures(rank, size, directory):
     """What one rank cannot do, none does, and none waits for it."""
     model, optimizer = sharded(init_device_mesh("cpu", (size,)), seed=1)
     store = CheckpointStore(directory, wait_seconds=60)
-    state = _state(model, optimizer, None, None)
+    state = training_state(model, optimizer, None, None)
     began = time.monotonic()
     why = r"rank 1: CannotEncode: state\['odd'\]: expected .*, got a builtins\.object"
     with pytest.raises(SaveFailed, match=why):
@@ -187,14 +188,14 @@ def check_thread(rank, size, directory):
     """Saves beside the training, on several ranks, are committed when all are done."""
     model, optimizer = sharded(init_device_mesh("cpu", (size,)), seed=1)
     store = CheckpointStore(directory, asynchronous=True, wait_seconds=60)
-    state = _state(model, optimizer, None, None)
+    state = training_state(model, optimizer, None, None)
     train(model, optimizer, 1)
     truth = whole(model, optimizer)
     store.save_state(1, state, {"rng": RngState.now()})
     train(model, optimizer, 2)
     store.close()
     dist.barrier()
-    assert [r.error for r in store.news()] == [None]
+    assert [r.error for r in store.finished_saves()] == [None]
     assert load(directory, model, optimizer, Ranks())[0] == 1
     assert_equal(whole(model, optimizer), truth)
 

@@ -98,7 +98,7 @@ def main(folder, wrap, where, what):
         model = fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     settings = {"checkpoint_interval": 5, "checkpoint_async": False, "snapshot_interval": 5}
-    config = HealingConfig(**settings, check_interval=0, fingerprint_interval=0)
+    config = HealingConfig(**settings, check_interval=0, nccl_health_check_interval=0)
     healer = Healer(
         model,
         optimizer,

@@ -18,15 +18,15 @@ CONFIG = {
     "snapshot_interval": 5,
     "quarantine_steps": 2,
     "check_interval": 0,
-    "fingerprint_interval": 5,
     "nccl_health_check_interval": 5,
     "after_rollback": "replay_data",
 }
 
 
-def build(folder, rank, **changes):
+def build(folder, rank, is_replicated=True, **changes):
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    model = torch.nn.Linear(4, 1)
+    model = DistributedDataParallel(model) if is_replicated else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     config = HealingConfig(**{**CONFIG, **changes})
     return Healer(model, optimizer, config=config, run_dir=folder, rank=rank)
@@ -93,7 +93,7 @@ def differing_from_the_start(folder):
 def absent_at_the_ping(folder, absent):
     """One rank does not come to the second ping."""
     rank = join().rank
-    healer = build(folder, rank, fingerprint_interval=0)
+    healer = build(folder, rank, is_replicated=False)  # replicas are compared there as well
     watch = healer.monitor.cluster
     look = watch.look
     if rank == absent:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from heal.cluster.watchdog import HangWatchdog, Standing, blame, where_is
+from heal.cluster.watchdog import HangWatchdog, Standing, find_suspects, where_is
 from heal.exit_codes import ExitCode
 from tests.cluster import ranks
 from tests.cluster.jobs import Job
@@ -68,9 +68,9 @@ def test_blame_goes_to_the_stopped_then_to_the_late_then_to_those_who_do_not_wai
         ([(7, 4), (7, 4), (7, 4)], ()),
         ([(7, 1), (7, 1), (7, 1)], ()),
     ]:
-        assert blame(standings(*earlier), standings(*later))[1] == guilty
+        assert find_suspects(standings(*earlier), standings(*later))[1] == guilty
     waiting = [Standing(r, 7, 4, "here", waits=r != 1) for r in range(3)]
-    assert blame(standings(*earlier), waiting)[1] == (1,)
+    assert find_suspects(standings(*earlier), waiting)[1] == (1,)
 
 
 def test_a_loop_that_beats_is_left_alone_and_one_that_never_began_too(tmp_path):

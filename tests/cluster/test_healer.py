@@ -95,7 +95,7 @@ def test_only_what_ddp_or_a_mesh_replicates_is_compared():
 
 def test_damage_is_dated_to_the_last_comparison_that_found_none():
     """Compared at 50 and 100, read two steps later, told in the record of step 102."""
-    config = HealingConfig(check_interval=0, fingerprint_interval=50, lag=2)
+    config = HealingConfig(check_interval=0, nccl_health_check_interval=50, lag=2)
     finding = HostNews(config).observe(Record(step=102, flags=Flag.WEIGHTS_BAD))
     assert finding.bad_step == 50
 

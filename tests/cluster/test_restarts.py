@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from heal.cluster import resolve_resume_path
-from heal.cluster.launch import NobodyCame, agree_on_attempt, find_place
+from heal.cluster.launch import Lobby, RanksMissing, find_place
 from tests.cluster import ranks, trainer
 from tests.cluster.jobs import SECONDS, Job, end, read_json, read_step, torchrun
 
@@ -101,9 +101,7 @@ def test_a_run_goes_on_with_more_ranks_and_with_fewer(tmp_path):
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize(
-    ("victim", "where"), [(0, "_write_own"), (1, "_write_own"), (0, "_commit")]
-)
+@pytest.mark.parametrize(("victim", "where"), [(0, "write_own"), (1, "write_own"), (0, "commit")])
 def test_a_rank_that_dies_while_saving_keeps_nobody_waiting(tmp_path, victim, where):
     with Job(tmp_path, 2, ranks.die_while_saving, victim, where) as job:
         codes = job.wait()
@@ -118,7 +116,7 @@ def test_the_side_group_is_made_while_all_are_there(tmp_path):
 
 
 def agree(store, rank, size, seconds=120.0):
-    return agree_on_attempt(store, rank, size, timedelta(seconds=seconds))
+    return Lobby(store, size, timedelta(seconds=seconds)).agree(rank)
 
 
 @pytest.fixture
@@ -143,9 +141,9 @@ def test_the_name_is_new_each_time_though_the_store_is_old(store):
 
 def test_a_rank_that_died_while_joining_does_not_count(store):
     """It said hello and was offered a place; the one that replaces it gets another offer."""
-    with pytest.raises(NobodyCame):
+    with pytest.raises(RanksMissing):
         agree(store, 1, 2, seconds=0.05)
-    with pytest.raises(NobodyCame, match=r"rank 1 did not come within 0\.05 s, expected 2"):
+    with pytest.raises(RanksMissing, match=r"rank 1 did not come within 0\.05 s, expected 2"):
         agree(store, 0, 2, seconds=0.05)
     assert len(set(together(store, 2))) == 1
 
@@ -153,7 +151,7 @@ def test_a_rank_that_died_while_joining_does_not_count(store):
 def test_a_rank_that_accepted_a_host_that_died_takes_the_next_offer(store):
     with ThreadPoolExecutor(3) as pool:
         waiting = pool.submit(agree, store, 1, 3)
-        with pytest.raises(NobodyCame, match="rank 2 did not come"):
+        with pytest.raises(RanksMissing, match="rank 2 did not come"):
             agree(store, 0, 3, seconds=0.3)
         others = [pool.submit(agree, store, rank, 3) for rank in (0, 2)]
         assert len({each.result() for each in [waiting, *others]}) == 1

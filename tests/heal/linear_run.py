@@ -1,4 +1,4 @@
-"""The smallest run that can be healed, for tests of when the host hears of what."""
+"""The smallest run that can be healed, for tests of when records are polled."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ LAG = 2
 
 
 class Counter:
-    """A detector that counts the records it has heard of."""
+    """A detector that counts the records it has observed."""
 
     def __init__(self):
         self.seen = 0
@@ -50,6 +50,6 @@ def nan_step(model, healer):
     model.zero_grad()
 
 
-def heard_of(healer):
-    """Return how many records the detectors have heard of."""
+def observed(healer):
+    """Return how many records the detectors have observed."""
     return healer.monitor.watch.detectors["counter"].seen

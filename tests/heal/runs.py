@@ -163,7 +163,7 @@ def roll_back_after_skipped(healer: Healer, patience: int = 5) -> None:
         first = target if config.after_rollback == "skip_data" else max(diagnosis.bad_step, target)
         return (
             Rollback(target),
-            SkipBatches(first, diagnosis.step + config.skip_window_batches),
+            SkipBatches(first, diagnosis.step + 1),
             ScaleLr(config.lr_factor, LR_FLOOR, config.lr_ramp_steps),
         )
 

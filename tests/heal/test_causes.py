@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import heal.causes
-from heal.causes import About, Cause, Family, Proof, Severity
+from heal.causes import About, Cause, Family, Severity
 from heal.config import HealingConfig
 from heal.detect import Watch
 from heal.exit_codes import ExitCode, ExitReason
@@ -16,7 +16,7 @@ from heal.verdict import Flag, Record
 
 NEW_ROW = """    COSMIC_RAY = "cosmic_ray", About(
         title="A bit flipped", summary="A cosmic ray hit the memory.",
-        family=Family.STOP, severity=Severity.FATAL, blames=Blames.DEVICE, proof=Proof.FACT,
+        family=Family.STOP, severity=Severity.FATAL, blames=Blames.DEVICE, is_fact=True,
         onset=Onset.AT_ONCE, needs_snapshot=False, explains=("loss_spike",), sent_as=None,
         exit_code=ExitCode.HARDWARE, exit_reason=ExitReason.DIVERGENCE, reference="Physics",
     )
@@ -98,7 +98,6 @@ def test_a_row_does_not_contradict_itself(cause):
     assert about.is_nonfinite == (about.exit_reason is ExitReason.NAN)
     assert not (about.is_skipped and about.may_be_in_snapshots)
     assert not about.is_found_late or about.may_be_in_snapshots
-    assert not about.needs_proof or about.family in (Family.NUMERIC, Family.ALERT)
     if about.family is Family.STOP and cause is not Cause.UNKNOWN:
         assert about.exit_code is not ExitCode.UNRECOVERABLE
 
@@ -118,6 +117,6 @@ def test_findings_of_the_host_are_as_severe_as_their_row_says(flag):
 def test_what_the_device_skips_is_a_fact_and_in_no_snapshot():
     skipped = {cause for cause in Cause if cause.about.is_skipped}
     assert skipped == {Cause.NONFINITE_GRADIENT, Cause.NONFINITE_LOSS, Cause.GRADIENT_SPIKE}
-    facts = {cause for cause in Cause if cause.about.proof is Proof.FACT}
+    facts = {cause for cause in Cause if cause.about.is_fact}
     assert Cause.NONFINITE_GRADIENT in facts
     assert Cause.GRADIENT_SPIKE not in facts

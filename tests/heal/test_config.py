@@ -24,15 +24,12 @@ def test_the_defaults_are_those_that_were_promised():
         "zclip_enabled": True,
         "zclip_z_threshold": 2.5,
         "max_grad_norm": 0.0,
-        "rollback_depth": 1,
         "lr_factor": 0.5,
         "eval_gap": 2.0,
         "backoff_seconds": 30.0,
         "snapshot_memory_factor": 4.0,
         "lag": 2,
         "after_rollback": "skip_data",
-        "perturb_std": 0.0,
-        "anchor_strength": 0.0,
         "micro_batch_min_samples": 1,
     }
     assert promised.items() <= config.to_dict().items()
@@ -294,7 +291,6 @@ PRESENT = {
     "nan_patience": 7,
     "after_rollback": "replay_data",
     "max_consecutive_skips": 50,
-    "skip_window_batches": 3,
     "micro_batch_min_samples": 2,
     "snapshot_memory_factor": 6.0,
 }

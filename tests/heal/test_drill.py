@@ -203,10 +203,9 @@ def test_the_table_can_be_read_at_80_columns():
         assert word in printed
 
 
-def test_a_refused_step_that_is_undone_later_is_lost_once():
+def test_a_skipped_step_that_is_undone_later_is_lost_once():
     outcome = Outcome(Strike(Fault("nan_loss", 3), 3, 3))
-    for step in (3, 8, 9):
-        outcome.refuse(step)
+    outcome.skipped += [3, 8, 9]
     outcome.roll_back(here=11, before_step=5)
     assert outcome.lost_steps == 1 + 6  # step 3, and 5 to 10
     outcome.roll_back(here=6, before_step=5)

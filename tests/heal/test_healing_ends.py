@@ -165,7 +165,7 @@ def test_numbers_that_are_raised_as_an_error_end_the_run_too():
     def train_step(batch):
         raise FloatingPointError("loss is nan")
 
-    with pytest.raises(HealingError, match="8 steps in a row were refused") as caught:
+    with pytest.raises(HealingError, match="8 steps in a row were skipped") as caught:
         healer.run(train_step, setup.loader, 5, progress=False)
     assert caught.value.exit_code == ExitCode.NONFINITE
 

@@ -6,11 +6,11 @@ from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.history import MAX_SUSPECTS, History
 
-CONFIG = HealingConfig(incident_steps=100, attempts_reset_steps=1000)
+CONFIG = HealingConfig(incident_steps=100)
 
 
 def trouble(cause=Cause.DIVERGENCE, step=90, bad_step=80):
-    return Diagnosis(cause, {}, 0.9, "", Severity.ERROR, bad_step, step)
+    return Diagnosis(cause, {}, 0.9, Severity.ERROR, bad_step, step)
 
 
 def warning(cause=Cause.LR_SPIKE, step=1):
@@ -36,14 +36,6 @@ def test_attempts_are_won_back_by_new_ground_only():
     assert history.attempts == 1
     history.note_step(1400, CONFIG)
     assert (history.attempts, history.total_attempts) == (0, 1)
-
-
-def test_attempts_are_kept_for_ever_if_so_told():
-    config = HealingConfig(attempts_reset_steps=0)
-    history = History()
-    history.note_plan(trouble(), (Rollback(50),))
-    history.note_step(10**9, config)
-    assert history.attempts == 1
 
 
 def test_a_refused_step_is_no_attempt():
@@ -88,7 +80,9 @@ def test_it_survives_json():
 def test_records_that_were_under_way_when_a_plan_was_made_late_are_old_news():
     history = History()
     first = trouble(step=82)
-    history.note_plan(first, (ScaleLr(0.5),), unheard=98)  # heard of at step 100, two steps of lag
+    history.note_plan(
+        first, (ScaleLr(0.5),), first_pending=98
+    )  # heard of at step 100, two steps of lag
     assert history.incidents[0].resume_step == 98
-    history.note_plan(trouble(step=120), (Rollback(50),), unheard=118)
+    history.note_plan(trouble(step=120), (Rollback(50),), first_pending=118)
     assert history.incidents[0].resume_step == 50

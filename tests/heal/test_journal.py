@@ -43,7 +43,7 @@ def strict(text):
 
 
 def diagnosis(cause=Cause.DIVERGENCE, **evidence):
-    return Diagnosis(cause, evidence, 0.9, "a paper", Severity.ERROR, 80, 90)
+    return Diagnosis(cause, evidence, 0.9, Severity.ERROR, 80, 90)
 
 
 def test_a_note_is_of_the_step_in_which_it_comes(tmp_path):

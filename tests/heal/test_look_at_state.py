@@ -88,7 +88,7 @@ class QuietMonitor:
 
 
 def diagnosis(cause, step, severity=Severity.ERROR):
-    return Diagnosis(cause, {}, 0.9, "", severity, bad_step=step, step=step)
+    return Diagnosis(cause, {}, 0.9, severity, bad_step=step, step=step)
 
 
 def test_the_lower_rate_of_a_misdiagnosis_is_taken_back():
@@ -103,6 +103,30 @@ def test_the_lower_rate_of_a_misdiagnosis_is_taken_back():
     recovery.carry_out(diagnosis(Cause.NONFINITE_LOSS, 110, Severity.WARN))
     assert ("restore", 90) in run.done
     assert run.lr_scale == 1.0
+
+
+@pytest.mark.parametrize("proof", [{}, {"loss_with_old_weights": 0.1}], ids=["open", "proven"])
+def test_nan_is_not_searched_elsewhere_once_an_experiment_has_found_the_weights_damaged(proof):
+    run = FakeRun(snapshots=[90])
+    recovery = Recovery(run, QuietMonitor(), HealingConfig(nan_patience=5), Journal(None))
+    found = dict(proof)
+    nan = Diagnosis(Cause.NONFINITE_LOSS, found, 0.9, Severity.ERROR, 90, step=100, streak=5)
+    recovery.carry_out(nan)
+    ((_, diagnosis, _),) = recovery.log
+    assert ("hint" in diagnosis.evidence) == (not proof)
+
+
+def test_damage_that_an_experiment_found_while_weights_hold_nan_is_no_fault_of_the_data():
+    run = FakeRun(snapshots=[90])
+    run.step, run.corrupt = 110, {"cause": "weight_corruption", "tensor": "head", "tensors": 1}
+    config = HealingConfig(after_rollback="replay_data")
+    recovery = Recovery(run, QuietMonitor(), config, Journal(None))
+    spike = diagnosis(Cause.LOSS_SPIKE, 100)
+    spike.evidence["loss_with_old_weights"] = 0.1
+    plan = recovery.carry_out(spike)
+    ((_, found, _),) = recovery.log
+    assert (found.cause, found.evidence["seen_as"]) == (Cause.WEIGHT_CORRUPTION, "loss_spike")
+    assert [type(action).__name__ for action in plan] == ["Rollback"]
 
 
 def test_a_frozen_weight_that_became_nan_is_named_when_patience_ends():

@@ -8,7 +8,7 @@ from heal.actions import Backoff, Halt, Rollback, SkipBatches, TightenClip, chan
 from heal.causes import Cause, Family, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
-from heal.history import History
+from heal.history import ATTEMPTS_RESET_STEPS, History
 from heal.policy import LONGEST_WAIT_SECONDS, decide
 
 TROUBLE = st.tuples(
@@ -25,14 +25,8 @@ CONFIGS = st.builds(
     nan_patience=st.integers(1, 10),
     nan_action=st.sampled_from(["warn", "skip", "raise", "rollback"]),
     after_rollback=st.sampled_from(["skip_data", "replay_data"]),
-    skip_window_batches=st.integers(0, 3),
-    rollback_depth=st.integers(1, 4),
-    perturb_std=st.sampled_from([0.0, 0.01]),
-    anchor_strength=st.sampled_from([0.0, 1.0]),
-    backoff_budget_seconds=st.sampled_from([0.0, 100.0, 3600.0]),
+    backoff_seconds=st.sampled_from([0.0, 30.0, 600.0]),
     max_data_errors=st.integers(0, 10),
-    attempts_reset_steps=st.sampled_from([0, 200]),
-    activation_checkpointing=st.booleans(),
 )
 
 
@@ -45,7 +39,7 @@ def test_any_sequence_of_trouble_ends_within_the_budget(troubles, config):
         step += 1
         furthest = max(furthest, step)
         diagnosis = Diagnosis(
-            cause, {"applied": applied}, 0.9, "", severity, max(step - age, 0), step, streak
+            cause, {"applied": applied}, 0.9, severity, max(step - age, 0), step, streak
         )
         snapshots = [s for s in (0, 20, 40, 80) if s <= step]
         incident = history.open_incident(cause.about.family)
@@ -77,7 +71,7 @@ def test_any_sequence_of_trouble_ends_within_the_budget(troubles, config):
             step += 1
             history.note_step(step, config)
         furthest = max(furthest, step)
-    resets = furthest // config.attempts_reset_steps if config.attempts_reset_steps else 0
+    resets = furthest // ATTEMPTS_RESET_STEPS
     assert numeric <= config.max_recovery_attempts * (1 + resets)
     assert data <= config.max_data_errors
     assert memory <= 31 * (1 + furthest // config.incident_steps)
@@ -90,9 +84,7 @@ def test_the_same_trouble_for_ever_ends(cause, config, streak):
     """No progress at all: every cause halts, or never changed anything in the first place."""
     history = History()
     for attempt in range(400):
-        diagnosis = Diagnosis(
-            cause, {}, 0.9, "", Severity.ERROR, 50, 50 + attempt, streak + attempt
-        )
+        diagnosis = Diagnosis(cause, {}, 0.9, Severity.ERROR, 50, 50 + attempt, streak + attempt)
         plan = decide(diagnosis, history, config, [50, 40, 20])
         if any(isinstance(action, Halt) for action in plan):
             return

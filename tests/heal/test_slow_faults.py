@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from heal.testing import Chaos, Fault, slow_faults
+from heal.testing import Chaos, Fault
+from heal.testing import faults as slow_faults
 from tests.heal.runs import regression
 from tools.forecast import scenarios
 

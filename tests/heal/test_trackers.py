@@ -80,7 +80,7 @@ def poisoned(at=20, **options):
 
 
 def diagnosis(severity):
-    return Diagnosis(Cause.DIVERGENCE, {}, 0.9, "a paper", severity, 80, 90)
+    return Diagnosis(Cause.DIVERGENCE, {}, 0.9, severity, 80, 90)
 
 
 def test_a_tracker_gets_the_numbers_of_the_seed_and_every_decision(tmp_path):
@@ -193,6 +193,43 @@ def test_events_about_healing_itself_are_warnings():
     assert alert_for(event) == (Level.WARN, "healing: hook_failed", "step 4: error: E()")
 
 
+def test_an_alert_says_what_was_done_in_words():
+    event = {"step": 91, "event": "recovery", "failure": "loss_spike", "severity": "ERROR"}
+    event |= {"diagnosis": "The loss jumped.", "actions": ["rollback"], "resumed_at": 50}
+    event |= {"plan": [{"action": "Rollback", "before_step": 52, "effect": True}]}
+    assert alert_for(event) == (
+        Level.ERROR,
+        "healing: loss_spike",
+        "step 91: The loss jumped. Action: rolled back to the snapshot of step 50. Next step: 50.",
+    )
+    level, _, text = alert_for({**event, "plan": [], "resumed_at": None, "severity": "INFO"})
+    assert (level, text) == (Level.INFO, "step 91: The loss jumped. Action: logged only.")
+
+
+def test_experiments_and_outcomes_are_sentences_with_short_numbers():
+    seen = {"step": 129, "event": "experiment", "answer": "damaged", "snapshots": [50]}
+    seen |= {"losses_now": [6.8058953285217285, 1.8630722761154175], "losses_old": [0.96, 1.2195]}
+    level, _, text = alert_for(seen)
+    assert level is Level.INFO
+    assert text == (
+        "step 129: Experiment: damaged weights. On the same batch the loss was 1.863 with the "
+        "current weights and 1.22 with those of step 50."
+    )
+    outcome = {"step": 160, "event": "outcome", "loss": 1.1304140090942383, "loss_before": 1.25}
+    assert alert_for({**outcome, "healed": True})[::2] == (
+        Level.INFO,
+        "step 160: The loss came back: 1.25 before, 1.13 after.",
+    )
+    assert alert_for({**outcome, "healed": False})[0] is Level.ERROR
+
+
+def test_no_metric_appears_for_the_first_time_at_the_end():
+    tracker = Recorder()
+    poisoned(trackers=[tracker])
+    *before, (last, _) = tracker.of("log")
+    assert set(last) <= set().union(*(metrics for metrics, _ in before))
+
+
 def test_only_finite_numbers_are_logged_and_ours_have_a_prefix():
     shown = {"time": "now", "step": 3, "seen_at": 1, "loss": 2.0, "lr_scale": 1, "zclip/z_score": 3}
     odd = {"healing/eval_gap": math.nan, "a": math.inf, "b": "word", "c": True, "d": None}
@@ -282,7 +319,7 @@ def run(notes=[]):
     attach(journal, "trackio", {"nan_patience": 5}, notes.append)
     journal.metrics(9, {"healing/nan_count": 0.0, "zclip/z_score": 1.5})
     for step, severity in enumerate(list(Severity)):
-        trouble = Diagnosis(Cause.DIVERGENCE, {}, 0.9, "a paper", severity, step, step)
+        trouble = Diagnosis(Cause.DIVERGENCE, {}, 0.9, severity, step, step)
         journal.recovery(trouble, [{"action": "Rollback"}])
     journal.metrics(5, {"healing/nan_count": 2.0})
     journal.postmortem(last_step=9)

@@ -194,7 +194,7 @@ def groups_reach_over_the_stages_of_a_pipeline():
 
     clipper = PER_GROUP["zclip"]().distribute(**layout.groups)
     groups = grouped(layout.params, layout.offset)
-    with pytest.raises(ValueError, match="as many on each"):
+    with pytest.raises(ValueError, match="as many parameter groups on every stage"):
         clipper.step(groups if dist.get_rank() else [*groups, {"params": []}])
 
 

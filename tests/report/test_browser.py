@@ -292,3 +292,13 @@ def test_incidents_can_be_reached_and_chosen_by_keyboard(show, tmp_path):
     page.keyboard.press("Enter")
     assert page.locator("[aria-current=true]").get_attribute("data-incident-row") == "1"
     assert page.get_by_role("heading", level=3, name="The loss was NaN or Inf").count() == 1
+
+
+def test_a_phone_reaches_the_incidents_with_one_tap(show, tmp_path):
+    page = show(sick_run(tmp_path / "run"))
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.get_by_role("link", name="Incidents (").click()
+    title = page.locator("#incidents-title").bounding_box()
+    assert 0 <= title["y"] < 844
+    for link in page.locator("nav.jumps a").all():
+        assert page.locator(link.get_attribute("href")).count() == 1

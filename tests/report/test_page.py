@@ -80,7 +80,7 @@ def test_only_our_script_and_style_may_run_and_nothing_is_fetched(tmp_path):
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
     links = [a for _, attributes in outline.tags for a in attributes if a in ("src", "srcset")]
     assert not links
-    assert [a["href"] for _, a in outline.tags if "href" in a] == ["#incidents"]
+    assert all(a["href"].startswith("#") for _, a in outline.tags if "href" in a)
 
 
 def test_the_page_tells_everything_without_a_script(tmp_path):

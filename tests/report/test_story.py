@@ -103,7 +103,7 @@ def test_trouble_at_the_last_step_is_open(tmp_path):
     assert (live["outcome"], "yet" in live["outcome_text"]) == ("open", True)
     postmortem(tmp_path, last_step=99)
     (over,) = read_run(tmp_path).incidents
-    assert over["outcome_text"] == "The run ended too soon after it to tell."
+    assert over["outcome_text"] == "The run ended too soon after it to know."
 
 
 def test_an_action_without_effect_is_told_so(tmp_path):

@@ -154,13 +154,13 @@ def test_ranks_are_shown_and_the_slowest_counts(tmp_path, capsys):
 
 def test_the_screen_shows_progress_ranks_and_news(tmp_path):
     rich = pytest.importorskip("rich.console")
-    from heal.report.screen import Screen
+    from heal.report.watch import screen_of
 
     sick_run(tmp_path / "[bold]run", ranks=3)
     run = LiveRun(tmp_path / "[bold]run")
     run.poll()
     console = rich.Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(Screen(run, console).view())
+    console.print(screen_of(run))
     text = console.export_text()
     assert "[bold]run" in text  # names are no markup
     assert "acted 3, logged 3" in text

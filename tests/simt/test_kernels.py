@@ -167,28 +167,28 @@ def test_every_operator_of_the_cpu_exists_here_but_those_of_host_memory():
     [
         (
             lambda op: op.scale_([torch.ones(2)], torch.ones(1)),
-            "coefs must be a contiguous float64",
+            "coefs: expected a contiguous float64",
         ),
         (
             lambda op: op.rule_(torch.ones(2).double(), torch.ones(1, 3).double(), 0, (1.0, 0)),
-            "state must be a contiguous float64 tensor of 3 elements on the CPU, got 2",
+            "state: expected a contiguous float64 tensor of 3 elements on the CPU, got 2",
         ),
         (
             lambda op: op.rule_(torch.ones(3).double(), torch.ones(1, 2).double(), 0, (1.0, 0)),
-            r"stats must be a contiguous float64 tensor of shape \[N, 3\]",
+            r"stats: expected a contiguous float64 tensor of shape \[N, 3\]",
         ),
         (
             lambda op: op.zero_nonfinite_([torch.ones(2)], torch.ones(2, 3).double()),
-            "stats must be a contiguous float64 tensor of shape",
+            "stats: expected a contiguous float64 tensor of shape",
         ),
         (
             # An empty state counts nothing, but its dtype and device are checked like any other.
             lambda op: op.clip_by_([torch.ones(2)], torch.empty(0), 0, (1.0, 0)),
-            "state must be a contiguous float64 tensor of 0 elements on the CPU",
+            "state: expected a contiguous float64 tensor of 0 elements on the CPU",
         ),
         (
             lambda op: op.clip_by_([torch.ones(2)], torch.ones(3).double(), 0, (1.0,)),
-            "global_norm has 2 settings, got 1",
+            "global_norm: expected 2 settings, got 1",
         ),
         (lambda op: op.grad_stats([torch.ones(2, dtype=torch.int64)]), r"grads\[0\] has an unsup"),
         (

@@ -89,7 +89,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     for name, least in (("rounds", 2), ("threads", 1)):
         value = getattr(options, name)
         if value is not None and value < least:
-            raise ValueError(f"--{name} must be at least {least}, got {value}")
+            raise ValueError(f"--{name}: expected at least {least}, got {value}")
     device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     for flag, given, known in (
         ("--op", options.op, OPS),
@@ -146,7 +146,7 @@ def _cases(options: argparse.Namespace, own: dict[str, list[shapes.Shape]]) -> l
         dtypes = options.dtype or [dtype]
         names = [*names, OWN]
     if options.rule and "rule" not in ops:
-        raise ValueError(f"--rule goes with --op rule, got --op {' '.join(ops)}")
+        raise ValueError(f"--rule: expected --op rule with it, got --op {' '.join(ops)}")
     rules = options.rule or list(RULES)
     return suites.crossed(
         ops, names or ["gpt2-small"], dtypes, rules, options.clipped, options.values

@@ -20,7 +20,7 @@ def load_model(reference: str) -> Module:
     """
     module_name, colon, factory_name = reference.partition(":")
     if not (module_name and colon and factory_name):
-        raise ValueError(f"--model {reference}: expected module:factory, as in train:build_model")
+        raise ValueError(f"--model: expected module:factory, as train:build_model, got {reference}")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as python -m does, and the installed script does not

@@ -81,7 +81,7 @@ def crossed(
         named = ", ".join(ops + rules)
         can = ", ".join([name for name, op in OPS.items() if op.may_clip and not op.has_rules])
         raise ValueError(
-            f"--clipped: {named} cannot be made to clip every time; expected --op {can}, or "
-            f"--op rule with --rule {', '.join(LIMIT_OF)}"
+            f"--clipped: expected --op {can}, or --op rule with --rule {', '.join(LIMIT_OF)}, "
+            f"got {named}, which cannot be made to clip every time"
         )
     return cases

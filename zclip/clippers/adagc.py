@@ -48,7 +48,7 @@ class AdaGC(Clipper):
     ) -> None:
         super().__init__(per_group=per_group, on_nonfinite=on_nonfinite)
         if seed not in ADAGC_SEEDS:
-            raise ValueError(f"seed is {seed!r}; expected one of {', '.join(ADAGC_SEEDS)}")
+            raise ValueError(f"seed: expected one of {', '.join(ADAGC_SEEDS)}, got {seed!r}")
         self.lambda_rel = check_limit("lambda_rel", lambda_rel)
         self.beta = check_fraction("beta", beta)
         self.lambda_abs = check_limit("lambda_abs", lambda_abs)

@@ -73,7 +73,9 @@ class AGC(Clipper):
         if reduction is None:
             return super()._decide(found, grads, loss, grad_scale, extra, record)
         if grad_scale is not None:
-            raise NotImplementedError("AGC scales rows, which cannot be left to the optimizer")
+            raise NotImplementedError(
+                "AGC: expected apply='inplace', because it scales rows, got 'grad_scale'"
+            )
         split = self._split[1] if self._split is not None and self._split[0] is reduction else None
         rows = UnitRows(reduction, found.params, grads, self.clip, self.eps, self.split_dim, split)
         self._split = (reduction, rows.split)
@@ -120,7 +122,9 @@ class AGC(Clipper):
         served = ops.serve(torch.ops.zclip.agc_.default, grads, *arguments, name=self._name)
         if served is None:
             devices = ", ".join(str(device) for device in ops.by_device(grads))
-            raise ValueError(f"AGC got parameters on {devices}; expected one device per clipper")
+            raise ValueError(
+                f"AGC: expected parameters on one device, got {devices}; make a clipper for each"
+            )
         return ClipResult(*served[0])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class AutoClip(Clipper):
     ) -> None:
         super().__init__(per_group=per_group, on_nonfinite=on_nonfinite)
         if not 0.0 <= percentile <= 100.0:
-            raise ValueError(f"percentile must be 0 to 100, got {percentile}")
+            raise ValueError(f"percentile: expected 0 to 100, got {percentile}")
         self.percentile = float(percentile)
         self.history = check_count("history", history)
 

@@ -89,8 +89,8 @@ class Peers:
         if len(set(map(len, stages))) > 1:
             numbers = [len(sizes) for sizes in stages]
             raise ValueError(
-                f"the stages have {numbers} parameter groups; with per_group=True expected as many "
-                "on each, empty ones too: group i of all stages together has one statistic"
+                "per_group=True: expected as many parameter groups on every stage, because group i "
+                f"of all stages together has one statistic, got {numbers}; add empty ones"
             )
         members: list[list[int]] = [[] for _ in found.sizes]
         row = 0

@@ -63,9 +63,9 @@ class PythonRule(Clipper):
         on_nonfinite: str = "skip",
     ) -> None:
         if not callable(function):
-            raise TypeError(f"function is {function!r}; expected a function of stats and state")
+            raise TypeError(f"function: expected a function of stats and state, got {function!r}")
         if state_size < 0:
-            raise ValueError(f"state_size must be >= 0, got {state_size}")
+            raise ValueError(f"state_size: expected 0 or more, got {state_size}")
         super().__init__(per_group=per_group, on_nonfinite=on_nonfinite)
         self.function = function
         self.own_size = int(state_size)
@@ -137,8 +137,8 @@ def _apply(
     if not isinstance(coefs, Tensor) or coefs.shape not in ((), (count,)):
         got = tuple(coefs.shape) if isinstance(coefs, Tensor) else type(coefs).__name__
         raise ValueError(
-            f"the rule returned {got}; expected a tensor of shape () or ({count},): one "
-            "coefficient for all gradients, or one each"
+            f"the rule's result: expected a tensor of shape () or ({count},), one coefficient "
+            f"for all gradients or one each, got {got}"
         )
     coefs = coefs.detach().to(stats).expand(count)
     bad = health.refused(on_nonfinite)

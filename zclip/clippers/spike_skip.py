@@ -44,7 +44,7 @@ class SpikeSkip(Clipper):
         self.sigma = check_limit("sigma", sigma)
         self.min_count = self.window // 2 if min_count is None else int(min_count)
         if not 0 <= self.min_count <= self.window:
-            raise ValueError(f"min_count must be 0 to window={window}, got {min_count}")
+            raise ValueError(f"min_count: expected 0 to window={window}, got {min_count}")
 
     def settings(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         return self.window, self.sigma, self.min_count, ON_NONFINITE[self.on_nonfinite]

@@ -99,7 +99,7 @@ class ClipState:
         kind = saved.get("clipper")
         if kind != type(self._owner).__name__:
             raise ValueError(
-                f"the state is of {kind}, this clipper is {type(self._owner).__name__}"
+                f"state: expected that of {type(self._owner).__name__}, got that of {kind}"
             )
         before, fitted = self.__dict__.copy(), self.fitted
         device = self.states[0].device if self.states else torch.device("cpu")
@@ -136,7 +136,9 @@ class ClipState:
     def _unpacked(self, group: int, saved: Mapping[str, Any]) -> Tensor:
         columns = self._columns()
         if missing := columns.keys() - saved.keys():
-            raise ValueError(f"the state of group {group} lacks {', '.join(sorted(missing))}")
+            raise ValueError(
+                f"state of group {group}: expected {', '.join(sorted(missing))}, got none"
+            )
         saved = self._owner.adapt_state(saved)
         return torch.cat([saved[name].double().reshape(-1) for name in columns])
 
@@ -150,8 +152,8 @@ class ClipState:
             state = self._reordered(state, self._entries[g], entries)
         if state.numel() != size:
             raise ValueError(
-                f"the state has {state.numel()} entries, but the settings of this "
-                f"{type(self._owner).__name__} need {size}: {self._owner.size_hint()}"
+                f"state: expected {size} entries by the settings of this "
+                f"{type(self._owner).__name__}, got {state.numel()}; {self._owner.size_hint()}"
             )
         return self._moved(state, device)
 
@@ -173,8 +175,8 @@ class ClipState:
         unexpected = [name for name in old_names if name not in set(new_names)]
         if self._is_loaded and (missing or unexpected):
             raise ValueError(
-                "the state does not fit these parameters: "
-                f"not in the state: {_listed(missing)}; only in the state: {_listed(unexpected)}"
+                "state: expected that of these parameters, got one without "
+                f"{_listed(missing)} and with {_listed(unexpected)} besides"
             )
         known = state[NUM_COUNTERS:].unbind()
         by_name = dict(zip(old_names, known, strict=True))
@@ -186,15 +188,15 @@ class ClipState:
     def _check_groups(self, targets: Targets, num_groups: int) -> None:
         if self._is_loaded and self.states and len(self.states) != num_groups:
             raise ValueError(
-                f"the state has {len(self.states)} groups; these parameters have {num_groups} "
-                f"(per_group={self._owner.per_group})"
+                f"state: expected {num_groups} groups (per_group={self._owner.per_group}), got "
+                f"{len(self.states)}"
             )
         key = self._owner.limit_key
         given = [g for g, group in enumerate(targets.settings) if key is not None and key in group]
         if given and not self._owner.per_group:
             raise ValueError(
-                f"param_groups[{given[0]}] has {key}, but this clipper treats all groups as one; "
-                "expected per_group=True"
+                f"param_groups[{given[0]}]: expected no {key} for a clipper that treats all groups "
+                "as one, got one; make it with per_group=True"
             )
 
     def __getstate__(self) -> dict[str, Any]:

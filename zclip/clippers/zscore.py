@@ -184,7 +184,7 @@ class ZClip(Clipper):
     def buffer(self, value: Iterable[float]) -> None:
         norms = torch.tensor(list(value), dtype=torch.float64)
         if len(norms) >= max(1, self.warmup_steps):
-            raise ValueError(f"buffer got {len(norms)} norms; expected fewer than warmup_steps")
+            raise ValueError(f"buffer: expected fewer norms than warmup_steps, got {len(norms)}")
         for state in self._state.ensure():
             state[BUFFER_COLUMN : BUFFER_COLUMN + len(norms)] = norms
             state[SEEN_COLUMN] = len(norms)

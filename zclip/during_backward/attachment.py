@@ -39,7 +39,7 @@ class Attachment:
         replicas = _replicated(modules)
         if comm_hook is not None and not replicas:
             raise ValueError(
-                "comm_hook was given; expected it only with a DistributedDataParallel model"
+                "comm_hook: expected None without a DistributedDataParallel model, got a hook"
             )
         in_buckets = {id(p) for replica in replicas for p in replica.parameters()}
         is_alone = _check_final(modules, params, bool(replicas))
@@ -159,16 +159,17 @@ def _check_final(modules: Sequence[Module], params: Sequence[Tensor], has_bucket
     """
     if any(is_fsdp_model(module) for module in modules):
         raise NotImplementedError(
-            "the model is a FullyShardedDataParallel; expected DistributedDataParallel, "
-            "fully_shard or one process: its gradients have no moment when each becomes final"
+            "model: expected DistributedDataParallel, fully_shard or one process, got "
+            "FullyShardedDataParallel, whose gradients have no moment when each becomes final; "
+            "clip after backward"
         )
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return True
     if params and not has_buckets and not has_dtensor(params):
         raise ValueError(
-            f"there are {dist.get_world_size()} ranks, but the parameters are neither in a "
-            "DistributedDataParallel model nor DTensors of fully_shard; expected one of these "
-            "models: gradients that are added up after backward would be measured too early"
+            "model: expected DistributedDataParallel or fully_shard, because gradients that are "
+            "added up after backward would be measured too early, got parameters of neither on "
+            f"{dist.get_world_size()} ranks"
         )
     return False
 

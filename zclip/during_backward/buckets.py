@@ -77,8 +77,8 @@ def install(model: Module, inner: CommHook | None) -> Buckets:
     if known is not None:
         if inner is not None and inner != known.inner:
             raise ValueError(
-                "comm_hook differs from the one of an earlier attach; expected the same, because "
-                "torch cannot replace a communication hook"
+                "comm_hook: expected the one of the earlier attach, because torch cannot replace "
+                "a communication hook, got another"
             )
         return known
     buckets = Buckets(model.process_group, inner)
@@ -86,7 +86,7 @@ def install(model: Module, inner: CommHook | None) -> Buckets:
         model.register_comm_hook(buckets, measured_comm_hook)  # type: ignore[operator]
     except RuntimeError as error:
         raise ValueError(
-            "the model has a communication hook; expected none: leave out register_comm_hook and "
+            "model: expected no communication hook, got one; leave out register_comm_hook and "
             "give it to attach(model, comm_hook=(state, hook))"
         ) from error
     _installed[model] = buckets

@@ -2,7 +2,7 @@
 
 from zclip.optim.adam import Adam, AdamW
 from zclip.optim.clipped import APPLY, ClippedOptimizer, wrap
-from zclip.optim.fused import CLIP_KEY, FusedOptimizer
+from zclip.optim.fused import CLIP_KEY, FusedOptimizer, Guard
 from zclip.optim.in_backward import StepInBackward, step_in_backward
 from zclip.optim.lion import Lion
 from zclip.optim.result import StepResult
@@ -16,6 +16,7 @@ __all__ = [
     "AdamW",
     "ClippedOptimizer",
     "FusedOptimizer",
+    "Guard",
     "Lion",
     "StepInBackward",
     "StepResult",

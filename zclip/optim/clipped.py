@@ -108,22 +108,28 @@ class ClippedOptimizer(OptimizerProxy):
         scaler: GradScaler | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer is {type(optimizer).__name__}; expected a torch Optimizer")
+            raise TypeError(
+                f"optimizer: expected a torch Optimizer, got {type(optimizer).__name__}"
+            )
         if not isinstance(clipper, Clipper):
-            raise TypeError(f"clipper is {type(clipper).__name__}; expected a zclip.Clipper")
+            raise TypeError(f"clipper: expected a zclip.Clipper, got {type(clipper).__name__}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
         if isinstance(optimizer, ClippedOptimizer):
-            raise ValueError("the optimizer is already clipped; wrap the one inside, .inner")
+            raise ValueError(
+                "optimizer: expected a plain one, got one that is clipped already; wrap its .inner"
+            )
         if isinstance(optimizer, FusedOptimizer) and optimizer.clipper is not None:
             raise ValueError(
-                f"optimizer is {type(optimizer).__name__} with a clipper of its own; expected one "
-                "made with clipper=None, or no wrapper"
+                "optimizer: expected one without a clipper, got "
+                f"{type(optimizer).__name__} with one; make it with clipper=None, or leave out "
+                "the wrapper"
             )
         if isinstance(optimizer, StepInBackward) and not optimizer.clips_in_backward:
             raise ValueError(
-                "optimizer steps in backward; a wrapper can only report what it does if it has a "
-                "clipper that is past its warm-up: expected AdaGC(warmup_steps=0)"
+                "optimizer: expected one that clips in backward, so that a wrapper can report what "
+                "it does, got one without a clipper past its warm-up; give it "
+                "AdaGC(warmup_steps=0)"
             )
         super().__init__(optimizer)
         self.clipper = clipper
@@ -269,7 +275,7 @@ class ClippedOptimizer(OptimizerProxy):
     def was_skipped(self, row: Sequence[float]) -> bool:
         """Answer as :meth:`skips` does, from a verdict on the host, as :class:`Mailbox` has it."""
         is_bad = bool(int(row[FLAGS]) & (HAS_NAN | HAS_INF))
-        return row[BLOCKED] > 0 or (self._heeds_flags() and is_bad)
+        return row[BLOCKED] > 0 or (is_bad and self._heeds_flags())
 
     def _heeds_flags(self) -> bool:
         """Whether NaN or Inf skips the step although the clipper would let it pass."""
@@ -386,37 +392,37 @@ class ClippedOptimizer(OptimizerProxy):
             return
         if not self.capturable:
             raise RuntimeError(
-                "this step is being captured in a CUDA graph; expected "
-                "ClippedOptimizer(..., capturable=True), got capturable=False, whose verdicts are "
-                "mailed by the host, which no replay does"
+                "capture of a step in a CUDA graph: expected capturable=True, got False, with "
+                "which the host mails verdicts, and no replay does; make "
+                "ClippedOptimizer(..., capturable=True)"
             )
         if not self.guards_on_device:
             raise RuntimeError(
-                f"this step is being captured in a CUDA graph; expected an optimizer that reads "
-                f"found_inf on the device, got {type(self.inner).__name__}, for which the host has "
-                "to read the verdict; build it with fused=True"
+                "capture of a step in a CUDA graph: expected an optimizer that reads found_inf "
+                f"on the device, got {type(self.inner).__name__}, for which the host has to read "
+                "the verdict; build it with fused=True"
             )
         if self.steps == 0:
             raise RuntimeError(
-                "the first step is being captured in a CUDA graph; expected at least one step "
-                "before the capture, because state that a captured step creates is created anew "
-                "by every replay; warm up as torch.cuda.graph says"
+                "capture of a step in a CUDA graph: expected at least one step before it, got "
+                "none; every replay would create the optimizer's state again, so warm up as "
+                "torch.cuda.graph says"
             )
 
     def _check_apply(self) -> None:
         if self.apply not in APPLY:
-            raise ValueError(f"apply is {self.apply!r}; expected one of {', '.join(APPLY)}")
+            raise ValueError(f"apply: expected one of {', '.join(APPLY)}, got {self.apply!r}")
         if self.apply == "inplace":
             return
         if not self.guards_on_device:
             raise ValueError(
-                f"apply='grad_scale' needs an optimizer built with fused=True; this "
-                f"{type(self.inner).__name__} is not"
+                "apply='grad_scale': expected an optimizer built with fused=True, got "
+                f"{type(self.inner).__name__} without it"
             )
         if not self.clipper.is_global or self.clipper.per_group:
             raise ValueError(
-                "apply='grad_scale' has one factor for all gradients, but "
-                f"{type(self.clipper).__name__} has several; expected apply='inplace'"
+                "apply='grad_scale': expected a clipper with one factor for all gradients, got "
+                f"{type(self.clipper).__name__}; use apply='inplace'"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -504,8 +510,11 @@ def wrap(
     }
     if isinstance(clipper, str):
         if clipper not in CLIPPERS:
-            raise ValueError(f"clipper is {clipper!r}; expected one of {', '.join(CLIPPERS)}")
+            raise ValueError(f"clipper: expected one of {', '.join(CLIPPERS)}, got {clipper!r}")
         clipper = CLIPPERS[clipper](**settings)
     elif settings:
-        raise TypeError(f"{', '.join(settings)}: set these on the clipper that you made")
+        raise TypeError(
+            f"clipper: expected a name beside {', '.join(settings)}, got "
+            f"{type(clipper).__name__}; set these on it"
+        )
     return ClippedOptimizer(optimizer, clipper, **of_wrapper)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from copy import copy
 from operator import is_
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,26 @@ CLIP_KEY = "zclip"
 
 _NO_RULE = -1
 _NARROW = (torch.bfloat16, torch.float16)
+
+
+class Guard(NamedTuple):
+    """What a caller adds to one step: its own clipper, and a watch of the loss.
+
+    Attributes:
+        clipper: clips in place of the optimizer's own.
+        watch: float64 [8], the state of the operator ``watch_loss_``. A step whose loss is NaN or
+            Inf is skipped, and what is found is in the verdict of the clipper.
+        settings: factor, rising_steps, decay and warmup_steps of that operator.
+    """
+
+    clipper: Clipper
+    watch: Tensor
+    settings: tuple[float, int, float, int]
+
+    def judge(self, loss: Tensor, verdict: Tensor) -> None:
+        """Add to a verdict what the loss says; nothing waits."""
+        loss = loss.to(self.watch.device, non_blocking=True)
+        torch.ops.zclip.watch_loss_.default(self.watch, loss, verdict, *self.settings)
 
 
 class FusedOptimizer(Optimizer):
@@ -80,24 +100,24 @@ class FusedOptimizer(Optimizer):
         if isinstance(clipper, str):
             if clipper not in CLIPPERS:
                 raise ValueError(
-                    f"clipper is {clipper!r}; expected one of {', '.join(CLIPPERS)}, or a Clipper"
+                    f"clipper: expected one of {', '.join(CLIPPERS)}, or a Clipper, got {clipper!r}"
                 )
             clipper = CLIPPERS[clipper](**clip_settings)
         elif clip_settings:
             unknown = ", ".join(clip_settings)
             raise TypeError(
-                f"{type(self).__name__} got unexpected arguments: {unknown}; settings of a clipper "
-                "are taken only where it is given by name"
+                f"{type(self).__name__}: expected settings of a clipper with its name only, got "
+                f"{unknown}; set these on the clipper"
             )
         if clipper is not None and not isinstance(clipper, Clipper):
             raise TypeError(
-                f"clipper is {type(clipper).__name__}; expected a zclip.Clipper, a name or None"
+                f"clipper: expected a zclip.Clipper, a name or None, got {type(clipper).__name__}"
             )
         for i, group in enumerate(self.param_groups):
             if group.get("differentiable"):
                 raise ValueError(
-                    f"differentiable of param_groups[{i}] is True; expected False: a fused step "
-                    "has no graph"
+                    f"differentiable of param_groups[{i}]: expected False, because a fused step "
+                    "has no graph, got True"
                 )
         self.clipper = clipper
         self.skip_nonfinite = skip_nonfinite
@@ -152,6 +172,7 @@ class FusedOptimizer(Optimizer):
         *,
         loss: Tensor | None = None,
         extra: Tensor | None = None,
+        guard: Guard | None = None,
     ) -> Any:
         """Measure, clip and update, unless the clip rule or a GradScaler skips the step.
 
@@ -159,6 +180,7 @@ class FusedOptimizer(Optimizer):
             closure: computes the loss and the gradients; called once, first.
             loss: 0-dim, for clippers that watch it; that of the closure if there is one.
             extra: what only this rank knows; see :meth:`zclip.Clipper.step`.
+            guard: clips this step in place of the clipper, and watches the loss.
 
         Returns:
             What the closure returned, else None.
@@ -175,21 +197,24 @@ class FusedOptimizer(Optimizer):
         if plans is None or not self._is_current():
             plans = self._make_plans()
         if len(plans) == 1 and plans[0][0].is_native and extra is None:
-            self.result = self._step_natively(loss)
+            self.result = self._step_natively(loss, guard)
         else:
-            self.result = self._step_apart(loss, extra)
+            self.result = self._step_apart(loss, extra, guard)
         return returned
 
-    def _step_natively(self, loss: Tensor | None) -> StepResult | None:
+    def _step_natively(self, loss: Tensor | None, guard: Guard | None) -> StepResult | None:
         """One device, one rank, one call."""
         plan, grads = self._gradients()
-        if grads is None and self.clipper is None:
+        clipper, call, stats = self.clipper if guard is None else guard.clipper, None, None
+        if grads is None and clipper is None:
             return None
-        clipper, call, stats = self.clipper, None, None
+        watch: tuple[Any, ...] = ()
+        if guard is not None and loss is not None:
+            watch = guard.watch, loss, guard.settings
         if clipper is not None:
             call = clipper.rule_call(self.param_groups, plan.device, loss)
             if call is None or grads is None:
-                return self._step_apart(loss, None)
+                return self._step_apart(loss, None, guard)
             stats = clipper.early_stats(grads)
         scaler = self.__dict__
         grad_scale, found_inf = scaler.get("grad_scale"), scaler.get("found_inf")
@@ -203,10 +228,11 @@ class FusedOptimizer(Optimizer):
             self.skip_nonfinite,
             self.seed,
             stats,
+            *watch,
         )
         if results is None:  # a tensor has moved
             self._make_plans()
-            return self._step_natively(loss)
+            return self._step_natively(loss, guard)
         clip = None
         if clipper is not None:
             clip = ClipResult(*results[:4])
@@ -221,13 +247,18 @@ class FusedOptimizer(Optimizer):
             plan = self._make_plans()[0][0]
             return plan, plan.gradients()
 
-    def _step_apart(self, loss: Tensor | None, extra: Tensor | None) -> StepResult | None:
+    def _step_apart(
+        self, loss: Tensor | None, extra: Tensor | None, guard: Guard | None
+    ) -> StepResult | None:
         """Any number of devices, groups and ranks: decide, then update."""
         scaler = self.__dict__
         grad_scale, found_inf = scaler.get("grad_scale"), scaler.get("found_inf")
         clip = coefs = None
-        if self.clipper is not None:
-            clip, coefs, grad_scale = self._clip(self.clipper, loss, extra, grad_scale)
+        clipper = self.clipper if guard is None else guard.clipper
+        if clipper is not None:
+            clip, coefs, grad_scale = self._clip(clipper, loss, extra, grad_scale)
+        if guard is not None and clip is not None and loss is not None:
+            guard.judge(loss, clip.verdict)
         found: list[tuple[Plan, list[int], Tensor, Tensor]] = []
         for place in range(len(self._plans or [])):
             plan, members = self._plans[place]  # type: ignore[index]
@@ -354,7 +385,7 @@ class FusedOptimizer(Optimizer):
     def _is_current(self) -> bool:
         """Tell whether the plans are of these groups, these parameters and this state."""
         kept, groups = self._kept, self.param_groups
-        if kept is None or self.state.changed or len(groups) != len(kept):
+        if kept is None or self.__dict__["state"].changed or len(groups) != len(kept):
             return False
         for group, (known, params) in zip(groups, kept, strict=True):
             listed = group["params"]

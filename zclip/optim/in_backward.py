@@ -288,20 +288,20 @@ def step_in_backward(
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, FusedOptimizer)):
         raise TypeError(
-            f"optimizer is {optimizer!r}; expected AdamW, Adam, SGD or Lion of zclip.optim, the "
-            "class itself"
+            "optimizer: expected a class, AdamW, Adam, SGD or Lion of zclip.optim, got "
+            f"{optimizer!r}"
         )
     if clipper is not None and (not isinstance(clipper, AdaGC) or clipper.per_group):
         raise ValueError(
-            f"clipper is {type(clipper).__name__}; expected AdaGC without per_group, or None: "
-            "other rules need the norm of all gradients before the first update"
+            "clipper: expected AdaGC without per_group, or None, because other rules need the "
+            f"norm of all gradients before the first update, got {type(clipper).__name__}"
         )
     named = list(model.named_parameters()) if isinstance(model, Module) else list(model)
     has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if has_ranks or has_dtensor([param for _, param in named]):
         raise ValueError(
-            "there are several ranks; expected one process: a gradient that is added up over "
-            "ranks is not final when backward has accumulated it"
+            "step_in_backward: expected one process, got several ranks, whose gradients are not "
+            "final when backward has accumulated them; use zclip.wrap"
         )
     return StepInBackward(optimizer(named, clipper=clipper, **settings))
 

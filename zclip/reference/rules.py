@@ -62,7 +62,7 @@ class Rule:
         """
         if len(settings) != len(self.settings):
             raise RuntimeError(
-                f"zclip: {self.name} has {len(self.settings)} settings "
+                f"{self.name}: expected {len(self.settings)} settings "
                 f"({', '.join(self.settings)}), got {len(settings)}"
             )
         named = zip(self.settings.items(), settings, strict=True)
@@ -112,8 +112,8 @@ def find_rule(number: int) -> Rule:
     rule = _own_rules.get(number)
     if rule is None:
         raise RuntimeError(
-            f"zclip: there is no rule {number}; expected 0 to {len(RULES) - 1}, or that of a "
-            "PythonRule which still exists"
+            f"rule: expected 0 to {len(RULES) - 1}, or the number of a PythonRule that still "
+            f"exists, got {number}"
         )
     return rule
 

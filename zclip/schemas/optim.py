@@ -18,6 +18,7 @@ library.define(
 )
 # A step on the CPU in one call. The plan holds parameters and state, so that a step hands over no
 # more than the gradients; what it writes is therefore not in the schema, and no graph may hold it.
+# With a watch, the state of watch_loss_, it judges the loss too, before it decides on the update.
 # rule -1 is none; an empty summary says that the plan is stale and that nothing was done.
 library.define(
     "make_plan(Tensor[] params, Tensor[] firsts, Tensor[] seconds, Tensor[] maxima, Tensor[] steps,"
@@ -27,7 +28,8 @@ library.define("drop_plan(int plan) -> ()")
 library.define(
     "fused_step_(Tensor[] grads, int plan, Tensor(a!) state, int rule, float[] rule_settings,"
     " Tensor? loss, float[] settings, float grad_scale, bool found_inf, bool skip_nonfinite,"
-    " int seed, Tensor? stats=None) -> (Tensor norm, Tensor stats, Tensor coefs, Tensor verdict,"
+    " int seed, Tensor? stats=None, Tensor(b!)? watch=None, Tensor? watched=None,"
+    " float[] watch_settings=[]) -> (Tensor norm, Tensor stats, Tensor coefs, Tensor verdict,"
     " Tensor rows,"
     " Tensor summary)"
 )

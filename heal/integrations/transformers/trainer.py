@@ -21,12 +21,12 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from heal.actions import Backoff, Halt, Rollback, ScaleLr, ShrinkBatch, Skip, SkipBatches
 from heal.config import HealingConfig
-from heal.dry_run import DryRunReport
 from heal.healer import Healer, checked_config
 from heal.integrations.patches import Patches
 from heal.integrations.trackers import make_trackers
 from heal.integrations.transformers.session import Session
 from heal.training_state import RngState
+from heal.undone_steps import DryRunReport
 
 MORE_EPOCHS = 10**6  # beyond the planned ones: steps that were undone need batches too
 LARGEST_LR_RAISE = 5.0  # a larger factor makes a run diverge that was only stuck

@@ -10,7 +10,6 @@ from enum import Enum
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
-from heal.config import HealingConfig
 from heal.lab.forecast.features import Features
 from heal.lab.forecast.score import DEFAULT_SHARE, QUIET_STEPS, Hysteresis, Model, shipped
 from heal.verdict import HealthRow, Record
@@ -60,11 +59,6 @@ class ForecastWatch:
         self.owes_warning = False  # one began during a failure
         self.moves: list[tuple[int, State, State]] = []
         self._last = State.HEALTHY
-
-    @classmethod
-    def of(cls, config: HealingConfig) -> "ForecastWatch":
-        """Return the watch that the settings ask for."""
-        return cls(config.forecast_false_alarms)
 
     @property
     def condition(self) -> State:

@@ -64,7 +64,7 @@ def importance(model: Module, fisher: dict[str, Tensor]) -> dict[str, Tensor]:
 # Elastic weight consolidation: holds weights near those of a snapshot, the important ones most.
 #
 # This is the form on demand, around a ``train_step``. The action ``AnchorWeights`` of healing, by
-# the setting ``anchor_strength``, needs none. Whether it helps is in docs/forecast.md.
+# a hook, needs none. Whether it helps is in docs/forecast.md.
 
 
 class Anchor:

@@ -82,7 +82,7 @@ def test_the_data_is_blamed_once_that_was_shown_until_the_streak_ends():
     watch = Watch(HealingConfig())
     (found,) = watch.observe(bad_record(0))
     assert "blames" not in found.evidence
-    watch.note_nan_data()
+    watch.rebase(Cause.NONFINITE_LOSS)
     (found,) = watch.observe(bad_record(1))
     assert "data" in found.evidence["blames"]
     watch.observe(Record(step=2, loss=1.0, norm=1.0))

@@ -112,7 +112,7 @@ def test_news_of_the_host_is_passed_on(flag, cause, severity):
     assert (found.cause, found.severity) == (cause, severity)
     is_damage = flag & (Flag.WEIGHTS_BAD | Flag.OPTIMIZER_STATE_BAD)
     # The last comparison of ranks that was heard of found nothing.
-    since = max(config.check_interval, config.fingerprint_interval + config.lag)
+    since = max(config.check_interval, config.nccl_health_check_interval + config.lag)
     assert found.bad_step == (250 - since if is_damage else 250)
 
 

@@ -125,10 +125,9 @@ def test_losses_that_stop_end_a_warning_and_begin_a_silence():
     assert math.isnan(watch.probability)
 
 
-def test_the_share_of_false_alarms_is_that_of_the_settings():
+def test_the_share_of_false_alarms_is_one_in_fifty_by_default():
     by_default = ForecastWatch(model=model_of()).switch.limit
-    wanted = HealingConfig().forecast_false_alarms
-    assert by_default == model_of().limit(wanted) != model_of().limit(0.2)
+    assert by_default == model_of().limit(0.02) != model_of().limit(0.2)
 
 
 @pytest.mark.parametrize("kind", ["plain", "growing_lr", "nan_batch"])

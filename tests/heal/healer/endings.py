@@ -210,7 +210,7 @@ def out_of_memory(folder):
     def train_step(batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
-    healer = make(folder, activation_checkpointing=False)
+    healer = make(folder)
     healer.run(train_step, [torch.randn(1, 4)], 5, progress=False)
 
 

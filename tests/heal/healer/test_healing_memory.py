@@ -10,9 +10,9 @@ import torch
 from heal.actions import ScaleLr, SkipBatches, TightenClip
 from heal.causes import Cause, Finding, Severity
 from heal.exit_codes import ExitCode
+from heal.json_lines import plain as plain_value
 from heal.monitor import Seen
-from heal.plain_values import plain as plain_value
-from tests.heal.linear_run import LAG, build, heard_of, nan_step, step_of
+from tests.heal.linear_run import LAG, build, nan_step, observed, step_of
 from tests.heal.runs import roll_back_after_skipped
 
 
@@ -48,9 +48,9 @@ def test_a_new_healer_knows_all_that_the_old_one_did():
 def test_all_that_may_be_read_was_heard_before_it_is_saved():
     model, _, healer = build()
     step_of(model, healer, 20)
-    assert heard_of(healer) < 20 - LAG  # nobody has asked: the rest of the mail waits
+    assert observed(healer) < 20 - LAG  # nobody has asked: the rest of the mail waits
     healer.memory.values()
-    assert heard_of(healer) == 20 - LAG
+    assert observed(healer) == 20 - LAG
 
 
 def test_what_was_saved_does_not_change_when_the_run_goes_on():

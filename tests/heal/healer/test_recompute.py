@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from heal.recompute import CannotRecompute, Origin
+from heal.undone_steps import CannotRecompute, Origin
 from tests.heal.runs import assert_same, fingerprint, regression
 
 

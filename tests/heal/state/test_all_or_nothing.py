@@ -30,16 +30,16 @@ def same(first, second):
 
 def fail_after_half(monkeypatch, fails):
     """Have copies of a restore stop half-way as long as ``fails`` says so."""
-    whole = training_state._copy_groups
+    whole = training_state.copy_by_kind
 
-    def half(targets, sources):
+    def half(targets, sources, non_blocking):
         if not fails():
-            return whole(targets, sources)
+            return whole(targets, sources, non_blocking)
         cut = len(targets) // 2
-        whole(targets[:cut], sources[:cut])
+        whole(targets[:cut], sources[:cut], non_blocking)
         raise RuntimeError("the copy stopped half-way")
 
-    monkeypatch.setattr(training_state, "_copy_groups", half)
+    monkeypatch.setattr(training_state, "copy_by_kind", half)
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])

@@ -10,10 +10,10 @@ from heal import Healer, HealingConfig
 from heal.buffers import BufferCopies
 from heal.causes import Cause
 from heal.detectors.weights import StateHealth
+from heal.integrity import HealthCheck
 from heal.ranks import Ranks
 from heal.snapshots import SnapshotRing
 from heal.training_state import TrainingState
-from heal.weight_checks import HealthCheck
 
 QUICK = {"snapshot_interval": 10, "check_interval": 10, "quarantine_steps": 4}
 

@@ -52,7 +52,7 @@ def test_a_teacher_that_follows_through_data_is_returned_with_the_student():
     assert all(p.isfinite().all() for p in setup.model.parameters())
     assert len(healer.notes) == 2
     assert "parameter teacher.weight is not trained and yet changes" in healer.notes[0]
-    assert ("parameter", 2) in healer.newest_snapshot().tensors
+    assert ("parameter", "teacher.weight") in healer.newest_snapshot().tensors
 
 
 def frozen_head(**config):
@@ -104,6 +104,7 @@ def test_a_quantised_base_is_neither_in_snapshots_nor_copied_beside_the_model():
     trainable = 3 * sum(p.nbytes for p in setup.model.parameters())
     counters = healer.guarded.watch.state.nbytes + 2 * 4  # of the loss, and Adam's steps
     assert healer.training.ring.held_bytes() <= 2 * (trainable + counters)
+    assert healer.metrics()["healing/snapshot_bytes"] == healer.training.ring.held_bytes() > 0
     assert healer.micro._buffers._groups == []
     assert healer.notes == []
 

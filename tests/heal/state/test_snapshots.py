@@ -126,8 +126,8 @@ def test_a_flipped_bit_is_found_and_the_snapshot_dropped(bit):
     take(state, ring, 0)
     ring.note_clean(0)
     copies = ring._kept[0].tensors
-    copies["parameter", 0].view(torch.int32)[1, 2] ^= 1 << bit
-    with pytest.raises(SnapshotCorrupt, match="parameter 0"):
+    copies["parameter", "embed.weight"].view(torch.int32)[1, 2] ^= 1 << bit
+    with pytest.raises(SnapshotCorrupt, match=r"parameter embed\.weight"):
         ring.take(0)
     assert ring.good_steps() == []
 
@@ -156,6 +156,17 @@ def test_the_last_good_snapshot_is_not_given_up_for_an_unproven_one():
     for step in range(3, 30):
         ring.capture(step, tensors, {})
         assert ring.good_steps() == [0]
+
+
+def test_the_newest_good_snapshot_is_never_older_than_an_interval_and_a_quarantine():
+    ring = SnapshotRing(interval=50, count=4, memory_fraction=4.0, quarantine_steps=10)
+    for step in range(1500):
+        if ring.is_due(step):
+            ring.capture(step, {("extra", "x"): torch.ones(3)}, {}, is_proven=step == 0)
+        good = ring.good_steps()
+        assert step - good[0] <= min(50 + 10, step * 5 // 8 + 1)
+        assert step < 10 or len(good) >= 3  # ages to choose from, while one is in quarantine
+        ring.note_clean(step)
 
 
 def test_snapshots_that_come_faster_than_they_are_proven_still_become_good():

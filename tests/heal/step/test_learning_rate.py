@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedules
 
-from heal.lr_schedules import LearningRates
 from tests.fake_cuda import fake_cuda
 from tests.heal.runs import regression
 
@@ -63,40 +62,55 @@ def test_a_leap_is_healed_by_a_rollback_and_the_schedule_goes_on(name):
     assert ours == pytest.approx(theirs)
 
 
-def test_without_a_schedule_a_leap_is_only_told():
+def test_without_a_schedule_a_leap_is_only_reported():
     setup = regression()
     healer = setup.healer()
-    rates = LearningRates(healer.optimizers, lambda _: (), healer.notes.append)
-    assert rates.now()[0] == 3e-3
-    assert rates.now()[1] != rates.now()[1]
+    assert healer.schedules.rates()[0] == 3e-3
+    assert healer.schedules.rates()[1] != healer.schedules.rates()[1]
     params = setup.optimizer.param_groups[0]["params"]
     setup.optimizer.param_groups.append({"params": [params.pop()], "lr": 0.5})
-    assert rates.now()[0] == 3e-3
+    assert healer.schedules.rates()[0] == 3e-3
     setup.optimizer.param_groups[0]["lr"] = float("nan")
-    assert rates.now()[0] == 0.5
+    assert healer.schedules.rates()[0] == 0.5
     healer.exits.dismiss()
 
 
-def test_the_group_furthest_above_its_schedule_is_told_of():
+def test_a_held_rate_is_held_though_it_rises_only_after_the_first_step():
+    setup = regression(incident_steps=20)
+    healer, seen = setup.healer(), []
+    usual = setup.optimizer.param_groups[0]["lr"]
+    setup.optimizer.register_step_pre_hook(
+        lambda o, args, kwargs: seen.append(o.param_groups[0]["lr"])
+    )
+
+    def on_step(step):
+        if step == 9:
+            healer.training.hold_lr(usual)
+        raised = 12 <= step < 40 or step >= 50
+        setup.optimizer.param_groups[0]["lr"] = usual * (8.0 if raised else 1.0)
+
+    healer.run(setup.train_step, setup.loader, 60, progress=False, on_step=on_step)
+    assert seen[:51] == pytest.approx([usual] * 51)
+    assert seen[51:] == pytest.approx([8.0 * usual] * 9)  # it came down by itself in between
+
+
+def test_the_group_furthest_above_its_schedule_is_reported():
     setup = regression()
     params = list(setup.model.parameters())
     optimizer = torch.optim.SGD([{"params": params[:2], "lr": 1.0}, {"params": params[2:]}], lr=0.1)
     setup.optimizer, setup.scheduler = optimizer, schedules.ConstantLR(optimizer, 1.0)
     healer = setup.healer()
     optimizer.param_groups[1]["lr"] = 20.0
-    rates = LearningRates(healer.optimizers, healer.schedules.wanted, healer.notes.append)
-    assert rates.now() == (20.0, 0.1)
+    assert healer.schedules.rates() == (20.0, 0.1)
     healer.exits.dismiss()
 
 
-def test_a_rate_on_a_device_is_not_read_and_that_is_told():
+def test_a_rate_on_a_device_is_not_read_and_that_is_noted():
     setup = regression()
     healer = setup.healer()
-    told = []
-    rates = LearningRates(healer.optimizers, lambda _: (), told.append)
     with fake_cuda():
         setup.optimizer.param_groups[0]["lr"] = torch.empty((), device="cuda")
-        lr, _ = rates.now()
+        lr, _ = healer.schedules.rates()
     assert lr != lr
-    assert "tensor on a device" in told[0]
+    assert "tensor on a device" in healer.notes[0]
     healer.exits.dismiss()

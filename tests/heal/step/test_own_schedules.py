@@ -307,7 +307,7 @@ def test_a_rate_that_no_scheduler_sets_is_returned_and_that_is_said():
 def test_one_that_is_stepped_by_two_is_named():
     loop = Loop(PER_STEP["cosine"], per_epoch=False, given="given")
     loop.steps_it = True
-    assert any("somebody else" in note for note in loop.train().healer.notes)
+    assert any("by other code" in note for note in loop.train().healer.notes)
 
 
 def test_an_epoch_schedule_that_is_stepped_with_every_batch_is_named():

@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zclip
 from heal import Healer
-from heal.actions import AnchorWeights
+from heal.actions import AnchorWeights, Rollback
 from heal.journal import read_events
-from heal.recompute import CannotRecompute
 from heal.testing import Chaos, Fault
+from heal.undone_steps import CannotRecompute
 from tests.heal.runs import assert_same, fingerprint, quick, regression
 
 
@@ -33,10 +33,21 @@ def stepped(weight, healer, gradient):
     healer.step(torch.tensor(1.0))
 
 
+def anchored(healer, steps):
+    """Let every plan with a rollback end with an anchor, as docs/probes.md shows."""
+
+    @healer.on_instability
+    def hold(diagnosis, plan):
+        is_back = any(isinstance(action, Rollback) for action in plan)
+        return (*plan, AnchorWeights(0.5, steps)) if is_back else None
+
+    return healer
+
+
 @pytest.mark.parametrize("model", [None, batch_norm], ids=["mlp", "batch-norm"])
 def test_a_rollback_anchors_the_run_and_the_journal_tells_so(model, tmp_path):
-    setup = regression(model=model, anchor_strength=0.5, anchor_steps=15)
-    healer = setup.healer(run_dir=tmp_path)
+    setup = regression(model=model)
+    healer = anchored(setup.healer(run_dir=tmp_path), 15)
     chaos = Chaos(healer, [Fault("corrupt_weight", at=50)])
     held = []
     noted = lambda step: held.append(healer.training.anchor.steps_left)  # noqa: E731
@@ -56,8 +67,8 @@ def test_a_rollback_anchors_the_run_and_the_journal_tells_so(model, tmp_path):
 
 
 def test_each_rollback_sets_one_anchor_anew():
-    setup = regression(anchor_strength=0.5, anchor_steps=60)
-    healer = setup.healer()
+    setup = regression()
+    healer = anchored(setup.healer(), 60)
     chaos = Chaos(healer, [Fault("corrupt_weight", at=50), Fault("corrupt_weight", at=70)])
     pulls, held = [], []
 
@@ -76,14 +87,14 @@ def test_each_rollback_sets_one_anchor_anew():
     assert held[-1] == 0
 
 
-@pytest.mark.parametrize("strength", [0.0, 3.0])
-def test_without_a_rollback_there_is_no_anchor_and_training_is_bit_by_bit_the_bare_one(strength):
-    bare, healed = regression(), regression(anchor_strength=strength)
+def test_without_a_rollback_there_is_no_anchor_and_training_is_bit_by_bit_the_bare_one():
+    bare = regression()
     bare.bare(60)
     expected = fingerprint(bare)
     torch.manual_seed(0)
-    healed = regression(anchor_strength=strength)
-    healed.run(60)
+    healed = regression()
+    healer = anchored(healed.healer(), 100)
+    healer.run(healed.train_step, healed.loader, 60, progress=False)
     assert_same(fingerprint(healed), expected)
 
 
@@ -230,8 +241,8 @@ def test_nothing_waits_for_the_device():
 
 
 def test_an_anchor_that_cannot_be_made_is_no_reason_to_stop(monkeypatch, tmp_path):
-    setup = regression(anchor_strength=0.5)
-    healer = setup.healer(run_dir=tmp_path)
+    setup = regression()
+    healer = anchored(setup.healer(run_dir=tmp_path), 100)
 
     def fails(optimizer, mean):
         raise torch.OutOfMemoryError("no room for a copy")

@@ -70,8 +70,8 @@ def test_a_service_that_is_away_for_a_while_costs_time_and_no_batch(tmp_path):
 
 def test_a_service_that_stays_away_ends_the_run_when_the_waits_are_spent(tmp_path):
     trainer = tiny.plain(tmp_path, data=Samples(absent={9: 10**6}), max_steps=16)
-    healed = Healed(trainer, backoff_budget_seconds=300.0)
-    assert healed.waits == [30.0, 60.0, 120.0]
+    healed = Healed(trainer)
+    assert healed.waits == [30.0, 60.0, 120.0, 240.0, 480.0, 600.0, 600.0, 600.0]
     assert healed.error.exit_code == ExitCode.NETWORK
 
 

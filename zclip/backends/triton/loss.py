@@ -29,7 +29,7 @@ def loss_arguments(loss: Tensor, state: Tensor, op: str) -> tuple[int, Any]:
         return 0, tl.float64
     if loss.numel() > 1 or loss.dtype not in FORMAT_OF or loss.device != state.device:
         raise RuntimeError(
-            f"zclip::{op}: loss must have one floating-point element, or none, and be on "
+            f"zclip::{op}: loss: expected one floating-point element, or none, on "
             f"{state.device}, got {loss.numel()} of {loss.dtype} on {loss.device}"
         )
     return loss.data_ptr(), FORMAT_OF[loss.dtype]

@@ -600,9 +600,9 @@ def optim_update_(
     """See :func:`zclip.reference.optim_update_`."""
     if len(settings) != len(sizes) * NUM_OPTIM_SETTINGS or sum(sizes) != len(params):
         raise RuntimeError(
-            f"zclip::optim_update_: settings has {len(settings)} numbers and sizes add up to "
-            f"{sum(sizes)}; expected {NUM_OPTIM_SETTINGS} for each of {len(sizes)} groups, and "
-            f"{len(params)} params"
+            f"zclip::optim_update_: expected {NUM_OPTIM_SETTINGS} settings for each of "
+            f"{len(sizes)} groups and sizes that add up to {len(params)} params, got "
+            f"{len(settings)} settings and {sum(sizes)}"
         )
     own = [
         settings[g * NUM_OPTIM_SETTINGS : (g + 1) * NUM_OPTIM_SETTINGS] for g in range(len(sizes))

@@ -142,7 +142,7 @@ def check_state(state: Tensor, size: int, op: str) -> None:
     """Raise RuntimeError unless ``state`` is float64 of this many elements, one after another."""
     if state.dtype != torch.float64 or not state.is_contiguous() or state.numel() != size:
         raise RuntimeError(
-            f"zclip::{op}: state must be a contiguous float64 tensor of {size} elements, got "
+            f"zclip::{op}: state: expected a contiguous float64 tensor of {size} elements, got "
             f"{state.dtype} of {state.numel()}"
         )
 
@@ -151,7 +151,7 @@ def check_stats(stats: Tensor, state: Tensor, op: str) -> Tensor:
     """Return ``stats``, contiguous, if they are float64 [N, 3] beside the state."""
     if stats.dtype != torch.float64 or stats.dim() != 2 or stats.shape[1] != NUM_STATS:
         raise RuntimeError(
-            f"zclip::{op}: stats must be a float64 tensor of shape [N, {NUM_STATS}], got "
+            f"zclip::{op}: stats: expected a float64 tensor of shape [N, {NUM_STATS}], got "
             f"{stats.dtype} of shape {tuple(stats.shape)}"
         )
     if stats.device != state.device:

@@ -105,7 +105,7 @@ def check_per_tensor(values: Tensor, shape: tuple[int, ...], op: str, argument: 
     """Return ``values``, contiguous, if they are float64 of this shape; else RuntimeError."""
     if values.dtype != torch.float64 or values.shape != shape:
         raise RuntimeError(
-            f"zclip::{op}: {argument} must be a float64 tensor of shape {list(shape)}, got "
+            f"zclip::{op}: {argument}: expected a float64 tensor of shape {list(shape)}, got "
             f"{values.dtype} of shape {list(values.shape)}"
         )
     return values.contiguous()

@@ -124,7 +124,7 @@ def kind_of(algorithm: int, flags: int, has_first: bool) -> int:
         return LION_KIND
     if algorithm != SGD:
         raise RuntimeError(
-            f"zclip::optim_update_: algorithm is {algorithm}; expected {ADAM}, {SGD} or {LION}"
+            f"zclip::optim_update_: algorithm: expected {ADAM}, {SGD} or {LION}, got {algorithm}"
         )
     if not has_first:
         return SGD_KIND
@@ -137,14 +137,14 @@ def check_lists(lists: Lists) -> None:
     for name, entries in lists._asdict().items():
         if len(entries) != count and (entries or name == "grads"):
             raise RuntimeError(
-                f"zclip::optim_update_: {name} has {len(entries)} entries; expected one for each "
-                f"of {count} params{'' if name == 'grads' else ', or none'}"
+                f"zclip::optim_update_: {name}: expected an entry for each of {count} params"
+                f"{'' if name == 'grads' else ', or none'}, got {len(entries)}"
             )
     for i, param in enumerate(lists.params):
         if not layout_of(param)[0]:
             raise RuntimeError(
-                f"zclip::optim_update_: params[{i}] does not fill one run of memory; expected a "
-                "dense tensor"
+                f"zclip::optim_update_: params[{i}]: expected a dense tensor, got one that does "
+                "not fill one run of memory"
             )
         wide = torch.float64 if param.dtype == torch.float64 else torch.float32
         for name, entries in list(lists._asdict().items())[1:5]:
@@ -158,14 +158,13 @@ def check_lists(lists: Lists) -> None:
             )
             if not dtype_fits or entry.numel() != param.numel():
                 raise RuntimeError(
-                    f"zclip::optim_update_: {name}[{i}] has {entry.numel()} elements of "
-                    f"{entry.dtype}; expected those of params[{i}], which has {param.numel()} of "
-                    f"{param.dtype}"
+                    f"zclip::optim_update_: {name}[{i}]: expected the {param.numel()} elements "
+                    f"of {param.dtype} of params[{i}], got {entry.numel()} of {entry.dtype}"
                 )
             if entry.stride() != param.stride() and param.numel() > 1:
                 raise RuntimeError(
-                    f"zclip::optim_update_: {name}[{i}] has other strides than params[{i}]; "
-                    "expected the same"
+                    f"zclip::optim_update_: {name}[{i}]: expected the strides of params[{i}], "
+                    f"{param.stride()}, got {entry.stride()}"
                 )
 
 

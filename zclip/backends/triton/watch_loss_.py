@@ -102,7 +102,7 @@ def watch_loss_(
     is_verdict = verdict.dtype == torch.float32 and verdict.is_contiguous()
     if not is_verdict or verdict.numel() != NUM_VERDICT or verdict.device != state.device:
         raise RuntimeError(
-            f"zclip::watch_loss_: verdict must be a contiguous float32 tensor of {NUM_VERDICT} "
+            f"zclip::watch_loss_: verdict: expected a contiguous float32 tensor of {NUM_VERDICT} "
             f"elements on {state.device}, got {verdict.dtype} of {verdict.numel()} on "
             f"{verdict.device}"
         )

@@ -1,0 +1,340 @@
+"""Steps that are taken on the run itself and undone: a dry run, and the last steps once more.
+
+``train_step`` holds the model that it was made with, so that a copy of the model would not be the
+one that it trains.
+
+:func:`recompute` separates faults of the machine from those of data and model. From a snapshot,
+with the same batches and random numbers, a sound machine comes to the same state to the bit. If it
+does now and did not then, something happened that did not come from the program: a bit flipped, or
+a unit failed for a moment.
+"""
+
+import math
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heal.buffers import Key
+from heal.checkpoint.plan import Ranks
+from heal.data.loader_pass import loader_rewinder
+from heal.data.split import own_copy
+from heal.guarded_step import GuardedStep
+from heal.integrity import fingerprints
+from heal.journal import Journal
+from heal.micro_batch import MicroBatcher, TrainStep
+from heal.ranks import HostFacts
+from heal.run import TorchRun
+from heal.snapshots import Snapshot
+from heal.training_state import RngState, TrainingState
+from zclip import Mailbox
+
+
+@contextmanager
+def undone(
+    state: TrainingState, guarded: GuardedStep, with_frozen: bool = False
+) -> Iterator[ExitStack]:
+    """Let the body take steps on the run; put back every byte afterwards, also if it fails.
+
+    Args:
+        state: what the steps change.
+        guarded: the optimizers.
+        with_frozen: whether to put back frozen weights too, which a forward may write, as those of
+            a teacher; meanwhile a copy of them is in host memory.
+
+    Yields:
+        What else to undo, before the generators are put back.
+    """
+    with ExitStack() as undo:  # in reverse order
+        undo.callback(RngState.now().put_back)
+        undo.callback(setattr, guarded, "mailbox", guarded.mailbox)
+        undo.callback(setattr, guarded, "posted", guarded.posted)
+        for optimizer in guarded.optimizers:
+            undo.callback(setattr, optimizer, "steps", optimizer.steps)
+        tensors = state.everything() if with_frozen else state.tensors()
+        saved = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+        undo.callback(state.restore, saved, state.values())
+        for module in state.model.modules():
+            undo.callback(setattr, module, "training", module.training)
+        for param in state.parameters():
+            undo.callback(setattr, param, "grad", param.grad)
+            if with_frozen and not state.is_trainable(param):
+                # Through .data: else it would count as one that is trained.
+                undo.callback(param.data.copy_, param.detach().to("cpu", copy=True))
+        mailbox = guarded.mailbox
+        guarded.mailbox = Mailbox(mailbox.lag, mailbox.width, mailbox.room)  # the run's own waits
+        yield undo
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunReport:
+    """What a dry run found. ``problems`` is empty if training can begin."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds_per_step: float = math.nan
+    snapshot_bytes: int = 0
+    trained: int = 0
+    """Parameters that had a gradient."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_ok(self) -> bool:
+        return not self.problems
+
+
+def dry_run(
+    state: TrainingState,
+    guarded: GuardedStep,
+    train_step: TrainStep,
+    loader: Any,
+    steps: int,
+    accumulate: int,
+) -> DryRunReport:
+    """Take steps and undo them, to find mistakes before the long run; see `Healer.dry_run`."""
+    if steps < 1 or accumulate < 1:
+        raise ValueError(
+            f"steps is {steps}, accumulate is {accumulate}; expected 1 or more of each"
+        )
+    if hasattr(loader, "__next__"):
+        problem = "the loader is an iterator: what a dry run draws from it would be missing later"
+        return DryRunReport(problems=[problem])
+    with undone(state, guarded, with_frozen=True) as undo:
+        undo.callback(loader_rewinder(loader))
+        return _try_steps(state, guarded, train_step, loader, steps, accumulate)
+
+
+def _try_steps(
+    state: TrainingState,
+    guarded: GuardedStep,
+    train_step: TrainStep,
+    loader: Any,
+    steps: int,
+    accumulate: int,
+) -> DryRunReport:
+    losses: list[float] = []
+    problems: list[str] = []
+    trained = 0
+    num_bytes = sum(tensor.nbytes for tensor in state.everything().values())
+    params = state.parameters()
+    began = time.perf_counter()
+    try:
+        batches = iter(loader)
+        for step in range(steps):
+            for param in params:
+                param.grad = None  # taken out, not zeroed: the gradients that were there stay whole
+            total = 0.0
+            for _ in range(accumulate):
+                loss = train_step(own_copy(next(batches)))
+                problems += _problems_of(loss)
+                if problems:
+                    return DryRunReport(problems=problems)
+                scaled = loss if guarded.scaler is None else guarded.scaler.scale(loss)
+                (scaled / accumulate).backward()
+                total += float(loss.detach()) / accumulate
+            trained = sum(param.grad is not None for param in params)
+            guarded.step(step, torch.tensor(total))
+            losses.append(total)
+    except StopIteration:
+        problems.append(f"the loader has fewer than {steps * accumulate} batches")
+    except Exception as error:
+        problems.append(f"{type(error).__name__}: {error}")
+    if not all(math.isfinite(loss) for loss in losses):
+        problems.append(f"losses are not finite: {losses}")
+    if losses and not trained:
+        problems.append("no parameter has a gradient")
+    seconds = (time.perf_counter() - began) / max(1, len(losses))
+    return DryRunReport(losses, seconds, num_bytes, trained, problems)
+
+
+def _problems_of(loss: Any) -> list[str]:
+    if not isinstance(loss, Tensor):
+        return [f"train_step returned {type(loss).__name__}; expected the loss, a tensor"]
+    if loss.numel() != 1:
+        return [f"train_step returned a tensor of shape {tuple(loss.shape)}; expected one number"]
+    if not loss.requires_grad:
+        return ["the loss does not depend on any parameter that is trained"]
+    return []
+
+
+class CannotRecompute(RuntimeError):
+    """The steps cannot be computed again; nothing was changed."""
+
+
+class Origin(str, Enum):
+    """Where a suspicious state comes from."""
+
+    TRANSIENT = "transient"
+    """The machine computed something else then than it does now: a passing fault."""
+
+    REPRODUCIBLE = "reproducible"
+    """It comes out the same again: the data or the model is the reason."""
+
+    UNDECIDED = "undecided"
+    """Computing it twice gave two results, or random numbers were drawn elsewhere too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """What computing some steps again has shown.
+
+    Attributes:
+        first_step: the first step that was computed again.
+        last_step: the last.
+        origin: the verdict.
+        ranks: where then and now differ. By the losses if these were given and differ, because a
+            fault in one rank's gradients is in every rank's weights after the all-reduce.
+        tensor: the first of this rank's tensors that differs; empty if none does.
+        reason: the verdict in words.
+    """
+
+    first_step: int
+    last_step: int
+    origin: Origin
+    ranks: tuple[int, ...]
+    tensor: str
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as the journal writes them."""
+        return {**asdict(self), "origin": self.origin.value, "ranks": list(self.ranks)}
+
+
+def recompute(
+    state: TrainingState,
+    guarded: GuardedStep,
+    micro: MicroBatcher,
+    run: TorchRun,
+    schedulers: Sequence[Any],
+    journal: Journal,
+    train_step: TrainStep,
+    steps: Sequence[Sequence[Any]],
+    losses: Sequence[Tensor] | None,
+) -> Recomputation:
+    """Compute the last steps of a run again; see :meth:`heal.Healer.recompute`."""
+    snapshot = _snapshot_before(run, len(steps))
+    snapshot.verify()
+    ranks = Ranks(guarded.ranks.group)
+    scale = guarded.scaler.scale if guarded.scaler is not None else (lambda loss: loss)
+
+    def compute() -> _Outcome:
+        state.restore(snapshot.tensors, snapshot.values)
+        snapshot.values["rng"].put_back()
+        computed = []
+        for step, batches in enumerate(steps, snapshot.step):
+            for param in state.parameters():
+                param.grad = None
+            loss = micro.backward(batches, train_step, scale)
+            guarded.step(step, loss, HostFacts())
+            for scheduler in schedulers:
+                scheduler.step()
+            computed.append(float(loss))
+        return _Outcome(_hashes(state), computed, RngState.now())
+
+    there = _Outcome(_hashes(state), [float(loss) for loss in losses or ()], RngState.now())
+    with undone(state, guarded) as undo:
+        undo.callback(setattr, micro, "attempts", micro.attempts)
+        first = compute()
+        keys = (key for key in first.hashes if first.hashes[key] != there.hashes.get(key))
+        differing = next(keys, None)
+        has_other_state = differing is not None or set(first.hashes) != set(there.hashes)
+        has_other_losses = losses is not None and not _same(there.losses, first.losses)
+        mine = [has_other_state, has_other_losses, _same_rng(first.rng, there.rng)]
+        facts = ranks.gather_json(mine)
+        suspicious = any(state or losses for state, losses, _ in facts)
+        agrees = True
+        if suspicious:
+            second = compute()
+            same = second.hashes == first.hashes and _same(second.losses, first.losses)
+            agrees = all(ranks.gather_json(same))
+    faulty = [rank for rank, (_, losses, _) in enumerate(facts) if losses]
+    faulty = faulty or [rank for rank, (state, _, _) in enumerate(facts) if state]
+    origin, reason = _verdict(suspicious, agrees, all(rng for _, _, rng in facts), faulty)
+    found = Recomputation(
+        snapshot.step,
+        snapshot.step + len(steps) - 1,
+        origin,
+        tuple(faulty),
+        "" if differing is None else state.name_of(differing),
+        reason,
+    )
+    journal.event("recompute", run.step - 1, **found.to_json())
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    hashes: Mapping[Key, int]
+    losses: list[float]
+    rng: RngState
+
+
+def _snapshot_before(run: TorchRun, num_steps: int) -> Snapshot:
+    begin = run.step - num_steps
+    snapshot = run.ring.of_step(begin) if num_steps else None
+    if snapshot is None:
+        raise CannotRecompute(
+            f"there is no snapshot of step {begin}, where the batches given begin; call "
+            "request_snapshot() before steps that may have to be computed again"
+        )
+    if run.lr_scale != 1.0:
+        raise CannotRecompute(
+            f"healing has the learning rate at {run.lr_scale:g} of its schedule, and had it "
+            "elsewhere in these steps; wait until it is back"
+        )
+    if run.anchor.steps_left:
+        raise CannotRecompute(
+            f"healing holds the weights for {run.anchor.steps_left} more steps, and may not have "
+            "in all of these; wait until it is over"
+        )
+    return snapshot
+
+
+def _verdict(
+    suspicious: bool, agrees: bool, same_rng: bool, ranks: Sequence[int]
+) -> tuple[Origin, str]:
+    if not suspicious:
+        return Origin.REPRODUCIBLE, "the same state comes out again: look at the data or the model"
+    if not agrees:
+        return Origin.UNDECIDED, (
+            "computing it twice gave two results: use torch.use_deterministic_algorithms, or "
+            "suspect the hardware if that was on"
+        )
+    if not same_rng:
+        return Origin.UNDECIDED, (
+            "random numbers were drawn outside of train_step, so that these steps cannot be "
+            "computed as they were"
+        )
+    where = ", ".join(map(str, ranks))
+    return Origin.TRANSIENT, (
+        f"rank {where} computed something else then than now: a passing fault of the machine"
+    )
+
+
+def _hashes(state: TrainingState) -> dict[Key, int]:
+    tensors = state.tensors()
+    return dict(zip(tensors, fingerprints(tensors.values()).tolist(), strict=True))
+
+
+def _same(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether two lists of losses are alike to the bit."""
+    return array("d", first).tobytes() == array("d", second).tobytes()
+
+
+def _same_rng(first: RngState, second: RngState) -> bool:
+    if first.python != second.python or not torch.equal(first.torch, second.torch):
+        return False
+    if len(first.cuda) != len(second.cuda):
+        return False
+    cuda = zip(first.cuda, second.cuda, strict=True)
+    return all(torch.equal(a, b) for a, b in cuda) and _plain(first.numpy) == _plain(second.numpy)
+
+
+def _plain(state: Any) -> list[Any]:
+    """The state of numpy's generator as lists, which compare as a whole."""
+    return [part.tolist() if hasattr(part, "tolist") else part for part in state or ()]
