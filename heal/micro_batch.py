@@ -1,4 +1,4 @@
-"""Forward and backward of one step, in pieces where memory asks for it.
+"""Forward and backward of one step, in pieces where memory is short.
 
 The gradient is that of the whole batch: every piece is weighted by its samples. A step that failed
 half-way leaves no trace: gradients, buffers and generators are put back before it is tried again.
@@ -68,7 +68,7 @@ class MicroBatcher:
         self.cannot_cut = ""
         self.largest_batch = 0
         self.messages = GradientMessages(model)
-        self._caller_cuts = False  # a loop of the caller's own has asked for pieces
+        self._caller_cuts = False  # a loop of the caller's own uses :meth:`pieces_of`
         self._weigh = weigh
         self._parameters = parameters
         self._smallest = smallest

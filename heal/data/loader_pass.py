@@ -422,7 +422,7 @@ class PassReader:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to read, and the loader was asked."""
+        """Whether the iterator has ended, or the pass was never opened."""
         return self._iterator is None
 
     @property
@@ -443,7 +443,7 @@ class PassReader:
         self._tries_again = self.origin.can_read_again(self.index)
         if not self._tries_again:
             place = f"batch {self.index} of epoch {self.epoch}"
-            self._note(f"{place} cannot be read again: its sampler gives another order when asked")
+            self._note(f"{place} cannot be read again: its sampler gives another order each time")
         return self._tries_again
 
     def pass_over(self) -> None:

@@ -5,7 +5,7 @@ a run that needs no healing sees the same batches with it as without.
 """
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -84,7 +84,7 @@ class BatchStream:
 
     A loader with ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader, is
     rewound to the exact position; its workers begin with new seeds, so that a dataset that draws
-    random numbers in them draws others. A plain one is started again as its epoch was and drawn
+    random numbers in them draws other ones. A plain one is started again as its epoch was and drawn
     from until the place is reached: the same batches, provided they follow from the generators at
     the start of the epoch, as shuffling and worker seeds do. They do not if the dataset itself
     draws random numbers in the main process (``num_workers=0``), or is an iterator that cannot
@@ -156,8 +156,8 @@ class BatchStream:
 
         Raises:
             NoMoreBatches: the pass is over.
-            RuntimeError: another pass was begun since the last batch. It would be that one's
-                batches that come. A loop that was left for good, as by ``break``, never asks.
+            RuntimeError: another pass was begun since the last batch, whose batches would come. A
+                loop that was left for good, as by ``break``, never draws again.
         """
         while True:
             if number != self._num_opened:
@@ -191,7 +191,7 @@ class BatchStream:
         return DataPosition(*drawn, origin.start, *own, origin)
 
     def rewind(self, position: DataPosition) -> None:
-        """Return to a position; the loader is touched when the next batch is asked for."""
+        """Return to a position; the loader is touched when the next batch is drawn."""
         self._rewind_to = position
 
     @property
@@ -349,10 +349,7 @@ class BatchStream:
 
     def _batches_per_step(self) -> int:
         """How many batches the last whole step took; more than one if gradients accumulate."""
-        counts: dict[int, int] = {}
-        for step in self._step_of.values():
-            counts[step] = counts.get(step, 0) + 1
-        return max(counts.values(), default=1)
+        return max(Counter(self._step_of.values()).values(), default=1)
 
     def _carry_out_rewind(self, position: DataPosition, loader: Any) -> None:
         """Return to a position, in the loader that it was in, as far as that is known."""
@@ -375,16 +372,16 @@ class BatchStream:
 
 
 class NoMoreBatches(Exception):
-    """A step asks for a batch, and there is none."""
+    """A step needs a batch, and there is none."""
 
 
 class StepBatches:
-    """Draws each batch when its turn comes, and keeps it in case the step is tried again.
+    """Draws each batch when it is computed, and keeps it in case the step is tried again.
 
     A shuffle, or a dataset, may draw from the generators that dropout draws from: all batches drawn
     before the first forward would change the random numbers of a step.
 
-    ``count`` is how many the step has, ``drawn`` holds those that had their turn.
+    ``count`` is how many the step has, ``drawn`` holds those that were drawn.
     """
 
     def __init__(self, source: Iterator[Any], count: int) -> None:

@@ -68,17 +68,15 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
         self.eval_loss = eval_loss
         self.healer: Healer | None = None
         self._steps: HealedSteps | None = None  # None unless a fit is under way
-        self._schedules: list[LightningSchedule] = []
         self._patches = Patches()
         self._saved: dict[str, Any] | None = None
-        self._first_step = 0  # of Lightning's count, where ours is 0
 
     # The fit begins and ends.
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Build the healer, and have it take the strategy's optimizer steps."""
         check_start(self.config, trainer)
-        self._schedules = [
+        schedules = [
             LightningSchedule(config, lambda: self._steps is None or self._steps.is_before_step())
             for config in trainer.lr_scheduler_configs
         ]
@@ -86,7 +84,7 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
         self.healer = healer = Healer(
             pl_module,
             trainer.optimizers[0],
-            self._schedules,
+            schedules,
             self.config,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             run_dir=self.run_dir,
@@ -101,8 +99,7 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
                 healer.memory.load_state_dict(saved)
             except Exception as error:  # healing learns it again
                 healer.note(f"the checkpoint's state of healing cannot be used: {error!r}")
-        self._first_step = trainer.global_step - (healer.last_step + 1)
-        self._steps = HealedSteps(trainer, pl_module, healer)
+        self._steps = HealedSteps(trainer, pl_module, healer, schedules)
         for _ in healer.batches(()):  # no batch: only the snapshot that comes before the first
             pass
         self._patches.set(trainer.strategy, "optimizer_step", self._steps)
@@ -128,21 +125,13 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         if self._steps is not None:
-            self._steps.phase = "backward"
+            self._steps.note_backward()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        steps = self._steps
-        if steps is None:
-            return
-        if not steps.has_stepped:
-            steps.add_loss(outputs.get("loss") if isinstance(outputs, Mapping) else None)
-            return
-        steps.has_stepped = False
-        for schedule in self._schedules:
-            schedule.settle()
-        steps.correct_count(self._first_step)
+        if self._steps is not None:
+            self._steps.end_batch(outputs.get("loss") if isinstance(outputs, Mapping) else None)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Compare the loss of validation with that of training; reads one number."""
@@ -212,7 +201,6 @@ class LoggersTracker:
     def start(self, config: Mapping[str, Any]) -> None: ...
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log numbers, with the healer's count of steps."""
         for logger in self._loggers:
             logger.log_metrics(dict(metrics), step)
 
@@ -226,15 +214,15 @@ class HealedSteps:
 
     What forward and backward raise is healed where the step can be repeated: in one process, with
     automatic optimization and no accumulation. Elsewhere Lightning gets it.
-
-    Attributes:
-        phase: "forward" or "backward", for the diagnosis of what is raised.
-        has_stepped: whether the batch under way has stepped the optimizer.
     """
 
-    def __init__(self, trainer: Any, module: Module, healer: Healer) -> None:
-        self.phase = "forward"
-        self.has_stepped = False
+    def __init__(
+        self, trainer: Any, module: Module, healer: Healer, schedules: "list[LightningSchedule]"
+    ) -> None:
+        self._phase = "forward"
+        self._has_stepped = False
+        self._schedules = schedules
+        self._first_step = trainer.global_step - (healer.last_step + 1)  # where ours is 0
         self._trainer = trainer
         self._module = module
         self._healer = healer
@@ -258,9 +246,18 @@ class HealedSteps:
         """Return whether the optimizer has yet to take the step under way."""
         return bool(self._watched.steps == self._clips_before)
 
-    def add_loss(self, loss: Tensor | None) -> None:
-        """Add the loss of a batch that was accumulated; Lightning has divided it already."""
-        if loss is not None:
+    def note_backward(self) -> None:
+        """Note that what is raised from here on is raised by backward."""
+        self._phase = "backward"
+
+    def end_batch(self, loss: Tensor | None) -> None:
+        """Add the loss of a batch that was only accumulated; after a step, follow a rollback."""
+        if self._has_stepped:
+            self._has_stepped = False
+            for schedule in self._schedules:
+                schedule.settle()
+            self._correct_count()
+        elif loss is not None:  # Lightning has divided it already
             self._sum = loss.detach() if self._sum is None else self._sum + loss.detach()
             self._num_summed += 1
 
@@ -271,7 +268,7 @@ class HealedSteps:
 
         ``closure`` is forward, ``zero_grad`` and backward; it does nothing in manual optimization.
         """
-        self.has_stepped = True
+        self._has_stepped = True
         self._clips_before = self._watched.steps
         is_done, loss = self._backward(closure)
         if not is_done:
@@ -287,14 +284,14 @@ class HealedSteps:
         self._step(self._mean(loss))
         return loss
 
-    def correct_count(self, first_step: int) -> None:
+    def _correct_count(self) -> None:
         """Have Lightning count the steps that are in the weights, of all that it has taken."""
         loop = self._trainer.fit_loop.epoch_loop
         if self._is_automatic:
             progress = loop.automatic_optimization.optim_progress.optimizer.step
         else:
             progress = loop.manual_optimization.optim_step_progress
-        taken = first_step + self._uncounted + self._healer.last_step + 1
+        taken = self._first_step + self._uncounted + self._healer.last_step + 1
         undone = progress.total.completed - taken
         for count in (progress.total, progress.current) if undone else ():
             count.ready = max(0, count.ready - undone)
@@ -311,14 +308,14 @@ class HealedSteps:
         # The first attempt gets the batch itself: hooks may look for what it wrote there.
         as_it_came = own_copy(arguments.get("batch"))
         while True:
-            self.phase = "forward"
+            self._phase = "forward"
             try:
                 if micro.pieces > 1:
                     return True, self._in_pieces(closure)
                 micro.begin()
                 return True, closure()
             except Exception as error:
-                failure = self._healer.retries.judge(error, self.phase)
+                failure = self._healer.retries.judge(error, self._phase)
             # The except block is left: nothing holds the frames whose tensors must be freed.
             micro.undo()
             if not self._healer.heal(*failure):
@@ -351,7 +348,7 @@ class HealedSteps:
         outputs = []
 
         def train_step(piece: Any) -> Tensor:
-            self.phase = "forward"
+            self._phase = "forward"
             arguments["batch"] = piece
             outputs.append(step_fn())
             loss: Tensor = outputs[-1].closure_loss

@@ -296,7 +296,7 @@ def test_endless_trouble_halts_with_a_postmortem(tmp_path):
     callback = healing(run_dir=tmp_path, max_recovery_attempts=2)
     with pytest.raises(HealingError) as raised:
         fit(Module(faults=faults), callback, steps=200)
-    with pytest.raises(SystemExit) as ended:  # as Python does with what nobody catches
+    with pytest.raises(SystemExit) as ended:  # as Python does with what is not caught
         sys.excepthook(HealingError, raised.value, None)
     assert ended.value.code == raised.value.exit_code
     page = json.loads((tmp_path / "postmortem.json").read_text())
@@ -498,7 +498,7 @@ def test_the_run_goes_on_after_a_rollback_that_follows_a_resume(tmp_path):
     assert module.net[4].weight.isfinite().all()
 
 
-def test_trackers_and_loggers_hear_of_it(tmp_path, caplog):
+def test_trackers_and_loggers_get_it(tmp_path, caplog):
     from lightning.pytorch.loggers import CSVLogger
 
     tracker, logger = Recorder(), CSVLogger(tmp_path)

@@ -1,4 +1,4 @@
-"""Trackers hear every number and every decision, and cannot hurt the run."""
+"""Trackers get every number and every decision, and cannot hurt the run."""
 
 import json
 import math
@@ -39,26 +39,26 @@ SEED_METRICS = {
 
 
 class Recorder:
-    """A tracker that remembers, and raises while it is told to."""
+    """A tracker that remembers, and raises when asked to."""
 
     def __init__(self, fails=()):
         self.calls = []
         self.fails = fails
 
     def start(self, config):
-        self._hear("start", dict(config))
+        self._note("start", dict(config))
 
     def log(self, metrics, step):
-        self._hear("log", dict(metrics), step)
+        self._note("log", dict(metrics), step)
 
     def alert(self, level, title, text):
-        self._hear("alert", level, title, text)
+        self._note("alert", level, title, text)
 
     def close(self):
-        self._hear("close")
+        self._note("close")
 
-    def _hear(self, name, *told):
-        self.calls.append((name, *told))
+    def _note(self, name, *what):
+        self.calls.append((name, *what))
         if name in self.fails:
             raise OSError(f"no network for {name}")
 
@@ -83,7 +83,7 @@ def diagnosis(severity):
     return Diagnosis(Cause.DIVERGENCE, {}, 0.9, severity, 80, 90)
 
 
-def test_a_tracker_hears_the_numbers_of_the_seed_and_every_decision(tmp_path):
+def test_a_tracker_gets_the_numbers_of_the_seed_and_every_decision(tmp_path):
     tracker = Recorder()
     healer = poisoned(trackers=tracker, run_dir=tmp_path)
     assert tracker.calls[0][0] == "start"
@@ -118,11 +118,11 @@ def test_other_ranks_are_silent():
 
 
 @pytest.mark.parametrize("fails", ["start", "log", "alert", "close"])
-def test_a_tracker_that_raises_is_told_of_once_and_the_others_go_on(fails):
+def test_a_tracker_that_raises_is_noted_once_and_the_others_go_on(fails):
     broken, whole = Recorder(fails=(fails,)), Recorder()
     healer = poisoned(trackers=[whole, broken])
     assert healer.last_step == 59
-    assert whole.calls[-1] == ("close",)  # not told of the other once it is closed
+    assert whole.calls[-1] == ("close",)  # nothing about the other once it is closed
     assert sum("Recorder" in note for note in healer.notes) == 1
     assert len(whole.of("log")) == 7
     assert len(broken.of(fails)) <= PATIENCE
@@ -143,17 +143,17 @@ def test_a_tracker_that_recovers_is_kept():
     assert [step for _, step in tracker.of("log")] == [0, 1, 8, 9, 10]
 
 
-def test_a_subscriber_that_raises_hears_no_more_and_the_journal_goes_on(tmp_path, capsys):
-    journal, heard = Journal(tmp_path), []
+def test_a_subscriber_that_raises_gets_no_more_and_the_journal_goes_on(tmp_path, capsys):
+    journal, seen = Journal(tmp_path), []
 
     def subscriber(kind, line):
-        heard.append(kind)
+        seen.append(kind)
         raise RuntimeError("a bug")
 
     journal.subscribe(subscriber)
     journal.event("note", 1)
     journal.event("note", 2)
-    assert heard == ["events"]
+    assert seen == ["events"]
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 2
     assert capsys.readouterr().err.count("a bug") == 1
 
@@ -182,8 +182,8 @@ def test_the_end_is_as_loud_as_its_reason(reason, level, tmp_path):
     journal, tracker = Journal(tmp_path, 0), Recorder()
     attach(journal, tracker, {}, print)
     journal.postmortem(exit_reason=reason, last_step=3, exception=MemoryError("no room"))
-    ((heard, title, text),) = tracker.of("alert")
-    assert heard is level
+    ((seen, title, text),) = tracker.of("alert")
+    assert seen is level
     assert reason in title
     assert "no room" in text
 
@@ -231,9 +231,9 @@ def test_no_metric_appears_for_the_first_time_at_the_end():
 
 
 def test_only_finite_numbers_are_logged_and_ours_have_a_prefix():
-    told = {"time": "now", "step": 3, "seen_at": 1, "loss": 2.0, "lr_scale": 1, "zclip/z_score": 3}
+    shown = {"time": "now", "step": 3, "seen_at": 1, "loss": 2.0, "lr_scale": 1, "zclip/z_score": 3}
     odd = {"healing/eval_gap": math.nan, "a": math.inf, "b": "word", "c": True, "d": None}
-    assert finite_numbers({**told, **odd}) == {
+    assert finite_numbers({**shown, **odd}) == {
         "healing/loss": 2.0,
         "healing/lr_scale": 1.0,
         "zclip/z_score": 3.0,
@@ -288,9 +288,9 @@ def test_tensorboard_can_be_read_back(tmp_path):
     nan_counts = [(point.step, point.value) for point in events.Scalars("healing/nan_count")]
     assert nan_counts[0] == (9, 0.0)
     assert nan_counts[-1] == (59, 1.0)
-    told = [t.tensor_proto.string_val[0].decode() for t in events.Tensors(TEXT)]
-    assert told[0].startswith("**WARN** healing: nonfinite_loss")
-    assert told[-1].startswith("**INFO** healing: run ended")
+    shown = [t.tensor_proto.string_val[0].decode() for t in events.Tensors(TEXT)]
+    assert shown[0].startswith("**WARN** healing: nonfinite_loss")
+    assert shown[-1].startswith("**INFO** healing: run ended")
 
 
 TEXT = "healing/alerts/text_summary"

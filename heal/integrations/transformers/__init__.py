@@ -1,6 +1,6 @@
 """Hugging Face trainers that heal: ``transformers.Trainer`` and every trainer of TRL.
 
-Needs transformers; ``import heal`` does not, and loads this when one of the names is asked for.
+Needs transformers; ``import heal`` does not, and imports this when one of the names is used.
 """
 
 try:

@@ -46,7 +46,7 @@ class Session:
     Attributes:
         log_watch: watches the lines of the trainer's log.
         position: where the trainer is.
-        stopped: why the run has to stop, if a signal asked for it; it was saved first.
+        stopped: why the run has to stop, if a signal arrived; it was saved first.
         batches: the trainer's, if they are drawn through the healer.
     """
 

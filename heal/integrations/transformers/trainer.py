@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,8 @@ from heal.integrations.transformers.session import Session
 from heal.training_state import RngState
 from heal.undone_steps import DryRunReport
 
-MORE_EPOCHS = 10**6
-"""Passes over the data beyond the planned ones: steps that were undone need batches too.
-
-The trainer stops by its number of steps, which stays what it was.
-"""
+MORE_EPOCHS = 10**6  # beyond the planned ones: steps that were undone need batches too
+LARGEST_LR_RAISE = 5.0  # a larger factor makes a run diverge that was only stuck
 
 
 class SelfHealingTrainer:
@@ -70,11 +68,15 @@ class SelfHealingTrainer:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._callback = RetryingCallback(
-            trainer, config, run_dir, plateau_lr_factor=plateau_lr_factor, sleep=sleep
+            trainer,
+            config,
+            run_dir,
+            trackers=trackers,
+            plateau_lr_factor=plateau_lr_factor,
+            sleep=sleep,
         )
         self.trainer = trainer
         self.config = self._callback.config
-        self._callback.trackers = make_trackers(trackers) or None
 
     @property
     def healer(self) -> Healer | None:
@@ -112,14 +114,15 @@ class SelfHealingTrainer:
         check_ready(trainer)
         if resume_from_checkpoint:
             kwargs["resume_from_checkpoint"] = resume_from_checkpoint
-        callback.session = None
-        callback.resumed_from = _checkpoint(trainer, resume_from_checkpoint)
+        callback.prepare(resume_from_checkpoint)
         numbers = TrackedNumbers(lambda: {} if self.healer is None else self.healer.metrics())
         error: BaseException | None = None
         _TRAINING.add(trainer)
         try:
             if hasattr(trainer, "set_initial_training_values"):
-                patches.set(trainer, "set_initial_training_values", self._more_epochs())
+                planned = trainer.set_initial_training_values
+                values = partial(callback.with_more_epochs, planned)
+                patches.set(trainer, "set_initial_training_values", values)
             trainer.callback_handler.callbacks.insert(0, numbers)
             trainer.add_callback(callback)
             output = trainer.train(**kwargs)
@@ -141,33 +144,6 @@ class SelfHealingTrainer:
             output.metrics.update(summary(self.healer))
         return output
 
-    def _more_epochs(self) -> Callable[..., Any]:
-        planned = self.trainer.set_initial_training_values
-
-        def values(*args: Any, **kwargs: Any) -> Any:
-            epochs, *rest = planned(*args, **kwargs)
-            self._callback.planned_epochs = epochs
-            if _steps_done(self._callback.resumed_from) >= rest[-1]:
-                return (epochs, *rest)  # all steps are done: one epoch more would be one step more
-            return (min(epochs + MORE_EPOCHS, 2**62), *rest)
-
-        return values
-
-
-def _steps_done(checkpoint: str | None) -> int:
-    """Return how many steps a trainer had taken when it saved a checkpoint."""
-    path = Path(checkpoint or "") / TRAINER_STATE_NAME
-    if checkpoint is None or not path.is_file():
-        return 0  # the trainer will raise what is wrong with it
-    return int(TrainerState.load_from_json(str(path)).global_step)
-
-
-def _checkpoint(trainer: Any, resume: str | bool | None) -> str | None:
-    if resume is True:
-        found: str | None = get_last_checkpoint(trainer.args.output_dir)
-        return found
-    return str(resume) if resume else None
-
 
 # Watches a trainer from within: what its hooks report goes to the healer.
 
@@ -184,6 +160,7 @@ class SelfHealingCallback(TrainerCallback):
             clipping.
         config: settings, or a dict of them.
         run_dir: where the journal goes; the trainer's ``output_dir`` if None.
+        trackers: names or objects that get alerts and numbers.
         plateau_lr_factor: what the learning rate is multiplied by when preference training stays
             at chance, from 1 to 5; None for an alert and no more.
         sleep: waits between retries.
@@ -191,7 +168,6 @@ class SelfHealingCallback(TrainerCallback):
     Attributes:
         session: the run that is under way, or the last one; None before.
         resumed_from: the checkpoint whose healing state is to be loaded; None for none.
-        trackers: get every decision; None for none.
 
     Raises:
         TypeError: the trainer is not one.
@@ -210,15 +186,21 @@ class SelfHealingCallback(TrainerCallback):
         config: HealingConfig | Mapping[str, Any] | None = None,
         run_dir: str | Path | None = None,
         *,
+        trackers: Any = None,
         plateau_lr_factor: float | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._plateau_lr_factor = checked_factor(plateau_lr_factor)
+        if plateau_lr_factor is not None and not 1.0 < plateau_lr_factor <= LARGEST_LR_RAISE:
+            raise ValueError(
+                f"plateau_lr_factor is {plateau_lr_factor!r}; expected more than 1 and at most "
+                f"{LARGEST_LR_RAISE}"
+            )
+        self._plateau_lr_factor = plateau_lr_factor
         self.config = checked_config(config)
         self.session: Session | None = None
         self.resumed_from: str | None = None
-        self.trackers: Any = None
         self._trainer = checked_trainer(trainer)
+        self.trackers = make_trackers(trackers) or None
         self._run_dir = run_dir
         self._sleep = sleep
         self._patches = Patches()
@@ -280,12 +262,35 @@ class RetryingCallback(SelfHealingCallback):
     """What :class:`SelfHealingTrainer` adds to its trainer for the time of ``train``."""
 
     _retries = True
-    planned_epochs: int | None = None
+    _planned_epochs: int | None = None
+
+    def prepare(self, resume: str | bool | None) -> None:
+        """Find the checkpoint to resume from, before the trainer does the same."""
+        self.session = None
+        if resume is True:
+            self.resumed_from = get_last_checkpoint(self._trainer.args.output_dir)
+        else:
+            self.resumed_from = str(resume) if resume else None
+
+    def with_more_epochs(self, planned: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what the trainer plans, with epochs to spare; the number of steps stays."""
+        epochs, *rest = planned(*args, **kwargs)
+        self._planned_epochs = epochs
+        if self._steps_done() >= rest[-1]:
+            return (epochs, *rest)  # all steps are done: one epoch more would be one step more
+        return (min(epochs + MORE_EPOCHS, 2**62), *rest)
+
+    def _steps_done(self) -> int:
+        """Return how many steps the trainer had taken when it saved the checkpoint."""
+        path = Path(self.resumed_from or "") / TRAINER_STATE_NAME
+        if self.resumed_from is None or not path.is_file():
+            return 0  # the trainer will raise what is wrong with it
+        return int(TrainerState.load_from_json(str(path)).global_step)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        if self.planned_epochs is not None:
-            state.num_train_epochs = self.planned_epochs
+        if self._planned_epochs is not None:
+            state.num_train_epochs = self._planned_epochs
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on after an epoch that gave no batch; the trainer would take it for the end."""
@@ -351,9 +356,6 @@ NEEDED = ("train", "args", "accelerator", "callback_handler", "training_step")
 _TRAINING: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Trainers that we are training."""
 
-LARGEST_LR_RAISE = 5.0
-"""A larger factor makes a run diverge that was only stuck."""
-
 
 def checked_trainer(trainer: Any) -> Any:
     """Return the trainer if it is one.
@@ -372,19 +374,6 @@ def checked_trainer(trainer: Any) -> Any:
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise TypeError("the trainer uses DeepSpeed, whose engine steps by itself: not supported")
     return trainer
-
-
-def checked_factor(factor: float | None) -> float | None:
-    """Return the factor on the LR at a plateau if it raises the LR, and not beyond the limit.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if factor is not None and not 1.0 < factor <= LARGEST_LR_RAISE:
-        raise ValueError(
-            f"plateau_lr_factor is {factor!r}; expected more than 1 and at most {LARGEST_LR_RAISE}"
-        )
-    return factor
 
 
 def check_ready(trainer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Loaders that fail: what comes back with time is waited for, what is lost is told of."""
+"""Loaders that fail: what comes back with time is waited for, what is lost is noted."""
 
 import errno
 import json
@@ -127,7 +127,7 @@ def test_the_shuffle_of_an_epoch_survives_a_wait(tmp_path):
 
 
 class OwnGenerator(Sampler):
-    """Shuffles with a generator that nobody else knows."""
+    """Shuffles with a generator of its own."""
 
     def __init__(self):
         self.generator_of_mine, self.asked = random.Random(0), 0
@@ -172,7 +172,7 @@ def test_an_order_that_only_its_sampler_knows_is_left_as_it_is(kind, error, work
     assert [d.evidence["samples"] for _, d, _ in healer.history] == [None]
     if error is NETWORK:
         assert waits == [30.0]
-        assert "its sampler gives another order when asked" in healer.notes[0]
+        assert "its sampler gives another order each time" in healer.notes[0]
 
 
 def test_samples_are_named_without_a_copy_of_the_data(tmp_path):
@@ -260,7 +260,7 @@ def test_a_generator_that_an_error_has_ended_is_opened_anew(tmp_path):
     assert healer.notes == []
 
 
-def test_an_epoch_that_cannot_be_read_to_its_end_is_told_of(tmp_path):
+def test_an_epoch_that_cannot_be_read_to_its_end_is_noted(tmp_path):
     loader = DataLoader(Stream(Failing(21, TORN, times=1000)), batch_size=4)
     seen, _, _ = train(loader, tmp_path)
     assert seen == [[float(i) for i in range(20)]]
@@ -270,7 +270,7 @@ def test_an_epoch_that_cannot_be_read_to_its_end_is_told_of(tmp_path):
 
 
 @pytest.mark.parametrize("error", [TORN, NETWORK])
-def test_an_iterator_that_dies_is_told_of(error, tmp_path):
+def test_an_iterator_that_dies_is_noted(error, tmp_path):
     def generate():
         for i in range(40):
             if i == 5:

@@ -70,7 +70,7 @@ def other_loaders():
 
 
 class ToldBatches:
-    """A batch sampler whose order hangs on the epoch that it was told, and on nothing else."""
+    """A batch sampler whose order depends on the epoch that was set, and on nothing else."""
 
     def __init__(self):
         self.epoch = 0
@@ -84,7 +84,7 @@ class ToldBatches:
 
 
 class ToldDataset(TensorDataset):
-    """Adds the epoch that it was told to every sample."""
+    """Adds the epoch that was set to every sample."""
 
     epoch = 0
 
@@ -95,7 +95,7 @@ class ToldDataset(TensorDataset):
         return (super().__getitem__(i)[0] + 10 * self.epoch,)
 
 
-def told(place):
+def with_epochs(place):
     data = (ToldDataset if place == "dataset" else TensorDataset)(torch.arange(NUM_SAMPLES))
     if place == "batch_sampler":
         loader = DataLoader(data, batch_sampler=ToldBatches())
@@ -107,8 +107,8 @@ def told(place):
     return loader, getattr(loader, place)
 
 
-def told_before_each_epoch(place):
-    loader, owner = told(place)
+def set_before_each_epoch(place):
+    loader, owner = with_epochs(place)
     for epoch in range(4):
         owner.set_epoch(2 * epoch)
         yield loader
@@ -125,10 +125,10 @@ def to_the_end(epoch, step):
 
 
 CASES = {
-    "batch sampler told": (lambda: told_before_each_epoch("batch_sampler"), to_the_end),
-    "dataset told": (lambda: told_before_each_epoch("dataset"), to_the_end),
-    "sampler told": (lambda: told_before_each_epoch("sampler"), to_the_end),
-    "sampler never told": (lambda: [told("sampler")[0]] * 4, to_the_end),
+    "batch sampler set": (lambda: set_before_each_epoch("batch_sampler"), to_the_end),
+    "dataset set": (lambda: set_before_each_epoch("dataset"), to_the_end),
+    "sampler set": (lambda: set_before_each_epoch("sampler"), to_the_end),
+    "sampler never set": (lambda: [with_epochs("sampler")[0]] * 4, to_the_end),
     "another loader in each epoch": (other_loaders, to_the_end),
     "epochs left by break": (same_loader, lambda epoch, step: step >= 13 * (epoch + 1)),
     "a generator of the loader's own": (own_generator, to_the_end),

@@ -131,9 +131,9 @@ def run(name: str, failure: str | None, folder: Any) -> Cell:
     trainer = tiny.TRAINERS[name](folder, **settings)
     kind.inject(trainer)
     healed = Healed(trainer, **{**CONFIG, **kind.config})
-    told = healed.told
-    causes = tuple(dict.fromkeys(cause for cause, _ in told))
-    actions = tuple(dict.fromkeys(action for _, actions in told for action in actions))
+    decisions = healed.decisions
+    causes = tuple(dict.fromkeys(cause for cause, _ in decisions))
+    actions = tuple(dict.fromkeys(action for _, actions in decisions for action in actions))
     return Cell(
         detected=bool(set(kind.found) & set(causes)),
         healed=_is_well(healed, folder, kind.ends),

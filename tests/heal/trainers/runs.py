@@ -22,7 +22,7 @@ def quick(**changes: Any) -> HealingConfig:
 
 
 class Healed:
-    """A trainer that was healed: what came out, and what it was told to wait.
+    """A trainer that was healed: what came out, and how long it waited.
 
     With ``rolls_back_after`` so many skipped steps in a row are rolled back, for tests that need
     some rollback.
@@ -57,7 +57,7 @@ class Healed:
         return self.wrapper.healer
 
     @property
-    def told(self) -> list[tuple[str, list[str]]]:
+    def decisions(self) -> list[tuple[str, list[str]]]:
         """Every cause and the actions taken, in order."""
         return [
             (diagnosis.cause.value, [type(action).__name__ for action in plan])
@@ -66,7 +66,7 @@ class Healed:
 
     @property
     def causes(self) -> set[str]:
-        return {cause for cause, _ in self.told}
+        return {cause for cause, _ in self.decisions}
 
 
 class _RollsBack(TrainerCallback):

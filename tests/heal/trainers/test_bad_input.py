@@ -31,18 +31,18 @@ def test_a_setting_that_does_not_exist(tmp_path):
 
 def test_a_trainer_that_is_training_already(tmp_path):
     trainer = tiny.plain(tmp_path)
-    heard = []
+    raised_while_training = []
 
     class TrainsAgain(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             for begin in (SelfHealingTrainer(trainer).train, SelfHealingTrainer(trainer).dry_run):
                 with pytest.raises(RuntimeError, match="is training already") as raised:
                     begin()
-                heard.append(raised)
+                raised_while_training.append(raised)
 
     trainer.add_callback(TrainsAgain())
     SelfHealingTrainer(trainer).train()
-    assert len(heard) == 16
+    assert len(raised_while_training) == 16
     assert trainer.state.global_step == 8
 
 

@@ -128,7 +128,7 @@ def test_a_loader_without_batches_still_ends_the_run(tmp_path):
     assert trainer.state.global_step == 0
 
 
-def test_a_stop_that_somebody_asked_for_is_kept_also_if_batches_were_passed_over(tmp_path):
+def test_a_stop_that_a_callback_asked_for_is_kept_also_if_batches_were_passed_over(tmp_path):
     class Stops(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = state.global_step >= 4

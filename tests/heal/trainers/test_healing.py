@@ -32,7 +32,7 @@ def test_a_nan_loss_is_refused_and_costs_one_step(tmp_path):
     failures.nan_loss(trainer, at=4)
     healed = Healed(trainer)
     assert is_finite(trainer)
-    assert healed.told == [("nonfinite_loss", ["Skip"])]
+    assert healed.decisions == [("nonfinite_loss", ["Skip"])]
     assert healed.output.metrics["healing/nan_count"] == 1
     assert healed.output.global_step == 10
 
@@ -55,7 +55,7 @@ def test_nans_in_a_row_roll_back_and_the_steps_are_made_up_for(tmp_path):
     trainer = tiny.plain(tmp_path, max_steps=20)
     failures.nan_loss(trainer, at=9, times=2)
     healed = Healed(trainer, rolls_back_after=2)
-    assert healed.told[-1] == ("nonfinite_loss", ["Rollback", "SkipBatches", "ScaleLr"])
+    assert healed.decisions[-1] == ("nonfinite_loss", ["Rollback", "SkipBatches", "ScaleLr"])
     assert is_finite(trainer)
     assert healed.output.global_step == trainer.state.max_steps == 20
     assert [line["step"] for line in log(trainer)] == [*range(1, 21), 20]
@@ -75,7 +75,7 @@ def test_a_rollback_with_replay_gives_the_run_that_never_failed(tmp_path):
     trainer = tiny.plain(tmp_path / "healed", max_steps=20)
     corrupt(trainer)
     healed = Healed(trainer, check_interval=1, after_rollback="replay_data")
-    assert healed.told[-1] == ("weight_corruption", ["Rollback"])
+    assert healed.decisions[-1] == ("weight_corruption", ["Rollback"])
     assert_same(fingerprint(alone), fingerprint(trainer))
     assert log(trainer) == log(alone)
 
@@ -87,7 +87,7 @@ def test_out_of_memory_cuts_batches_and_keeps_the_gradient(tmp_path):
     trainer = tiny.plain(tmp_path / "healed", tiny.llama(**model), **settings)
     failures.oom_above(trainer, rows=1, at=5)
     healed = Healed(trainer)
-    assert healed.told == [("oom", ["ClearCache", "ShrinkBatch"])] * 2
+    assert healed.decisions == [("oom", ["ClearCache", "ShrinkBatch"])] * 2
     assert healed.healer.micro.pieces == 4
     assert trainer.state.global_step == 6
     for ours, theirs in zip(weights(trainer), weights(alone), strict=True):
@@ -98,7 +98,7 @@ def test_out_of_memory_at_the_smallest_piece_recomputes_activations_then_halts(t
     trainer = tiny.plain(tmp_path, max_steps=6)
     failures.oom_above(trainer, rows=0, at=2)
     healed = Healed(trainer)
-    assert healed.told[-2][1] == ["ClearCache", "CheckpointActivations"]
+    assert healed.decisions[-2][1] == ["ClearCache", "CheckpointActivations"]
     assert trainer.model.is_gradient_checkpointing
     assert healed.error.exit_code == ExitCode.OUT_OF_MEMORY
 
@@ -125,7 +125,7 @@ def test_a_bad_batch_makes_way_for_the_next_and_the_step_count_stays(tmp_path):
     trainer = tiny.plain(tmp_path, gradient_accumulation_steps=2)
     failures.raises(trainer, lambda: ValueError("shape mismatch"), at=5)
     healed = Healed(trainer)
-    assert healed.told == [("data_error", ["SkipBatches"])]
+    assert healed.decisions == [("data_error", ["SkipBatches"])]
     assert healed.output.global_step == 8
     assert max(losses(trainer)) < 3.6  # no step counts its items twice
 
@@ -164,7 +164,7 @@ def test_memory_that_runs_out_within_the_optimizer_rolls_back(tmp_path):
     trainer.optimizer.step = step
     healed = Healed(trainer)
     assert healed.error is None
-    assert "Rollback" in healed.told[0][1]
+    assert "Rollback" in healed.decisions[0][1]
     assert healed.output.global_step == 12
     assert trainer.lr_scheduler.last_epoch == 12
 
@@ -206,7 +206,7 @@ def test_nan_weights_that_surface_where_a_model_samples_are_rolled_back(name, tm
     trainer.add_callback(Corrupts())
     healed = Healed(trainer)
     assert healed.error is None
-    assert healed.told[0][0] == "weight_corruption"
-    assert "Rollback" in healed.told[0][1]
+    assert healed.decisions[0][0] == "weight_corruption"
+    assert "Rollback" in healed.decisions[0][1]
     assert is_finite(trainer)
     assert healed.output.global_step == 12

@@ -82,7 +82,7 @@ def test_so_it_does_under_a_scheduler_that_waits_for_a_metric(kind, tmp_path):
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_the_rate_that_the_trainers_scheduler_wants_is_known(clips, tmp_path):
-    """It was told of the optimizer as accelerate wraps it, and the healer of that within."""
+    """It got the optimizer as accelerate wraps it, the healer the one within."""
     trainer = tiny.plain(tmp_path, max_steps=6, lr_scheduler_type="linear")
     if clips:
         trainer.create_optimizer()

@@ -48,7 +48,7 @@ def test_only_the_batch_of_a_broken_sample_is_left_out(tmp_path):
         trained.append(inputs["input_ids"][0, 0].item()) or step(m, inputs, n)
     )
     healed = Healed(trainer)
-    assert healed.told == [("data_error", ["SkipBatches"])]
+    assert healed.decisions == [("data_error", ["SkipBatches"])]
     evidence = healed.healer.history[0][1].evidence
     assert (evidence["epoch"], evidence["batch"]) == (0, 5)
     assert "sample 21" in evidence["message"]

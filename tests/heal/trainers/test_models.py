@@ -48,7 +48,7 @@ def test_models_of_every_kind_are_left_alone_and_rolled_back(make, tmp_path):
     failures.nan_loss(trainer, at=7, times=2)
     healed = Healed(trainer, **HARM)
     assert healed.healer.notes == []
-    assert "Rollback" in healed.told[-1][1]
+    assert "Rollback" in healed.decisions[-1][1]
     assert is_finite(trainer)
     assert_same(frozen, [p for p in trainer.model.parameters() if not p.requires_grad])
 
@@ -76,7 +76,7 @@ def test_weights_that_are_unfrozen_on_the_way_are_healed_too(tmp_path):
     failures.nan_loss(trainer, at=15, times=2)
     healed = Healed(trainer, **HARM)
     assert healed.error is None
-    assert "Rollback" in healed.told[-1][1]
+    assert "Rollback" in healed.decisions[-1][1]
     assert is_finite(trainer)
     assert all(p.requires_grad for p in frozen)
     assert healed.output.global_step == 24
@@ -123,6 +123,6 @@ def test_gradient_checkpointing_is_switched_on_where_the_model_has_it(tmp_path):
     before = weights(trainer)
     healed = Healed(trainer)
     assert healed.error is None
-    assert healed.told[-1][1] == ["ClearCache", "CheckpointActivations"]
+    assert healed.decisions[-1][1] == ["ClearCache", "CheckpointActivations"]
     assert healed.output.global_step == 6
     assert not torch.equal(before[0], weights(trainer)[0])

@@ -60,7 +60,7 @@ def test_its_bad_steps_are_skipped(tmp_path):
     healed = Healed(trainer, nan_patience=3)
     assert is_finite(trainer)
     assert healed.healer.metrics()["healing/nan_count"] == 4
-    assert not any("Rollback" in actions for _, actions in healed.told)
+    assert not any("Rollback" in actions for _, actions in healed.decisions)
     assert trainer.state.global_step == 12
 
 

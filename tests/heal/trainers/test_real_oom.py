@@ -33,7 +33,7 @@ healed = Healed(scarce)
 resource.setrlimit(resource.RLIMIT_AS, (most, most))
 plenty = bare(trainer())
 print(json.dumps({
-    "told": healed.told,
+    "decisions": healed.decisions,
     "error": repr(healed.error) if healed.error else None,
     "plenty": losses(plenty),
     "scarce": losses(scarce),
@@ -53,7 +53,7 @@ def test_memory_that_really_runs_out_is_healed_with_the_same_effective_batch(tmp
         timeout=300,
     )
     assert child.returncode == 0, child.stderr[-2000:]
-    told = json.loads(child.stdout.splitlines()[-1])
-    assert told["error"] is None
-    assert {cause for cause, _ in told["told"]} == {"oom"}
-    assert told["scarce"] == pytest.approx(told["plenty"], rel=1e-4)
+    result = json.loads(child.stdout.splitlines()[-1])
+    assert result["error"] is None
+    assert {cause for cause, _ in result["decisions"]} == {"oom"}
+    assert result["scarce"] == pytest.approx(result["plenty"], rel=1e-4)

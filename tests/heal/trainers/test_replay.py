@@ -18,7 +18,7 @@ def both(build, tmp_path, at, **settings):
     failures.corrupts_weights(trainer, at=at)
     healed = Healed(trainer, after_rollback="replay_data", **settings)
     assert healed.error is None
-    assert healed.told == [("weight_corruption", ["Rollback"])]
+    assert healed.decisions == [("weight_corruption", ["Rollback"])]
     return healed.trainer, sound.trainer
 
 

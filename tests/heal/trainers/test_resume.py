@@ -46,7 +46,7 @@ def test_a_rollback_after_a_resume_finds_its_data_again(tmp_path):
     failures.corrupts_weights(again, at=8)
     checkpoint = str(tmp_path / "run" / "checkpoint-6")
     resumed = Healed(again, resume=checkpoint, check_interval=1, after_rollback="replay_data")
-    assert resumed.told[-1] == ("weight_corruption", ["Rollback"])
+    assert resumed.decisions[-1] == ("weight_corruption", ["Rollback"])
     assert_same(fingerprint(whole)[:-2], fingerprint(again)[:-2])
     assert [line["step"] for line in log(again)] == [*range(1, 29), 28]
 
@@ -59,7 +59,7 @@ def test_a_checkpoint_made_without_healing_can_be_resumed_with_it(tmp_path):
     assert resumed.healer.notes == []
 
 
-def test_healing_state_that_cannot_be_read_is_told_and_training_goes_on(tmp_path):
+def test_healing_state_that_cannot_be_read_is_noted_and_training_goes_on(tmp_path):
     Healed(tiny.plain(tmp_path, **SAVING))
     (tmp_path / "checkpoint-4" / "healing.pt").write_bytes(b"torn")
     resumed = Healed(tiny.plain(tmp_path, **SAVING), resume=str(tmp_path / "checkpoint-4"))
@@ -77,7 +77,7 @@ def test_a_finished_run_that_is_resumed_takes_as_many_steps_as_the_bare_one(step
     assert resumed.trainer.state.global_step == expected.state.global_step
 
 
-def test_healing_state_of_another_version_is_told_and_training_goes_on(tmp_path):
+def test_healing_state_of_another_version_is_noted_and_training_goes_on(tmp_path):
     Healed(tiny.plain(tmp_path, **SAVING))
     path = tmp_path / "checkpoint-4" / "healing.pt"
     torch.save({"version": 1, "clip": torch.load(path)["clip"]}, path)
@@ -86,8 +86,8 @@ def test_healing_state_of_another_version_is_told_and_training_goes_on(tmp_path)
     assert "version 1; expected 2" in resumed.healer.notes[0]
 
 
-def test_a_checkpoint_knows_of_every_step_that_could_be_observed(tmp_path):
-    """Calm records wait to be heard together: a save must not lose those that wait."""
+def test_a_checkpoint_knows_of_every_step_that_could_be_polled(tmp_path):
+    """Calm records wait to be polled together: a save must not lose those that wait."""
     Healed(tiny.plain(tmp_path, **SAVING))
     saved = torch.load(tmp_path / "checkpoint-8" / "healing.pt")
     assert saved["step"] == 8
@@ -106,18 +106,18 @@ def test_what_was_tried_survives_the_resume(tmp_path):
         assert again.healer.metrics()[name] == healed.healer.metrics()[name] >= 1
 
 
-def test_what_the_log_told_survives_the_resume(tmp_path):
+def test_what_the_log_showed_survives_the_resume(tmp_path):
 
     class TellsKl(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             logs["kl"] = 0.01 * state.global_step
 
     Healed(tiny.plain(tmp_path, callbacks=[TellsKl()], **SAVING))
-    told = torch.load(tmp_path / "checkpoint-8" / "healing.pt")["log"]
-    assert told != LogWatch(HealingConfig()).state()
+    saved = torch.load(tmp_path / "checkpoint-8" / "healing.pt")["log"]
+    assert saved != LogWatch(HealingConfig()).state()
     rest = {**SAVING, "max_steps": 9, "logging_steps": 5}  # a single line, that has no KL
     again = Healed(tiny.plain(tmp_path, **rest), resume=str(tmp_path / "checkpoint-8"))
-    assert again.wrapper._callback.session.log_watch.state() == told
+    assert again.wrapper._callback.session.log_watch.state() == saved
 
 
 def test_a_lowered_learning_rate_survives_the_resume(tmp_path):
@@ -147,7 +147,7 @@ def test_sigterm_saves_a_checkpoint_and_says_so(tmp_path):
     assert isinstance(healed.error, HealingError)
     assert healed.error.exit_code == ExitCode.PREEMPTED
     assert signal.getsignal(signal.SIGTERM) is before
-    with pytest.raises(SystemExit) as ended:  # as Python does with what nobody catches
+    with pytest.raises(SystemExit) as ended:  # as Python does with what is not caught
         sys.excepthook(HealingError, healed.error, None)
     assert ended.value.code == ExitCode.PREEMPTED
     stopped_at = trainer.state.global_step

@@ -9,7 +9,7 @@ from tests.heal.trainers.runs import Healed, log
 
 
 class Recorder:
-    """A tracker that keeps what it is told."""
+    """A tracker that keeps what it gets."""
 
     def __init__(self):
         self.numbers, self.alerts, self.is_open = {}, [], False
@@ -45,7 +45,7 @@ def test_report_to_is_shown_our_numbers_and_the_trainers_log_is_not_touched(tmp_
     assert not any("healing" in name for line in log(trainer) for name in line)
 
 
-def test_a_tracker_of_ours_hears_of_every_decision(tmp_path):
+def test_a_tracker_of_ours_gets_every_decision(tmp_path):
     tracker = Recorder()
     trainer = tiny.plain(tmp_path, max_steps=12)
     failures.nan_loss(trainer, at=3)

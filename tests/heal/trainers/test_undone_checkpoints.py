@@ -40,7 +40,7 @@ def test_no_resume_begins_with_a_checkpoint_of_steps_that_were_taken_back(tmp_pa
     resumed = Healed(again, resume=True, **damaged)
     assert resumed.wrapper._callback.resumed_from == str(tmp_path / "checkpoint-6")
     assert resumed.error is None
-    assert resumed.told == []
+    assert resumed.decisions == []
     assert again.state.global_step == 30
     assert resumed.healer.metrics()["healing/recovery_attempts"] == 1
     events, _ = read_events(tmp_path / "events.jsonl")

@@ -26,19 +26,19 @@ def coin_tosses():
     return Dataset.from_dict(rows)
 
 
-def test_dpo_on_coin_tosses_stays_at_chance_and_is_told_of(tmp_path):
+def test_dpo_on_coin_tosses_stays_at_chance_and_is_reported(tmp_path):
     settings = {**SETTINGS, "learning_rate": 1e-4}
     healed = Healed(tiny.dpo(tmp_path, data=coin_tosses(), **settings), plateau_steps=80)
     (diagnosis,) = [d for _, d, _ in healed.healer.history if d.cause.value == "plateau"]
     assert diagnosis.evidence["at_chance"]
-    assert healed.told == [("plateau", [])]  # an alert; nothing is done
+    assert healed.decisions == [("plateau", [])]  # an alert; nothing is done
     assert healed.healer.lr_scale == 1.0
 
 
 @pytest.mark.slow
 def test_dpo_that_learns_is_not(tmp_path):
     healed = Healed(tiny.dpo(tmp_path, **SETTINGS), plateau_steps=80)
-    assert healed.told == []
+    assert healed.decisions == []
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_the_learning_rate_is_raised_at_a_plateau_on_request(tmp_path):
     settings = {**SETTINGS, "learning_rate": 1e-4}
     trainer = tiny.dpo(tmp_path, data=coin_tosses(), **settings)
     healed = Healed(trainer, plateau_steps=80, lr_ramp_steps=0, plateau_lr_factor=3.0)
-    assert healed.told == [("plateau", ["ScaleLr"])]
+    assert healed.decisions == [("plateau", ["ScaleLr"])]
     assert healed.healer.lr_scale == 3.0
 
 
@@ -56,12 +56,12 @@ def test_a_factor_that_makes_no_sense_is_an_error(factor, tmp_path):
         Healed(tiny.plain(tmp_path), plateau_lr_factor=factor)
 
 
-def test_answers_that_all_get_one_reward_are_told_of(tmp_path):
+def test_answers_that_all_get_one_reward_are_reported(tmp_path):
     trainer = tiny.grpo(
         tmp_path, max_steps=40, reward_funcs=lambda completions, **_: [1.0] * len(completions)
     )
     healed = Healed(trainer)
-    assert ("reward_collapse", []) in healed.told
+    assert ("reward_collapse", []) in healed.decisions
     assert healed.output.global_step == 40
 
 
@@ -70,7 +70,7 @@ def test_answers_that_all_get_one_reward_are_told_of(tmp_path):
 def test_a_healthy_run_of_any_trainer_raises_no_alarm(name, tmp_path):
     trainer = tiny.TRAINERS[name](tmp_path, max_steps=150, lr_scheduler_type="cosine")
     healed = Healed(trainer, zclip_enabled=True, plateau_steps=1000)
-    assert healed.told == []
+    assert healed.decisions == []
 
 
 @pytest.mark.parametrize(("name", "chance"), [("rewards/accuracies", 0.0), ("accuracy", 0.69)])

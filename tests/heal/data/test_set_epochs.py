@@ -1,4 +1,4 @@
-"""Who is told of a new epoch: in a whole loop, samplers and datasets that nobody else tells."""
+"""Who gets ``set_epoch``: in a whole loop, samplers and datasets that the caller leaves alone."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 from heal import Healer
 from heal.actions import Rollback
-from tests.heal.data.test_replay import PER_EPOCH, rolled_back_to, told
+from tests.heal.data.test_replay import PER_EPOCH, rolled_back_to, with_epochs
 from tests.heal.runs import quick
 
 PLACES = ["sampler", "batch_sampler", "dataset"]
@@ -39,7 +39,7 @@ def trained(loader, steps=3 * PER_EPOCH, on_step=None, spoil_at=None, **options)
 
 def by_hand(place, epochs=(0, 1, 2)):
     """What a loop sees that tells the epoch itself."""
-    loader, owner = told(place)
+    loader, owner = with_epochs(place)
     torch.manual_seed(5)
     seen = []
     for epoch in epochs:
@@ -50,14 +50,14 @@ def by_hand(place, epochs=(0, 1, 2)):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_whole_loop_tells_the_epoch_as_a_loop_by_hand_does(place):
-    loader, owner = told(place)
+    loader, owner = with_epochs(place)
     assert trained(loader)[0] == by_hand(place)
     assert owner.epoch == 2
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_the_user_tells_stands(place):
-    loader, owner = told(place)
+    loader, owner = with_epochs(place)
     owner.set_epoch(7)
 
     def tell(step):
@@ -69,7 +69,7 @@ def test_what_the_user_tells_stands(place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_replay_in_a_whole_loop_tells_the_same_epochs_again(place):
-    loader, _ = told(place)
+    loader, _ = with_epochs(place)
     seen, healer = trained(loader, spoil_at=PER_EPOCH + 2)
     assert min(rolled_back_to(healer)) < PER_EPOCH
     assert seen == by_hand(place)
@@ -78,14 +78,14 @@ def test_a_replay_in_a_whole_loop_tells_the_same_epochs_again(place):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("stop_at", [PER_EPOCH - 3, PER_EPOCH, PER_EPOCH + 3])
 def test_a_resumed_whole_loop_goes_on_with_its_epoch(place, stop_at, tmp_path):
-    first, _ = trained(told(place)[0], stop_at, checkpoint_dir=tmp_path)
-    rest, _ = trained(told(place)[0], checkpoint_dir=tmp_path)
+    first, _ = trained(with_epochs(place)[0], stop_at, checkpoint_dir=tmp_path)
+    rest, _ = trained(with_epochs(place)[0], checkpoint_dir=tmp_path)
     assert {**first, **rest} == by_hand(place)
     assert min(rest) == stop_at
 
 
 def test_a_loop_by_hand_is_the_users_business():
-    loader, owner = told("sampler")
+    loader, owner = with_epochs("sampler")
     model = nn.Linear(4, 1)
     healer = Healer(model, torch.optim.SGD(model.parameters(), lr=0.0), config=quick())
     epochs = [[batch[0].tolist() for batch in healer.batches(loader)] for _ in range(2)]
