@@ -5,7 +5,7 @@ returns with it, so that after a rollback nothing is remembered of steps that di
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -13,15 +13,18 @@ from heal.causes import Cause, Finding, Severity
 from heal.config import ConfigError, HealingConfig
 from heal.detectors.gradients import GradientExplosion, SkippedSteps
 from heal.detectors.learning_rate import LrChange
+from heal.detectors.likelihood import LikelihoodCollapse
 from heal.detectors.loss import LossChange
 from heal.detectors.pace import HostNews, ThroughputCollapse
+from heal.detectors.preference import ChancePlateau, PreferenceInversion
 from heal.detectors.progress import NotLearning, OverfittingGap, Plateau
+from heal.detectors.rewards import KlBlowUp, RewardCollapse
 from heal.detectors.telemetry import ForeignWrites
 from heal.detectors.weights import StateHealth
 from heal.lab.forecast.watch import ForecastWatch
 from heal.verdict import HealthRow, Record
 
-__all__ = ["CalmLimits", "Detector", "Finding", "Watch"]
+__all__ = ["CalmLimits", "Detector", "Finding", "LogWatch", "Watch"]
 
 
 def names_of(text: str) -> set[str]:
@@ -221,3 +224,53 @@ class Watch:
                 detector.load_state(state[name])
         if "health" in state:
             self._health.load_state(state["health"])
+
+
+class LogDetector(Protocol):
+    """Looks for one kind of symptom in the lines of a trainer's log.
+
+    As :class:`heal.Detector`, for lines instead of records.
+    """
+
+    def observe(self, step: int, logs: Mapping[str, Any]) -> Finding | None: ...
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class LogWatch:
+    """All detectors that read a trainer's log. Pure.
+
+    The names in the log decide which of them find anything, whatever the class of the trainer.
+
+    Attributes:
+        detectors: by name. More may be added before the first line; they are saved like ours.
+    """
+
+    def __init__(self, config: HealingConfig) -> None:
+        self.detectors: dict[str, LogDetector] = {
+            "chance_plateau": ChancePlateau(config),
+            "preference_inversion": PreferenceInversion(config),
+            "likelihood_collapse": LikelihoodCollapse(config),
+            "reward_collapse": RewardCollapse(config),
+            "kl_blowup": KlBlowUp(config),
+        }
+
+    def observe(self, step: int, logs: Mapping[str, Any]) -> list[Finding]:
+        """Return what the detectors find in a line; only its finite numbers are read."""
+        numbers = {
+            name: float(value)
+            for name, value in logs.items()
+            if isinstance(value, (int, float)) and math.isfinite(value)
+        }
+        findings = [detector.observe(step, numbers) for detector in self.detectors.values()]
+        return [finding for finding in findings if finding is not None]
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of every detector, as values that JSON has."""
+        return {name: detector.state() for name, detector in self.detectors.items()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Return every detector to a state; one that the state does not know stays as it is."""
+        for name, detector in self.detectors.items():
+            if name in state:
+                detector.load_state(state[name])

@@ -2,10 +2,10 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,9 +13,6 @@ from heal.causes import Cause, Finding, Severity
 from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.detect import CalmLimits, Watch
-from heal.detectors.likelihood import LikelihoodCollapse
-from heal.detectors.preference import ChancePlateau, PreferenceInversion
-from heal.detectors.rewards import KlBlowUp, RewardCollapse
 from heal.experiment import Answer, Experiment, Settled
 from heal.guarded_step import NO_LOSS_SCALE, TOGETHER, GuardedStep
 from heal.integrity import HealthCheck
@@ -521,53 +518,3 @@ def is_suspect(findings: Sequence[Finding]) -> bool:
 
 def _name_of(function: Any) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
-
-
-class LogDetector(Protocol):
-    """Looks for one kind of symptom in the lines of a trainer's log.
-
-    As :class:`heal.Detector`, for lines instead of records.
-    """
-
-    def observe(self, step: int, logs: Mapping[str, Any]) -> Finding | None: ...
-    def state(self) -> dict[str, Any]: ...
-    def load_state(self, state: dict[str, Any]) -> None: ...
-
-
-class LogWatch:
-    """All detectors that read a trainer's log. Pure.
-
-    The names in the log decide which of them find anything, whatever the class of the trainer.
-
-    Attributes:
-        detectors: by name. More may be added before the first line; they are saved like ours.
-    """
-
-    def __init__(self, config: HealingConfig) -> None:
-        self.detectors: dict[str, LogDetector] = {
-            "chance_plateau": ChancePlateau(config),
-            "preference_inversion": PreferenceInversion(config),
-            "likelihood_collapse": LikelihoodCollapse(config),
-            "reward_collapse": RewardCollapse(config),
-            "kl_blowup": KlBlowUp(config),
-        }
-
-    def observe(self, step: int, logs: Mapping[str, Any]) -> list[Finding]:
-        """Return what the detectors find in a line; only its finite numbers are read."""
-        numbers = {
-            name: float(value)
-            for name, value in logs.items()
-            if isinstance(value, (int, float)) and math.isfinite(value)
-        }
-        findings = [detector.observe(step, numbers) for detector in self.detectors.values()]
-        return [finding for finding in findings if finding is not None]
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of every detector, as values that JSON has."""
-        return {name: detector.state() for name, detector in self.detectors.items()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Return every detector to a state; one that the state does not know stays as it is."""
-        for name, detector in self.detectors.items():
-            if name in state:
-                detector.load_state(state[name])

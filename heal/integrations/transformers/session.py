@@ -19,6 +19,7 @@ from heal.causes import Cause
 from heal.checkpoint.files import put_aside
 from heal.config import HealingConfig
 from heal.data.split import own_copy
+from heal.detect import LogWatch
 from heal.detectors.preference import ACCURACY, MARGIN
 from heal.detectors.progress import Plateau
 from heal.diagnose import Diagnosis
@@ -27,7 +28,6 @@ from heal.healer import Healer
 from heal.integrations.patches import Patches, hold_models_of
 from heal.integrations.transformers.attempts import TrainerAttempts, TrainerGuard
 from heal.integrations.transformers.batches import ReplayedEpochs, TrainerBatches
-from heal.monitor import LogWatch
 from heal.policy import LR_FLOOR
 from heal.recovery import Hook
 from heal.snapshots import Snapshot

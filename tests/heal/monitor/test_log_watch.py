@@ -8,7 +8,7 @@ import pytest
 
 from heal.causes import Severity
 from heal.config import HealingConfig
-from heal.monitor import LogWatch
+from heal.detect import LogWatch
 
 LN2 = math.log(2)
 

@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 
 from heal import HealingConfig
 from heal.actions import HealingError
+from heal.detect import LogWatch
 from heal.exit_codes import ExitCode
-from heal.monitor import LogWatch
 from tests.heal.trainers import failures, tiny
 from tests.heal.trainers.runs import (
     Healed,
