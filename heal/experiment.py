@@ -398,15 +398,12 @@ class Experiment:
     def _next_player(self, question: _Question, answer: Answer) -> Settled | None:
         """Ask the other snapshot about a player who lost; one who did not is acquitted."""
         player = question.arms[question.arm][1]
+        goes_on = answer is Answer.DAMAGED
         rest = range(question.arm + 1, len(question.arms))
-        if answer is Answer.DAMAGED:
-            following = next((i for i in rest if question.arms[i][1] == player), None)
-            if following is None:
-                return self._settle(answer, WHY[answer])
-        else:
-            following = next((i for i in rest if question.arms[i][1] != player), None)
-            if following is None:
-                return self._settle(answer, WHY[answer])
+        fitting = (i for i in rest if (question.arms[i][1] == player) is goes_on)
+        following = next(fitting, None)
+        if following is None:
+            return self._settle(answer, WHY[answer])
         question.arm = following
         question.pairs.clear()
         return None

@@ -106,7 +106,7 @@ def page(records: Sequence[Record]) -> Iterator[str]:
     yield ""
     for mode in modes:
         of_mode = [r for r in healed if r["mode"] == mode]
-        yield f"`{mode}`: {_share(of_mode)} as wanted."
+        yield f"`{mode}`: {_share(of_mode)} as required."
         yield ""
     seeds, families = ({r[name]: None for r in records} for name in ("seed", "family"))
     yield f"Families: {', '.join(families)}; seeds {', '.join(map(str, seeds))}."
@@ -152,9 +152,9 @@ def _failures(healed: Sequence[Record], damaged: Sequence[Record]) -> Iterator[s
     }
     bad = [r for r in healed if not r["ok"]]
     if not bad:
-        yield "Every case ended as wanted."
+        yield "Every case ended as required."
         return
-    yield "| not as wanted | family, seed, mode | loss | twin | limit | bare | what happened |"
+    yield "| not as required | family, seed, mode | loss | twin | limit | bare | what happened |"
     yield "|---|---|---:|---:|---:|---:|---|"
     for r in bad:
         key = r["kind"], r["family"], r["seed"]
@@ -168,7 +168,7 @@ def _failures(healed: Sequence[Record], damaged: Sequence[Record]) -> Iterator[s
         yield (
             f"| {r['kind']} | {r['family']}, {r['seed']}, {r['mode']} "
             f"| {_number(r['loss'])} | {_number(r['twin'])} | {_number(r['limit'])} "
-            f"| {_number(bare.get(key))} | {happened} |"
+            f"| {_number(bare[key]) if key in bare else '-'} | {happened} |"
         )
 
 
