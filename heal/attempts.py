@@ -20,7 +20,8 @@ from heal.causes import Cause, Family
 from heal.checkpointing import Durable, Remedy
 from heal.cluster import watchdog as last_message
 from heal.data.loader_pass import AfterError
-from heal.data.stream import BatchStream, StepBatches, own_copy
+from heal.data.split import own_copy
+from heal.data.stream import BatchStream, StepBatches
 from heal.diagnose import Diagnosis, diagnose_exception
 from heal.exceptions import message_of, qualified_name
 from heal.exit_codes import ExitCode

@@ -258,8 +258,7 @@ class Healer:
 
         Raises:
             TypeError: the loss is neither a number nor a tensor.
-            HealingError: healing is at its end; its ``exit_code`` says why. The postmortem is
-                written.
+            HealingError: the run must stop; ``exit_code`` says why. The postmortem is written.
         """
         number: Tensor | None = None
         if type(loss) is Tensor and not loss.dim() and loss.dtype in JUDGED:
@@ -323,7 +322,7 @@ class Healer:
         self.contained(self.monitor.check_health)
         for seen in self.recovery.poll():
             if self.recovery.treat(seen):
-                break  # the rest of the mail is of steps that did not happen
+                break  # the remaining records are of steps that did not happen
         else:
             self._maintain(step)
         self._write_metrics()
@@ -404,7 +403,7 @@ class Healer:
 
         For integrations that step the optimizer themselves; :meth:`step` calls it.
         """
-        if self.training.has_turn_to_end or self._owes_checkpoint:
+        if self.training.is_between_steps or self._owes_checkpoint:
             self._between_steps(is_drawing=False)
         if self.training.ring.copying is not None or self.training.step == 0:
             self.contained(self._prepare_step)

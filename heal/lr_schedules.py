@@ -233,7 +233,10 @@ class Schedules:
         found = UNKNOWN, UNKNOWN
         highest = 0.0
         for optimizer in self._optimizers:
-            expected = self._expected(optimizer.inner)
+            key = id(optimizer.inner)
+            expected: Sequence[Any] = getattr(self._alone.get(key), "_last_lr", ())
+            if key in self._joint:
+                expected = self._joint[key].expected
             for i, group in enumerate(optimizer.inner.param_groups):
                 lr = group.get("lr")
                 if type(lr) is not float:
@@ -243,13 +246,6 @@ class Schedules:
                 if ratio > highest or found[0] != found[0]:
                     highest, found = ratio, (lr, scheduled)
         return found
-
-    def _expected(self, optimizer: Optimizer) -> Sequence[Any]:
-        """Return the rates that schedules have set for the groups; empty if unknown."""
-        joint = self._joint.get(id(optimizer))
-        if joint is not None:
-            return joint.expected
-        return getattr(self._alone.get(id(optimizer)), "_last_lr", ())
 
     def _number(self, lr: Any) -> float:
         if isinstance(lr, Tensor) and lr.device.type != "cpu":

@@ -255,8 +255,8 @@ class Recovery:
         patience is spent. If an experiment has found the weights damaged, it is not the data.
         """
         evidence, is_first = diagnosis.evidence, diagnosis.streak == 1
-        is_proven = "loss_with_old_weights" in evidence
-        if not diagnosis.cause.about.is_nonfinite or is_proven or (self._saw_bad_data and is_first):
+        may_be_data = diagnosis.cause.about.is_nonfinite and not diagnosis.is_proven
+        if not may_be_data or (self._saw_bad_data and is_first):
             return
         fault = self._run.data_fault(diagnosis.step)
         if fault:

@@ -39,11 +39,13 @@ class TorchRun:
     Attributes:
         step: the number of the step that comes next.
         calls: how many steps were taken in all, those that a rollback undid included.
+        is_between_steps: whether a snapshot or a rollback waits for :meth:`between_steps`.
+        micro: cuts batches into pieces.
         buffers: copies of those that steps write.
         clip_limits: tightens clipping for some steps.
         anchor: holds weights near those of a snapshot, for some steps after a rollback.
         lr_limit: at which the learning rate is held; None if it is not.
-        has_turn_to_end: whether a snapshot or a rollback waits for :meth:`between_steps`.
+        is_between_steps: whether a snapshot or a rollback waits for :meth:`between_steps`.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class TorchRun:
         self._ranks = guarded.ranks
         self._config = config
         self._stream = stream
-        self._micro = micro
+        self.micro = micro
         self._note = note
         self._sleep = sleep
         self._lr_scale = 1.0
@@ -87,8 +89,8 @@ class TorchRun:
         self.anchor = WeightAnchor(guarded.optimizers, guarded.ranks)
         self._constants = Constants(state, note)
         self._signature = state.signature()
-        self.has_turn_to_end = False
-        self._unfinished: Snapshot | None = None  # to be brought up to date
+        self.is_between_steps = False
+        self._unfinished: Snapshot | None = None  # to be completed
         self._returned_to: Snapshot | None = None  # by the rollback of this step
 
     def begin_at(self, step: int) -> None:
@@ -117,11 +119,11 @@ class TorchRun:
     @property
     def micro_batches(self) -> int:
         """How many pieces each batch is cut into."""
-        return self._micro.pieces
+        return self.micro.pieces
 
     @micro_batches.setter
     def micro_batches(self, value: int) -> None:
-        self._micro.cut_into(value)
+        self.micro.cut_into(value)
 
     def snapshots(self) -> Sequence[int]:
         """Return the steps that every rank can return to, in memory or on disk, newest first."""
@@ -201,7 +203,7 @@ class TorchRun:
         """
         taken = self.capture()
         self._unfinished = self.ring.of_step(self.step) if taken else None
-        self.has_turn_to_end |= taken
+        self.is_between_steps |= taken
         return taken
 
     def between_steps(self, is_drawing: bool) -> None:
@@ -214,7 +216,7 @@ class TorchRun:
             is_drawing: whether a batch is about to be drawn. Else the forward of the next step has
                 used the generators already.
         """
-        self.has_turn_to_end = False
+        self.is_between_steps = False
         snapshot, self._unfinished = self._unfinished, None
         if snapshot is not None:
             if self._state.added:
@@ -240,7 +242,7 @@ class TorchRun:
             "ramp": self._ramp,
             "lr_limit": self.lr_limit,
             "micro_batches": self.micro_batches,
-            "micro": self._micro.state(),
+            "micro": self.micro.state(),
             "anchor_steps": self.anchor.steps_left,
             **self.clip_limits.state(),
         }
@@ -252,7 +254,7 @@ class TorchRun:
         self.lr_limit = saved.get("lr_limit")  # not before version 0.2
         self.micro_batches = saved["micro_batches"]
         if "micro" in saved:  # not in the first checkpoints
-            self._micro.load_state(saved["micro"])
+            self.micro.load_state(saved["micro"])
         self.clip_limits.resume(saved)
         if saved.get("anchor_steps"):  # weights and importance would double the checkpoint
             self._note(f"an anchor held for {saved['anchor_steps']} more steps; it was not saved")
@@ -323,7 +325,8 @@ class TorchRun:
         """Bring everything else to the state that was written."""
         self._guarded.mailbox.clear()
         self.anchor.release()
-        self._unfinished, self._returned_to, self.has_turn_to_end = None, snapshot, True
+        self._unfinished, self._returned_to = None, snapshot
+        self.is_between_steps = True
         if self._config.after_rollback == "replay_data":
             snapshot.values["rng"].put_back()
             self._stream.rewind(snapshot.values["data"])
@@ -428,11 +431,11 @@ class TorchRun:
         self._stream.skip(first_step, last_step)
 
     def shrink_micro_batch(self) -> bool:
-        return self._ranks.any_has(self._micro.shrink())
+        return self._ranks.any_has(self.micro.shrink())
 
     def cut_as(self, state: Mapping[str, int]) -> None:
         """Cut batches as finely as another process found that it must; see MicroBatcher.state."""
-        self._micro.load_state(state)
+        self.micro.load_state(state)
 
     def checkpoint_activations(self) -> bool:
         return self._ranks.any_has(checkpoint_activations(self._state.model))

@@ -37,7 +37,7 @@ WAITING = (
 """Files in which a rank waits for others, or for its device."""
 
 
-class Patience:
+class CallsWithTimeout:
     """Makes calls that may never return, such as to a store whose host has died.
 
     Attributes:
@@ -107,7 +107,7 @@ class ProgressBoard:
         self._store = store
         self._size = world_size
         self._own = Standing(rank)
-        self._patience = Patience()
+        self._calls = CallsWithTimeout()
 
     def post(self, step: int, thread: int) -> str | None:
         """Write our entry; return the alarm of another rank, None if there is none."""
@@ -151,7 +151,7 @@ class ProgressBoard:
     def silent_host(self) -> int | None:
         """Return the rank that hosts the store, if the store does not answer; None if it does."""
         is_hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return 0 if self._patience.silent and not is_hosted_by_launcher else None
+        return 0 if self._calls.silent and not is_hosted_by_launcher else None
 
     def leave(self, others: Sequence[int]) -> None:
         """Wait until all ``others`` have read too: the store may end with this process."""
@@ -162,7 +162,7 @@ class ProgressBoard:
             time.sleep(0.01)
 
     def _ask(self, call: Callable[[], Any], otherwise: Any = None) -> Any:
-        return otherwise if self._store is None else self._patience.ask(call, otherwise)
+        return otherwise if self._store is None else self._calls.ask(call, otherwise)
 
 
 def _key(name: int | str) -> str:
@@ -431,7 +431,7 @@ LEFT = "heal/left"
 def post(rank: int, reason: str, exit_code: int) -> None:
     """Leave a message in the store of the default group; the first one counts."""
     message = json.dumps({"rank": rank, "reason": reason, "exit_code": int(exit_code)})
-    Patience().ask(lambda: own_store().compare_set(LEFT, "", message))
+    CallsWithTimeout().ask(lambda: own_store().compare_set(LEFT, "", message))
 
 
 def read() -> dict[str, Any] | None:
@@ -442,5 +442,5 @@ def read() -> dict[str, Any] | None:
         message = json.loads(bytes(store.get(LEFT))) if store.check([LEFT]) else None
         return message if isinstance(message, dict) else None
 
-    found: dict[str, Any] | None = Patience().ask(look)
+    found: dict[str, Any] | None = CallsWithTimeout().ask(look)
     return found

@@ -263,14 +263,11 @@ class RunReport:
         return next((curves.median_seconds() for curves in self.curves.values()), 0.0)
 
 
-def read_run(
-    run_dir: str | os.PathLike[str], max_rows: int = MAX_ROWS, run: int | None = None
-) -> RunReport:
+def read_run(run_dir: str | os.PathLike[str], run: int | None = None) -> RunReport:
     """Read a run.
 
     Args:
         run_dir: what was given to ``Healer``.
-        max_rows: about how many rows of the curves are kept, over all ranks.
         run: which run of the folder, counted from 1; the last if None.
 
     Raises:
@@ -287,7 +284,7 @@ def read_run(
     for rank, line in read.read_events(files, damage):
         if run_id(line) not in others:
             story.add(rank, line)
-    curves = _read_curves(files, damage, max_rows, others)
+    curves = _read_curves(files, damage, others)
     postmortems = {}
     for rank, path in sorted(files.postmortems.items()):
         page = read.read_postmortem(path, damage)
@@ -309,13 +306,11 @@ def _run_of(page: Mapping[str, Any], runs: Sequence[read.Start]) -> int:
     return max(1, sum(run.began <= written for run in runs))
 
 
-def _read_curves(
-    files: RunFiles, damage: Damage, max_rows: int, others: set[str]
-) -> dict[int, RankCurves]:
+def _read_curves(files: RunFiles, damage: Damage, others: set[str]) -> dict[int, RankCurves]:
     ranks = sorted(files.metrics)[:MAX_RANKS]
     curves = {}
     for rank in ranks:
-        curve = RankCurves(max(MIN_ROWS, max_rows // len(ranks)))
+        curve = RankCurves(max(MIN_ROWS, MAX_ROWS // len(ranks)))
         for path in files.metrics[rank]:
             for line in read.read_lines(path, damage):
                 if run_id(line) not in others:
