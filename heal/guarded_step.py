@@ -413,7 +413,8 @@ class GuardedStep:
                 self.post(step, judged, row)
             else:
                 self.buffers.settle(False)
-            self.forget_scaling()
+            if self.scaler is not None:
+                self.forget_scaling()
         return judged is not None
 
     def clip(
