@@ -1,23 +1,31 @@
 """A fused step of ours beside torch's clipping and its own fused optimizer.
 
 python benchmarks/bench_fused_step.py [--quick] [--rounds 15] [--threads 2] [--cpu-time]
+                                      [--only MLP]
 
 --cpu-time counts the time of this process, not that of the wall: for a machine with other work on
 it, together with --threads 1 (threads that wait for others count too).
 Contenders take turns, so that a busy moment hits all alike; the table has medians and ratios to
 torch. "bound" is the time of a pass that reads and writes as many bytes as a float32 AdamW step
-must: 32 per element.
+must: 32 per element. "healed" is ``healer.step`` beside bare clipping and stepping: as many steps
+as lie between two snapshots, with records, checks and the snapshot.
 """
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import zclip
+from heal import Healer, HealingConfig
 from zclip.optim import SGD, AdamW, Lion
 
 HUGE = 1e9  # a limit that nothing reaches
@@ -55,6 +63,30 @@ def our_step(shapes, max_norm, make, dtype=torch.float32, **more) -> Run:
     clipper = zclip.GlobalNorm(max_norm)
     optimizer = make(parameters(shapes, dtype), clipper=clipper, **more)
     return optimizer.step
+
+
+def healed_step(make, is_healed=True) -> Run:
+    """Steps of a 50 K MLP, healed or only clipped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
+    )
+    optimizer = make(model.parameters())
+    config = HealingConfig()
+    healer = Healer(model, optimizer, config=config) if is_healed else None
+    losses = (1.0 + 0.1 * torch.rand(config.snapshot_interval)).unbind()
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) * 1e-3
+
+    def run():
+        for loss in losses:
+            if healer is not None:
+                healer.step(loss)
+            else:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), HUGE)
+                optimizer.step()
+
+    return run
 
 
 def lion_in_torch(params):
@@ -122,6 +154,11 @@ def work(quick: bool) -> dict[str, dict[str, Run]]:
     }
     for name in ("2,000 tensors of 64", "10,000 tensors of 1,024", "50 K MLP"):
         tables[f"AdamW, {name}"] = lambda name=name: adamw(SHAPES[name])
+    tables["AdamW, 50 K MLP, healed"] = lambda: {
+        "torch": healed_step(fused, is_healed=False),
+        "heal, torch": healed_step(fused),
+        "heal, zclip": healed_step(ours),
+    }
     return tables
 
 
@@ -146,11 +183,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--only", default="", help="rows whose name has this in it")
     arguments = parser.parse_args()
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     torch.set_num_threads(arguments.threads)
     print("| step | contender | median, ms | torch / contender |\n|---|---|---:|---:|")
     for name, make in work(arguments.quick).items():
+        if arguments.only not in name:
+            continue
         medians = measure(make(), arguments.rounds, clock)
         for contender, seconds in medians.items():
             ratio = medians["torch"] / seconds

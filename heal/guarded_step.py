@@ -47,52 +47,6 @@ from zclip.unscaling import adopt_unscaling
 Groups = list[dict[str, Any]]
 
 
-class Unmeasured:
-    """Parameters of one optimizer whose gradients no kernel measures: sparse and complex ones.
-
-    They are stepped unguarded: not clipped, and NaN in them is seen only in the weights or in the
-    loss. A step that is skipped is skipped for them too.
-    """
-
-    def __init__(self) -> None:
-        self._params: list[Tensor] = []
-        self._measured: Groups = []
-        self._seen: list[tuple[int, int]] = []  # the groups, by identity and length
-
-    def add_from(self, groups: Groups) -> list[tuple[Tensor, str]]:
-        """Look for more of them; return each with what its gradient is."""
-        known = {id(p) for p in self._params}
-        params = (p for group in groups for p in group["params"] if id(p) not in known)
-        found = [(param, kind) for param in params if (kind := _kind(param.grad))]
-        self._params += [param for param, _ in found]
-        self._seen = []
-        return found
-
-    def left_out_of(self, groups: Groups) -> Groups:
-        """Return the groups without them; the same lists as long as nothing joins or leaves."""
-        seen = [(id(group), len(group["params"])) for group in groups]
-        if seen != self._seen:
-            known = {id(p) for p in self._params}
-            self._measured = [
-                {"params": [p for p in group["params"] if id(p) not in known]} for group in groups
-            ]
-            self._seen = seen
-        for measured, group in zip(self._measured, groups, strict=True):
-            measured.update((key, value) for key, value in group.items() if key != "params")
-        return self._measured
-
-    def stand_in(self) -> ClipResult | None:
-        """Return a result that allows the step and has NaN for norms; None without gradients."""
-        device = next((p.device for p in self._params if p.grad is not None), None)
-        if device is None:
-            return None
-        verdict = torch.zeros(NUM_VERDICT, device=device)
-        for column, value in ((NORM, math.nan), (CLIPPED_NORM, math.nan), (WORST, -1.0)):
-            verdict[column].fill_(value)
-        stats = torch.zeros(0, NUM_STATS, dtype=wide_dtype(device), device=device)
-        return ClipResult(verdict[NORM], stats, stats[:, 0], verdict)
-
-
 def _kind(grad: Tensor | None) -> str:
     """Return what keeps a gradient from being measured; empty if nothing does."""
     if grad is None:
@@ -105,6 +59,10 @@ def _kind(grad: Tensor | None) -> str:
 class WatchedOptimizer(zclip.ClippedOptimizer):
     """A clipped optimizer that clips now and steps later, once all are judged together.
 
+    Sparse and complex gradients cannot be measured. Their parameters are stepped unguarded: not
+    clipped, and NaN in them is seen only in the weights or in the loss. A step that is skipped is
+    skipped for them too.
+
     Attributes:
         note: called once for each parameter that cannot be guarded.
         pull: set for some steps after a rollback, if asked for; it is added before clipping.
@@ -112,7 +70,8 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
 
     note: Callable[[str], None] = staticmethod(lambda text: None)
     pull: Pull | None = None
-    _unmeasured: Unmeasured | None = None  # a copy finds out by itself
+    _unguarded: tuple[Tensor, ...] = ()  # a copy finds out by itself
+    _measured: tuple[list[tuple[int, int]], Groups] = [], []  # of which groups, and what remains
 
     def clip(
         self,
@@ -123,29 +82,23 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         """Clip without the step and without posting; None if there are no gradients."""
         if self.pull is not None:
             self.pull.add_to_gradients(grad_scale)
-        groups = self.inner.param_groups
-        if self._unmeasured is not None:
-            groups = self._unmeasured.left_out_of(groups)
+        groups = self._measured_groups() if self._unguarded else self.inner.param_groups
         try:
             result = self.measure(groups, loss, grad_scale, extra)
         except (TypeError, RuntimeError):
-            left_out = self._leave_out()
-            if left_out is None:
+            if not self._leave_out():
                 raise
-            groups = left_out.left_out_of(self.inner.param_groups)
-            result = self.measure(groups, loss, grad_scale, extra)
+            result = self.measure(self._measured_groups(), loss, grad_scale, extra)
         self.steps += 1
-        if result is None and self._unmeasured is not None:
-            return self._unmeasured.stand_in()
-        return result
+        return self._stand_in() if result is None and self._unguarded else result
 
-    def _leave_out(self) -> Unmeasured | None:
-        """Leave out what cannot be measured from now on; None if there is nothing new."""
-        unmeasured = self._unmeasured or Unmeasured()
-        found = unmeasured.add_from(self.param_groups)
-        if not found:
-            return None
-        self._unmeasured = unmeasured
+    def _leave_out(self) -> bool:
+        """Leave out what cannot be measured from now on; False if there is nothing new."""
+        known = {id(param) for param in self._unguarded}
+        params = [p for group in self.param_groups for p in group["params"] if id(p) not in known]
+        found = [(param, kind) for param in params if (kind := _kind(param.grad))]
+        self._unguarded += tuple(param for param, _ in found)
+        self._measured = [], []
         names = {id(param): name for name, param in self.named_parameters}
         for param, kind in found:
             name = names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
@@ -153,7 +106,30 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
                 f"the gradient of {name} is {kind}, which cannot be measured: it is stepped "
                 "unguarded, not clipped and not watched for NaN"
             )
-        return unmeasured
+        return bool(found)
+
+    def _measured_groups(self) -> Groups:
+        """Return the groups without unguarded ones; the same lists until one joins or leaves."""
+        groups = self.inner.param_groups
+        seen = [(id(group), len(group["params"])) for group in groups]
+        if seen != self._measured[0]:
+            known = {id(param) for param in self._unguarded}
+            rest = [[p for p in group["params"] if id(p) not in known] for group in groups]
+            self._measured = seen, [{"params": params} for params in rest]
+        for measured, group in zip(self._measured[1], groups, strict=True):
+            measured.update({**group, "params": measured["params"]})
+        return self._measured[1]
+
+    def _stand_in(self) -> ClipResult | None:
+        """Return a result that allows the step and has NaN for norms; None without gradients."""
+        device = next((p.device for p in self._unguarded if p.grad is not None), None)
+        if device is None:
+            return None
+        verdict = torch.zeros(NUM_VERDICT, device=device)
+        for column, value in ((NORM, math.nan), (CLIPPED_NORM, math.nan), (WORST, -1.0)):
+            verdict[column].fill_(value)
+        stats = torch.zeros(0, NUM_STATS, dtype=wide_dtype(device), device=device)
+        return ClipResult(verdict[NORM], stats, stats[:, 0], verdict)
 
     def step_if_allowed(
         self,
@@ -164,11 +140,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
     ) -> None:
         """Step unless the result skips it; a verdict in host memory is read, which is no wait.
 
-        Args:
-            result: what :meth:`clip` returned.
-            grad_scale: what it was given.
-            found_inf: 0-dim; the step is skipped if it is not 0.
-            row: the verdict, if it was read already.
+        As that of :class:`zclip.ClippedOptimizer`; ``row`` is the verdict, if it was read already.
         """
         is_read = row is not None or result.verdict.is_cpu
         if self.apply != "inplace" or found_inf is not None or not is_read:
@@ -280,55 +252,37 @@ class LossWatch:
             torch._C._set_grad_enabled(with_graph)
 
 
-class ScaledGradients:
-    """What a GradScaler knows of the gradients of one step, before they are clipped.
+def scale_of(scaler: Any, optimizer: ClippedOptimizer) -> Tensor | None:
+    """Return by what the gradients of an optimizer are yet to be divided; None if by nothing.
 
     ``GradScaler.step`` skips each optimizer by itself, which for several may be half a step. So
     everything that it does before and after is done here, and the step between is ours.
 
-    Args:
-        scaler: a GradScaler that is enabled.
-        optimizers: as they are stepped.
-
-    Attributes:
-        scales: for each optimizer by what its gradients are yet to be divided; None if by nothing.
-        overflows: 0-dim float32, on any device: not 0 where the scaler found NaN or Inf.
-
     Raises:
-        RuntimeError: the scaler has stepped one of them already in this iteration.
+        RuntimeError: the scaler has stepped it already in this iteration.
     """
-
-    def __init__(self, scaler: Any, optimizers: list[Any]) -> None:
-        self._scaler = scaler
-        self.scales: list[Tensor | None] = []
-        self.overflows: list[Tensor] = []
-        for optimizer in optimizers:
-            self.scales.append(self._prepare(optimizer))
-            state = scaler._per_optimizer_states[id(optimizer)]
-            self.overflows += state["found_inf_per_device"].values()
-
-    def update(self) -> None:
-        """Have the scale grow, or back off where the scaler found something."""
-        states = self._scaler._per_optimizer_states.values()
-        if any(state["found_inf_per_device"] for state in states):  # else update() would raise
-            self._scaler.update()
-
-    def _prepare(self, optimizer: ClippedOptimizer) -> Tensor | None:
-        adopt_unscaling(self._scaler, optimizer, optimizer.inner)
-        stage = self._scaler._per_optimizer_states[id(optimizer)]["stage"]
-        if stage is OptState.STEPPED:
-            raise RuntimeError(
-                f"{type(optimizer.inner).__name__} was stepped by the GradScaler already; expected "
-                "healer.step to do it, once"
-            )
-        if stage is OptState.UNSCALED:
-            return None
-        if optimizer.guards_on_device:  # as the scaler does: float16 parameters are allowed here
-            self._scaler._check_inf_per_device(optimizer)
-            scale: Tensor = self._scaler._get_scale_async()
-            return scale
-        self._scaler.unscale_(optimizer)
+    adopt_unscaling(scaler, optimizer, optimizer.inner)
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    if stage is OptState.STEPPED:
+        raise RuntimeError(
+            f"{type(optimizer.inner).__name__} was stepped by the GradScaler already; expected "
+            "healer.step to do it, once"
+        )
+    if stage is OptState.UNSCALED:
         return None
+    if optimizer.guards_on_device:  # as the scaler does: float16 parameters are allowed here
+        scaler._check_inf_per_device(optimizer)
+        scale: Tensor = scaler._get_scale_async()
+        return scale
+    scaler.unscale_(optimizer)
+    return None
+
+
+def overflows_of(scaler: Any, optimizers: Iterable[Optimizer] | None = None) -> list[Tensor]:
+    """Return 0-dim tensors, on any device, that are not 0 where the scaler found NaN or Inf."""
+    states = scaler._per_optimizer_states
+    own = states.values() if optimizers is None else [states[id(o)] for o in optimizers]
+    return [found for state in own for found in state["found_inf_per_device"].values()]
 
 
 TOGETHER = 25
@@ -422,10 +376,7 @@ class GuardedStep:
     def step(self, step: int, loss: Tensor | None, facts: HostFacts | None = None) -> bool:
         """Take the step, or skip it on the device; False if there were no gradients at all.
 
-        Args:
-            step: its number.
-            loss: of this rank.
-            facts: what the host of this rank knows; all ranks get it in the record.
+        Loss and facts are those of this rank; all ranks get them in the record.
         """
         first = self.optimizers[0]
         if self._steps_at_once and first.pull is None and not self.buffers.are_there:
@@ -439,12 +390,11 @@ class GuardedStep:
         lanes = None
         if self.ranks.has_others:
             lanes = self.ranks.lanes(facts or HostFacts(), loss)
-        scaled: ScaledGradients | None = None
-        scales: Sequence[Tensor | None] = ()
-        overflows: Sequence[Tensor] = ()
+        scales: list[Tensor | None] = []
+        overflows: list[Tensor] = []
         if self.scaler is not None:
-            scaled = ScaledGradients(self.scaler, self.optimizers)
-            scales, overflows = scaled.scales, scaled.overflows
+            scales = [scale_of(self.scaler, optimizer) for optimizer in self.optimizers]
+            overflows = overflows_of(self.scaler, self.optimizers)
         judged = row = None
         try:
             results = self.clip(loss, lanes, scales)
@@ -456,14 +406,15 @@ class GuardedStep:
                     own = row if len(results) == 1 else None
                     scale = scales[o] if scales else None
                     self.optimizers[o].step_if_allowed(result, scale, row=own)
-            if scaled is not None:
-                scaled.update()
+            if self.scaler is not None and overflows_of(self.scaler):  # else update() would raise
+                self.scaler.update()
         finally:  # also if the optimizer fails: all ranks must post as many records
             if judged is not None:
                 self.post(step, judged, row)
             else:
                 self.buffers.settle(False)
-            self.forget_scaling()
+            if self.scaler is not None:
+                self.forget_scaling()
         return judged is not None
 
     def clip(
@@ -477,7 +428,7 @@ class GuardedStep:
         Args:
             loss: of this rank.
             lanes: what this rank reports to the others; None if there are none.
-            scales: for each optimizer by what its gradients are to be divided first; none if empty.
+            scales: for each optimizer what :func:`scale_of` returned; empty without a scaler.
         """
         results = []
         for o, optimizer in enumerate(self.optimizers):
@@ -495,13 +446,8 @@ class GuardedStep:
         """Come to one verdict about all optimizers and the loss; None if there are no gradients.
 
         A step that one skips is skipped by all: half a step is a state no run ever had. It is
-        written into their own verdicts too.
-
-        Args:
-            results: what :meth:`clip` returned.
-            loss: of this rank.
-            lanes: as given to :meth:`clip`.
-            overflows: 0-dim, on any device; the step is skipped if one is not 0.
+        written into their own verdicts too. Arguments are those of :meth:`clip`, what it returned,
+        and what :func:`overflows_of` did.
         """
         found = [result for result in results if result is not None]
         if not found:
@@ -619,9 +565,6 @@ def _add_record_group(clipper: Clipper, ranks: Ranks) -> None:
 class OtherOptimizers:
     """Notices steps of optimizers that are not the healer's, by torch's own global hook.
 
-    Args:
-        own: the healer's.
-
     Attributes:
         have_stepped: whether another one did.
     """
@@ -658,12 +601,7 @@ NAMES = ("max_grad_norm", "max_norm")  # what clippers call their limit
 
 
 class ClipLimits:
-    """The limits of all clippers: tightened for some steps, then put back as they were.
-
-    Args:
-        optimizers: whose clippers are tightened.
-        steps: how long a tighter limit holds.
-        note: called with clippers that have no limit.
+    """The limits of all clippers: tightened for ``steps`` steps, then put back as they were.
 
     Attributes:
         steps_left: for how many steps they stay tightened.
@@ -693,7 +631,7 @@ class ClipLimits:
                 self._ratios.clear()
 
     def _warn_of_a_low_limit(self, clipped_norm: float) -> None:
-        """Warn once that nearly all steps are clipped, and by much: the limit sets their size."""
+        """Warn once that nearly all steps are clipped by much, as if the limit set the rate."""
         num_cut = sum(ratio > FAR_BELOW for ratio in self._ratios)
         if num_cut >= NEARLY_ALL * WATCHED:
             self._has_warned = True
@@ -723,12 +661,11 @@ class ClipLimits:
 
     def count_step(self) -> None:
         """Count a step; after the last one the limits are what they were."""
-        if self.steps_left:
-            self.steps_left -= 1
-            if not self.steps_left:
-                for clipper, name, limit in self._first.values():
-                    setattr(clipper, name, limit)
-                self._first.clear()
+        self.steps_left = max(self.steps_left - 1, 0)
+        if not self.steps_left:
+            for clipper, name, limit in self._first.values():
+                setattr(clipper, name, limit)
+            self._first.clear()
 
     def state(self) -> dict[str, Any]:
         """Return plain values; see :meth:`resume`."""

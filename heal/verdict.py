@@ -1,4 +1,4 @@
-"""What the device said about one step, decoded on the host.
+"""What the device reported about one step, decoded on the host.
 
 The columns and the first nine flags are those of ``zclip/layout.py``; they are stated again here,
 and compared by a test, because importing zclip would import torch.
@@ -44,7 +44,7 @@ class Flag(IntFlag):
     STATE_NONFINITE = 1 << 9  # the update left NaN or Inf in weights or moments
     FOREIGN_WRITE = 1 << 10  # weights or moments are not what the last update stored
     STATISTICS_BAD = 1 << 11  # forward left NaN or Inf in a buffer, as in running statistics
-    # News of the host. It rides in the record of the next step so that all ranks hear of it alike.
+    # Flags of the host, sent with the record of the next step, so that all ranks get them alike.
     PREEMPTED = 1 << 12
     MEMORY_PRESSURE = 1 << 13
     WEIGHTS_BAD = 1 << 14
@@ -62,24 +62,24 @@ class Flag(IntFlag):
 NO_FLAG = Flag(0)
 HOST_FLAGS = tuple(flag for flag in Flag if flag >= Flag.PREEMPTED)
 FAILED = Flag.DATA_ERROR | Flag.OUT_OF_MEMORY | Flag.NETWORK_ERROR | Flag.UNKNOWN_ERROR
-"""A rank could not compute its part of this step, which all ranks therefore refuse."""
+"""A rank could not compute its part of this step, which all ranks therefore skip."""
 
 _CLIPPED = (Flag.CLIPPED, Flag.SPIKE, Flag.CLIPPED | Flag.SPIKE)
-_USUAL_FLAGS = {int(flag): flag for flag in (NO_FLAG, *_CLIPPED)}  # to make one takes longer
+_ORDINARY_FLAGS = {int(flag): flag for flag in (NO_FLAG, *_CLIPPED)}  # making one takes longer
 
 NONFINITE_GRADIENT = Flag.HAS_NAN | Flag.HAS_INF | Flag.OVERFLOW | Flag.STATISTICS_BAD
 """What was computed is not all finite: the gradients, or what forward left in buffers."""
 
 
 class Record(NamedTuple):
-    """One optimizer step as the host hears of it, some steps late.
+    """One optimizer step as the host polls it, some steps late.
 
     ``worst`` is the index of the tensor to blame, -1 if none; ``step`` is the number that the
     healing loop gave the step, not the device's own count. ``lr`` is the rate that was used, and
-    ``scheduled_lr`` the one that the schedule wanted, where that is known. ``loss_scale`` is that
+    ``scheduled_lr`` the one that the schedule set, where that is known. ``loss_scale`` is that
     of a gradient scaler, None without one; ``lr_scale`` the factor of healing on the rate.
     ``seconds`` is the mean over ranks, ``own_seconds`` what this one took.
-    NaN stands for what nobody told. A tuple, because one is made in every step and a frozen
+    NaN stands for what is not known. A tuple, because one is made in every step and a frozen
     dataclass of so many fields takes three times as long.
     """
 
@@ -133,18 +133,18 @@ class Record(NamedTuple):
         if len(row) < len(COLUMNS):
             raise ValueError(f"a verdict has {len(COLUMNS)} numbers, the row has {len(row)}")
         # Spelled out: this runs in every step, and a dictionary costs more than all the rest.
-        blocked, flagged, norm, clipped, z, threshold, mean, std, told, ratio = row[:10]
+        blocked, flagged, norm, clipped, z, threshold, mean, std, own_loss, ratio = row[:10]
         try:
             worst, clips, skips, found = int(row[10]), int(row[11]), int(row[12]), int(flagged)
         except (ValueError, OverflowError):  # a broken row must not break the reader
             worst, clips = _whole(row[10], otherwise=-1), _whole(row[11], otherwise=0)
             skips, found = _whole(row[12], otherwise=0), _whole(flagged, otherwise=0)
         found |= int(flags)
-        usual = _USUAL_FLAGS.get(found)
+        ordinary = _ORDINARY_FLAGS.get(found)
         return cls._make(
             (
                 step,
-                Flag(found) if usual is None else usual,
+                Flag(found) if ordinary is None else ordinary,
                 blocked != 0.0,
                 norm,
                 clipped,
@@ -152,7 +152,7 @@ class Record(NamedTuple):
                 threshold,
                 mean,
                 std,
-                told if loss is None else loss,
+                own_loss if loss is None else loss,
                 ratio,
                 worst,
                 worst_name,
@@ -174,11 +174,11 @@ class Record(NamedTuple):
 
     @property
     def has_finite_loss(self) -> bool:
-        is_told = self.flags is NO_FLAG or not int.__and__(self.flags, Flag.LOSS_NAN)
-        return is_told and -math.inf < self.loss < math.inf
+        is_number = self.flags is NO_FLAG or not int.__and__(self.flags, Flag.LOSS_NAN)
+        return is_number and -math.inf < self.loss < math.inf
 
     def has(self, flags: Flag) -> bool:
-        """Tell whether any of these flags is set.
+        """Return whether any of these flags is set.
 
         As plain integers: the operators of IntFlag cost microseconds, every step, several times.
         """
