@@ -101,7 +101,7 @@ def loop(build, clips, heals, measures=False):
         done = healer.last_step + 1
         if healer.training.ring.newest_step() == done:
             return "snapshot"
-        return "heard" if healer.monitor._calm._heard_at == done else "usual"
+        return "polled" if healer.monitor.polled_at == done else "usual"
 
     return step, kind, sum(p.numel() for p in parameters)
 

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from heal.exit_codes import ExitCode
-from heal.json_lines import encodable
-from heal.plain_values import plain
+from heal.json_lines import encodable, plain
 
 RENAMED = {"CannotHeal": "HealingError", "Refuse": "Skip"}
 """Names of version 0.1: importable until 0.3, and read in old journals for good."""

@@ -20,7 +20,8 @@ from heal.causes import Cause, Family
 from heal.checkpointing import Durable, Remedy
 from heal.cluster import watchdog as last_message
 from heal.data.loader_pass import AfterError
-from heal.data.stream import BatchStream, StepBatches, own_copy
+from heal.data.split import own_copy
+from heal.data.stream import BatchStream, StepBatches
 from heal.diagnose import Diagnosis, diagnose_exception
 from heal.exceptions import message_of, qualified_name
 from heal.exit_codes import ExitCode
@@ -121,9 +122,7 @@ class Attempts:
     def attempt(self, was_stepping: Callable[[], bool]) -> Iterator[None]:
         """Recover from exceptions of the body: its batch is dropped. Raise those without a cure.
 
-        Args:
-            was_stepping: returns whether the optimizer was stepping, so that some weights may have
-                changed.
+        If ``was_stepping()``, some weights may have changed.
         """
         self._micro.begin()
         failure: Failure | None = None
@@ -152,11 +151,8 @@ class Attempts:
     def loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:
         """Recover from an exception of the loader; return what becomes of the batch.
 
-        Args:
-            error: the exception.
-            epoch: counted from 0.
-            index: of the batch; None if the epoch could not be opened. Then the only cure is to
-                wait, because there is no batch to drop or to report to other ranks.
+        Without an ``index`` the epoch could not be opened. Then the only cure is to wait, because
+        there is no batch to drop or to report to other ranks.
         """
         diagnosis, error = self.judge(error, "open") if index is None else self.judge_read(error)
         diagnosis.evidence["epoch"] = epoch

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from heal.data.stream import own_copy
+from heal.data.split import own_copy
 from heal.experiment import Experiment
 from heal.guarded_step import GuardedStep, OtherOptimizers
 from heal.lr_schedules import Schedules
@@ -37,7 +37,7 @@ class BodyTrials:
         guarded: whose optimizers are the healer's own.
         schedules: say whether there is one that was not given.
         forward: computes the loss of a batch; None if only the body can.
-        note: told of a body that cannot be run twice.
+        note: called with why a body cannot be run twice.
 
     Attributes:
         is_open: whether the body runs with old weights, so that its step must change nothing.
@@ -57,7 +57,7 @@ class BodyTrials:
         self._forward = forward
         self._note = note
         self._trial: Trial | None = None
-        self._writes = Writes()
+        self._writes = Writes(note)
         self._outer: object = None
         self.is_open = False
         self._others = OtherOptimizers(o.inner for o in guarded.optimizers)
@@ -152,8 +152,9 @@ class Writes(TorchDispatchMode):
     Tensors that were made meanwhile are left out: an evaluation writes many, and keeps none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
         self._before: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._made: set[int] = set()
         self._entered = ExitStack()
@@ -191,12 +192,22 @@ class Writes(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        self._contained(self._keep_written, func, args, kwargs)
+        found = func(*args, **kwargs)
+        self._contained(self._note_made, found, (args, kwargs))
+        return found
+
+    def _contained(self, action: Callable[..., None], *arguments: Any) -> None:
+        """A tensor of a kind that cannot be copied must not end the run; it is not put back."""
+        try:
+            action(*arguments)
+        except Exception as error:
+            self._note(f"experiment: a write after the step is not undone: {error!r}")
+
+    def _keep_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._keep(args[place] if place < len(args) else kwargs.get(argument.name))
-        found = func(*args, **kwargs)
-        self._made |= _storages(found) - _storages((args, kwargs))
-        return found
 
     def _keep(self, written: Any) -> None:
         for tensor in tree_leaves(written):
@@ -204,6 +215,9 @@ class Writes(TorchDispatchMode):
                 place = *_storages(tensor), tensor.storage_offset(), tensor.shape
                 if place not in self._before:
                     self._before[place] = tensor, tensor.detach().to("cpu", copy=True)
+
+    def _note_made(self, found: Any, given: Any) -> None:
+        self._made |= _storages(found) - _storages(given)
 
 
 def _storages(values: Any) -> set[int]:

@@ -1,6 +1,6 @@
-"""Fresh copies of the buffers that forward writes, so that a refused step leaves no trace in them.
+"""Fresh copies of the buffers that forward writes, so that a skipped step leaves no trace in them.
 
-BatchNorm writes its running statistics long before anybody knows that the batch was bad. Which
+BatchNorm writes its running statistics long before the batch is known to be bad. Which
 buffers are written is found out by watching: masks, position tables and quantised weights never
 are, and cost neither time nor copies.
 """
@@ -104,7 +104,7 @@ class BufferCopies:
 
     Args:
         model: whose buffers.
-        note: told what could not be put back.
+        note: called with what could not be put back.
 
     Attributes:
         firsts: by name, small buffers that were found to move, as they were before their first
@@ -153,7 +153,7 @@ class BufferCopies:
         return name not in self._still
 
     def still(self) -> list[tuple[str, Tensor]]:
-        """Return the buffers that nobody was seen to write."""
+        """Return the buffers that were never seen to be written."""
         return [(name, slot.buffer) for name, slot in self._still.items()]
 
     def statistics(self) -> dict[str, Checked]:
@@ -163,7 +163,7 @@ class BufferCopies:
     def without_nan(self) -> dict[str, Checked]:
         """Return the other moving buffers that NaN has no place in, though Inf may have.
 
-        Not those that were made in a forward: nobody knows what they are meant to hold.
+        Not those that were made in a forward: what they are meant to hold is unknown.
         """
         return self._checked(are_statistics=False)
 
@@ -186,7 +186,7 @@ class BufferCopies:
             return []
 
     def count_as_moving(self, name: str) -> None:
-        """Hear that a buffer was written though ``_version`` does not say so."""
+        """Note that a buffer was written though ``_version`` does not say so."""
         slot = self._still[name]
         slot.copy = None  # of a time that no snapshot need be of
         self._begin_moving(slot)
@@ -217,7 +217,7 @@ class BufferCopies:
             group.put_back()
 
     def restored(self) -> None:
-        """Hear that the model was given another state: what that wrote is not for putting back."""
+        """Note that the model was given another state: what that wrote is not for putting back."""
         self._contained(self._restored)
 
     def _restored(self) -> None:
@@ -229,16 +229,16 @@ class BufferCopies:
         self._regroup()
         self.refresh()
 
-    def settle(self, refused: "bool | Tensor", spares_finite: bool = False) -> None:
-        """Put the buffers back if the step was refused, else make their present state the copy.
+    def settle(self, skipped: "bool | Tensor", spares_finite: bool = False) -> None:
+        """Put the buffers back if the step was skipped, else make their present state the copy.
 
         Args:
-            refused: a bool, or one 0-dim tensor on a device, which nothing waits for.
-            spares_finite: a refused step is routine, as under a scaler that still searches its
+            skipped: a bool, or one 0-dim tensor on a device, which nothing waits for.
+            spares_finite: a skipped step is routine, as under a scaler that still searches its
                 scale; without healing its statistics would stay, so they do unless NaN or Inf.
         """
         if self.are_there:
-            self._contained(self._settle, refused, spares_finite)
+            self._contained(self._settle, skipped, spares_finite)
 
     def _contained(self, action: Callable[..., None], *arguments: Any) -> None:
         """A buffer of a kind that cannot be copied must not end the run."""
@@ -247,20 +247,20 @@ class BufferCopies:
         except Exception as error:
             self._moving, self._still, self._groups = {}, {}, []
             self._regroup()
-            self._note(f"buffers are not put back after refused steps: {error!r}")
+            self._note(f"buffers are not put back after skipped steps: {error!r}")
 
-    def _settle(self, refused: "bool | Tensor", spares_finite: bool) -> None:
+    def _settle(self, skipped: "bool | Tensor", spares_finite: bool) -> None:
         if not self._has_settled:  # the first forward made what is made lazily
             self._has_settled = True
             self.find()
-        if isinstance(refused, Tensor):
+        if isinstance(skipped, Tensor):
             self._look()
-            blocked = refused > 0
+            blocked = skipped > 0
             if spares_finite:
                 blocked &= ~self._is_finite(blocked)
             for group in self._groups:
                 group.settle(blocked.to(group.flat.device, non_blocking=True))
-        elif refused and not (spares_finite and bool(self._is_finite(torch.tensor(True)))):
+        elif skipped and not (spares_finite and bool(self._is_finite(torch.tensor(True)))):
             self._put_back()
         elif not self._has_begun:  # else the next step copies before its forward
             self.refresh()
@@ -489,6 +489,6 @@ def copy_and_hash(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Tenso
         return torch.empty(0, 2, dtype=torch.int64)
     rows: Tensor = torch.ops.zclip.copy_and_hash_(list(targets), list(sources))
     # To autograd an operator of ours is a stranger: a graph that still needs what was here before
-    # must hear of it, as it would of copy_().
+    # must know of it, as it would of copy_().
     torch.autograd.graph.increment_version(list(targets))
     return rows

@@ -9,7 +9,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from heal.exit_codes import ExitCode, ExitReason
-from heal.plain_values import plain
+from heal.json_lines import plain
 from heal.verdict import Flag
 
 

@@ -35,8 +35,8 @@ from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal, Notes
+from heal.json_lines import plain
 from heal.monitor import Monitor
-from heal.plain_values import plain
 from heal.policy import MAX_CONSECUTIVE_DATA_ERRORS
 from heal.recovery import Recovery
 from heal.run import TorchRun
@@ -45,6 +45,8 @@ from heal.training_state import RngState, TrainingState
 
 LOG = logging.getLogger("heal")
 Values = Callable[[], dict[str, Any]]
+"""Returns what healing knows of the run, see :class:`HealingMemory`."""
+
 NEEDED = ("data", "unwanted", "healing", "history", "run")
 """Plain values of a run beside those of its training state."""
 
@@ -59,22 +61,14 @@ class Remedy:
 
     A resumed run is bit by bit the run that died, so that it would meet the same batch again. Every
     rank of the next start leaves the batch out, or cuts its batches finer.
-
-    Attributes:
-        step: that could not be taken.
-        rank: that could not take it.
-        cause: of :class:`heal.causes.Cause`, by its value.
-        error: what was raised.
-        batches: to leave out, by the number of batches drawn before each.
-        micro: how finely to cut; see :meth:`heal.micro_batch.MicroBatcher.state`.
     """
 
-    step: int
-    rank: int
-    cause: str
+    step: int  # that could not be taken
+    rank: int  # that could not take it
+    cause: str  # value of a :class:`heal.causes.Cause`
     error: str = ""
-    batches: list[int] = field(default_factory=list)
-    micro: dict[str, int] = field(default_factory=dict)
+    batches: list[int] = field(default_factory=list)  # to leave out, by their number in the stream
+    micro: dict[str, int] = field(default_factory=dict)  # see MicroBatcher.state
 
     @classmethod
     def from_json(cls, page: Any) -> "Remedy":
@@ -113,12 +107,6 @@ class HealingMemory:
     """What was tried, what the detectors learned, and what healing changed about the run.
 
     Without it a run that was resumed would have all its attempts again, and try what has failed.
-
-    Args:
-        run: the step that comes next, and what healing changed.
-        guarded: clips and watches the loss.
-        monitor: the detectors.
-        recovery: what was tried, and findings that are not treated yet.
     """
 
     def __init__(
@@ -183,14 +171,8 @@ class HealingMemory:
 class Durable:
     """Saves a run to disk every so many steps, and brings it back.
 
-    Args:
-        directory: of the checkpoints; all ranks see it.
-        config: how often, how many, in a thread or not.
-        state: what training changes.
-        stream: the position in the data.
-        journal: gets an event for every save.
-        notes: get a text for every failure.
-        group: the ranks that save together; all if None.
+    The journal gets an event for every save, and ``notes`` a text for every failure. ``group`` are
+    the ranks that save together, all if None.
 
     Attributes:
         failures: how many saves failed.
@@ -223,31 +205,18 @@ class Durable:
         self._notes = notes
         self._saved_step = -1
 
-    def is_due(self, step: int) -> bool:
-        """Return whether it is time to save."""
-        return self._interval > 0 and step % self._interval == 0
-
     def next_due(self, step: int) -> int:
         """Return the next step after ``step`` at which to save."""
         return next_due(step, self._interval, False) if self._interval > 0 else NEVER
 
     def save_if_due(self, step: int, values: Values) -> None:
-        """Save if it is time, and report how earlier saves ended; waits for no disk.
-
-        Args:
-            step: that comes next.
-            values: returns what healing knows of the run.
-        """
+        """Save if it is time, and report how earlier saves ended; waits for no disk."""
         self._report_saves()
-        if self.is_due(step):
+        if self._interval > 0 and step % self._interval == 0:
             self._contained(step, lambda: self._save(step, values, self._asynchronous))
 
     def save(self, step: int, values: Values) -> None:
-        """Save now, and return when it is on the disk; every rank has to call this.
-
-        Raises:
-            SaveFailed: it is not; training can go on.
-        """
+        """Save now, and return when it is on the disk, else raise; every rank has to call this."""
         self.finish()
         self._save(step, values, asynchronous=False)
 
@@ -262,11 +231,7 @@ class Durable:
     ) -> HealingError:
         """Save before a requested stop; return the stop, with another code if saving failed.
 
-        Args:
-            halt: with the exit code that means "run me again".
-            step: that comes next.
-            values: returns what healing knows of the run.
-            may_save: whether all ranks are here to save together.
+        ``may_save``: whether all ranks are here to save together.
         """
         if may_save:
             self.save_last(step, values)
@@ -391,7 +356,7 @@ class Durable:
             self._failed(step, error)
 
     def _report_saves(self) -> None:
-        for report in self.store.news():
+        for report in self.store.finished_saves():
             if report.error is not None:
                 self._failed(report.step, report.error)
             elif self.store.ranks.rank == 0:
@@ -419,6 +384,6 @@ class Durable:
         old, new = restored.world_size, self.store.ranks.size
         self._notes.add(
             f"saved by {old} ranks, resumed by {new}: the epoch goes on at the same share of its "
-            "samples, which are dealt out anew"
+            "samples, which are dealt out again"
         )
         return replace(position, index=position.index * old // new, loader_state=None)

@@ -40,7 +40,7 @@ class Detector(Protocol):
     """Looks for one kind of symptom in the stream of records."""
 
     def observe(self, record: Record) -> Finding | None:
-        """Hear of a step, in order; return what is wrong, if anything."""
+        """Take in a step, in order; return what is wrong, if anything."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Watch:
                     finding = detector.observe(record)
                     if finding is not None:
                         findings.append(self._muted(name, finding))
-            except Exception as error:  # the others must hear
+            except Exception as error:  # the others go on
                 self._errors.append(error)
         return found
 
@@ -178,7 +178,7 @@ class Watch:
     def observe_eval(
         self, step: int, eval_loss: float, train_loss: float | None = None
     ) -> list[Finding]:
-        """Return what an evaluation tells; ``train_loss`` if measured in evaluation mode too."""
+        """Return what an evaluation shows; ``train_loss`` if measured in evaluation mode too."""
         finding = self._gap.observe_eval(step, eval_loss, train_loss)
         return [] if finding is None else [finding]
 
@@ -191,7 +191,7 @@ class Watch:
         return [(at, old.value, new.value) for at, old, new in self.forecast.take_moves()]
 
     def note_rollback(self, step: int) -> None:
-        """Hear that the run goes back to ``step``; before its state is loaded."""
+        """Note that the run goes back to ``step``; before its state is loaded."""
         if self.forecast is not None:
             self.forecast.note_failure(step)
 

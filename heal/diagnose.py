@@ -42,6 +42,11 @@ class Diagnosis:
         return self.cause.about.family
 
     @property
+    def is_proven(self) -> bool:
+        """Whether an experiment has found the weights damaged."""
+        return "loss_with_old_weights" in self.evidence
+
+    @property
     def reference(self) -> str:
         return self.cause.about.reference
 
@@ -141,10 +146,10 @@ def diagnose_exception(
 def may_be_the_weights(diagnosis: Diagnosis, patience: int, most: int) -> bool:
     """Return whether weights that hold NaN or Inf could be behind a diagnosis.
 
-    They could for NaN losses and gradients, and for any exception of the model's own code: NaN is
-    an error where it samples from its output, looks up an index or inverts a matrix. For skipped
-    steps only when a streak begins and whenever patience is spent, because a look costs a pass over
-    the state.
+    They could for damage that an experiment has found, for NaN losses and gradients, and for any
+    exception of the model's own code: NaN is an error where it samples from its output, looks up an
+    index or inverts a matrix. For skipped steps only when a streak begins and whenever patience is
+    spent, because a look costs a pass over the state.
 
     Args:
         diagnosis: what is wrong, as far as is known.
@@ -152,6 +157,8 @@ def may_be_the_weights(diagnosis: Diagnosis, patience: int, most: int) -> bool:
         most: skipped steps in a row that end the run.
     """
     was_raised = "type" in diagnosis.evidence
+    if diagnosis.is_proven:
+        return True
     if diagnosis.cause.about.is_nonfinite:
         streak = diagnosis.streak
         return was_raised or streak == 1 or streak % patience == 0 or streak >= most

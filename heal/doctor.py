@@ -29,7 +29,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of a report: how grave it is, what was seen, what to do about it.
+    """One line of a report: how severe it is, what was seen, what to do about it.
 
     Args:
         level: ``"ok"``, ``"warn"`` (it works, but not as well as it could) or ``"error"``.

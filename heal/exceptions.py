@@ -159,10 +159,8 @@ def message_of(exc: BaseException) -> str:
 def classify(exc: BaseException, phase: str = "", *, is_alone: bool = False) -> Match:
     """Return the cause of an exception; that of what it was raised from if its own is unknown.
 
-    Args:
-        exc: what was raised.
-        phase: where, see :func:`heal.diagnose.diagnose_exception`.
-        is_alone: whether there is no other process that a loader could share a collective with.
+    Phases are those of :func:`heal.diagnose.diagnose_exception`. ``is_alone`` means that a loader
+    has no other process to share a collective with.
     """
     match = _classify(exc, phase, is_alone)
     origin = exc.__cause__

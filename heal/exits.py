@@ -82,10 +82,7 @@ SIGNAL_BASE = 128  # a shell's code for "ended by signal n" is this plus n
 class Exits:
     """Writes one postmortem: at the end of ``run`` or ``with``, on a halt, or when Python exits.
 
-    Args:
-        healer: has the last step and metrics; not kept alive.
-        journal: where the postmortem goes.
-        clock: seconds.
+    It does not keep the healer alive.
     """
 
     def __init__(self, healer: "Healer", journal: Journal, clock: Callable[[], float]) -> None:

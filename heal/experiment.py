@@ -6,7 +6,7 @@ without an update, and compare it with the loss that today's weights have on the
 the old weights do much better on today's data, today's weights are damaged. If they do as badly,
 the data changed and no rollback can help.
 
-:class:`Experiment` asks one question at a time. Somebody who can run a forward pass (``run``, the
+:class:`Experiment` asks one question at a time. Whoever can run a forward pass (``run``, the
 loop over ``batches``, a trainer) looks at :attr:`Experiment.is_due` before each step and runs one
 :class:`Trial`; the loss of the real step that follows is the other half of the pair.
 """
@@ -60,7 +60,7 @@ LATEST = 5
 """Losses whose median says whether the loss comes down."""
 
 UNANSWERED_STEPS = 3
-"""Steps after which a question that nobody could run a forward pass for is given up."""
+"""Steps after which a question is given up if no forward pass could be run for it."""
 
 
 class Answer(str, Enum):
@@ -170,6 +170,7 @@ class _Question:
     pairs: list[Pair] = field(default_factory=list)
     all_pairs: list[Pair] = field(default_factory=list)
     forwards: int = 0
+    fresh: int | None = None  # the snapshot of right before the damage, once that was shown
     level: float | None = None  # of the loss when the weights were last found damaged
     trial_step: int = -1
     old_loss: float = math.nan
@@ -177,7 +178,7 @@ class _Question:
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether the loss is finite and the gradients are not: a forward pass tells nothing."""
+        """Whether the loss is finite and the gradients are not: a forward pass shows nothing."""
         return self.finding.cause is Cause.NONFINITE_GRADIENT
 
 
@@ -197,7 +198,7 @@ class Experiment:
         loss_level: returns the usual loss and its noise.
         held_lr: returns the highest learning rate that was held without a schedule.
         patience: steps that weights found damaged are given to recover by themselves.
-        note: told of what cannot be tried.
+        note: called with what cannot be tried.
 
     Attributes:
         forwards: passes that experiments have cost so far.
@@ -289,7 +290,8 @@ class Experiment:
         question.trial_step = self._run.step
         question.old_loss, question.now_loss = math.nan, None
         try:
-            snapshot: Snapshot | None = self._run.ring.take(step)
+            is_proven = step != question.fresh
+            snapshot: Snapshot | None = self._run.ring.take(step, is_proven)
         except (SnapshotCorrupt, KeyError) as error:
             self._note(f"experiment: {error}")
             snapshot = None
@@ -300,7 +302,7 @@ class Experiment:
 
         Args:
             old: the loss with the old weights; None if it could not be computed.
-            now: that with today's weights, if it was computed as well; else the real step tells.
+            now: that with today's weights, if computed as well; else the real step has it.
         """
         question = self._question
         if question is None:
@@ -347,6 +349,11 @@ class Experiment:
             if pair.now < pair.old - LEARNED_NOISE * question.noise:
                 return self._settle(Answer.OTHER_DATA, "today's weights do better than the first")
             return self._settle(Answer.UNDECIDED, NOT_LEARNING)
+        if question.fresh is not None:
+            if not _loses(question.pairs[-1], CLEAR_NOISE * question.noise, CLEAR_RATIO):
+                return self._settle(Answer.UNDECIDED, "")  # of this snapshot only
+            self._run.ring.prove(question.fresh)
+            return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
         answer = judge(question.pairs, question.noise, question.usual)
         is_game = question.arms[0][1] is not None
         if answer is None and is_game:
@@ -367,7 +374,26 @@ class Experiment:
                 question.pairs.clear()
                 question.due_at = step + wait
                 return None
+        if answer is Answer.DAMAGED and self._goes_on_with_fresh(question):
+            return None
         return self._settle(answer, WHY[answer])
+
+    def _goes_on_with_fresh(self, question: _Question) -> bool:
+        """Try the snapshot that was taken right before the damage, if there is one.
+
+        It was in quarantine, because too few clean steps came after it. If today's weights lose to
+        it as well, it is sound, and fewer steps are undone.
+        """
+        last, newest = question.arms[question.arm][0], question.finding.bad_step + 1
+        fresh = [s for s in self._run.ring.finite_steps() if last < s <= newest]
+        fresh = [s for s in self._ranks.common(fresh) if self._fits(s)]
+        if not fresh or not self._can_afford():
+            return False
+        question.fresh = fresh[0]
+        question.arm += 1
+        question.arms.insert(question.arm, (fresh[0], None))
+        question.pairs.clear()
+        return True
 
     def _next_player(self, question: _Question, answer: Answer) -> Settled | None:
         """Ask the other snapshot about a player who lost; one who did not is acquitted."""
@@ -404,6 +430,10 @@ class Experiment:
         self._question = None
         self._run.ring.pin(set())
         self.settled += 1
+        if answer is Answer.UNDECIDED and question.fresh is not None:  # an older one has shown it
+            question.arms.remove((question.fresh, None))
+            question.arm -= 1
+            answer, why = Answer.DAMAGED, WHY[Answer.DAMAGED]
         finding, cause = question.finding, question.finding.cause
         snapshots = tuple(dict.fromkeys(s for s, _ in question.arms[: question.arm + 1]))
         findings: list[Finding] = []

@@ -1,4 +1,4 @@
-"""State beside parameters and buffers: of modules (``get_extra_state``), and of the user."""
+"""State beside parameters and buffers: of modules, of schedulers, and of the user."""
 
 import copy
 from collections import OrderedDict
@@ -8,15 +8,21 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from heal.plain_values import plain_name
+Note = Callable[[str], None]
 
-KEPT_MAPPINGS = (dict, OrderedDict)
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Names that DDP, torch.compile, activation checkpointing and FSDP put into those of parameters."""
 
 
-def extra_states(model: Module, note: Callable[[str], None]) -> dict[str, Any]:
-    """Return what each module that defines it has to tell, by its name; nothing is copied.
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or module without the wrappers around the model."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
-    One that fails is told of and left out: a snapshot without it is better than none.
+
+def extra_states(model: Module, note: Note) -> dict[str, Any]:
+    """Return ``get_extra_state`` of each module that defines it, by name; nothing is copied.
+
+    One that fails is noted and left out: a snapshot without it is better than none.
     """
     found = {}
     for name, module in model.named_modules():
@@ -28,8 +34,8 @@ def extra_states(model: Module, note: Callable[[str], None]) -> dict[str, Any]:
     return found
 
 
-def set_extra_states(model: Module, states: Mapping[str, Any], note: Callable[[str], None]) -> None:
-    """Give each module its state again. One that is gone, or fails, costs the others nothing."""
+def set_extra_states(model: Module, states: Mapping[str, Any], note: Note) -> None:
+    """Give each module its state again; one that is gone, or fails, is left out."""
     for name, module in model.named_modules():
         if plain_name(name) in states and _defines(module):
             try:
@@ -51,13 +57,11 @@ def _module_name(name: str, module: Module) -> str:
 class AddedStates:
     """State that lives outside the model and the optimizers, saved and loaded by functions.
 
-    Copies are in host memory, and the functions get copies too: what they are given is theirs.
-
-    Args:
-        note: told of a state that could not be saved, and is not in a snapshot.
+    Copies are in host memory, and the functions get copies too, which they may change. ``note``
+    gets a text for each state that could not be saved, and is not in a snapshot.
     """
 
-    def __init__(self, note: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, note: Note = lambda text: None) -> None:
         self._kept: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._unclaimed: dict[str, Any] = {}  # of a checkpoint, for states that are added later
         self._note = note
@@ -66,12 +70,7 @@ class AddedStates:
         return bool(self._kept)
 
     def add(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """Have a state saved and loaded under a name.
-
-        Raises:
-            TypeError: ``name`` is no text, or ``save`` or ``load`` cannot be called.
-            ValueError: the name is taken.
-        """
+        """Have a state saved and loaded under a name that is not taken."""
         if not isinstance(name, str):
             raise TypeError(f"name: expected a str, got {type(name).__name__}")
         for argument, function in (("save", save), ("load", load)):
@@ -112,11 +111,8 @@ def on_host(value: Any) -> Any:
         return type(value)(on_host(entry) for entry in value)
     if isinstance(value, dict):
         pairs = {key: on_host(entry) for key, entry in value.items()}
-        return type(value)(pairs) if type(value) in KEPT_MAPPINGS else pairs
+        return OrderedDict(pairs) if type(value) is OrderedDict else pairs
     return copy.deepcopy(value)
-
-
-# Schedulers and optimizers as healing sees them: what can be saved, and what is named instead.
 
 
 def listed(scheduler: Any) -> list[Any]:
@@ -126,22 +122,19 @@ def listed(scheduler: Any) -> list[Any]:
     return list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]
 
 
-def has_state(scheduler: Any) -> bool:
-    """Return whether a scheduler can be saved, and returned to what was saved."""
-    return callable(getattr(scheduler, "state_dict", None)) and callable(
-        getattr(scheduler, "load_state_dict", None)
-    )
-
-
 def state_of(scheduler: Any) -> Any:
-    """Return what a scheduler saves, None if it cannot."""
-    return scheduler.state_dict() if has_state(scheduler) else None
+    """Return the state of a scheduler; None if it cannot be saved and loaded."""
+    return scheduler.state_dict() if _has(scheduler, "state_dict", "load_state_dict") else None
 
 
-def note_stateless(schedulers: Sequence[Any], note: Callable[[str], None]) -> None:
-    """Tell of schedulers that a rollback and a checkpoint cannot return."""
+def _has(owner: Any, *methods: str) -> bool:
+    return all(callable(getattr(owner, name, None)) for name in methods)
+
+
+def note_stateless(schedulers: Sequence[Any], note: Note) -> None:
+    """Name schedulers that a rollback and a checkpoint cannot return."""
     for scheduler in schedulers:
-        if not has_state(scheduler):
+        if not _has(scheduler, "state_dict", "load_state_dict"):
             note(
                 f"the scheduler is a {type(scheduler).__name__} without state_dict and "
                 "load_state_dict: snapshots hold the learning rate but not its place in the "
@@ -149,11 +142,11 @@ def note_stateless(schedulers: Sequence[Any], note: Callable[[str], None]) -> No
             )
 
 
-def note_rewriting(optimizers: Sequence[Any], note: Callable[[str], None]) -> None:
+def note_rewriting(optimizers: Sequence[Any], note: Note) -> None:
     """Name optimizers that rewrite the weights for an evaluation, as schedule-free ones do."""
     for optimizer in optimizers:
         inner = getattr(optimizer, "inner", optimizer)
-        if callable(getattr(inner, "eval", None)) and callable(getattr(inner, "train", None)):
+        if _has(inner, "eval", "train"):
             note(
                 f"{type(inner).__name__} rewrites the weights in eval() and train(), which rounds "
                 "them; a replay after a rollback does so only where your loop evaluates again, and "

@@ -33,6 +33,7 @@ from zclip.layout import (
     CLIPPED_NORM,
     FLAGS,
     FOREIGN_WRITE,
+    HEALTH_FLAGS,
     NORM,
     NUM_LOSS_STATE,
     NUM_STATS,
@@ -342,8 +343,12 @@ Judged = tuple[Tensor, Tensor | None]
 """What is posted: the verdict about a step, and what all ranks reported, if there are others."""
 
 
-BAD = BAD_WEIGHT | BAD_STATE
 STATE_NONFINITE, FOREIGN = int(Flag.STATE_NONFINITE), int(Flag.FOREIGN_WRITE)
+HEALTH = [
+    STATE_NONFINITE * bool(bits & (BAD_WEIGHT | BAD_STATE)) + FOREIGN * bool(bits & FOREIGN_WRITE)
+    for bits in range(2 * FOREIGN_WRITE)
+]
+"""The flags of a record for those that a fused optimizer has after an update."""
 
 
 class GuardedStep:
@@ -405,13 +410,13 @@ class GuardedStep:
             _add_record_group(self.optimizers[0].clipper, self.ranks)
         # Each rank measures its own; only records that all ranks share may lead to an action.
         inner = [] if self.ranks.has_others else [o.inner for o in self.optimizers]
-        self._fused = [o for o in inner if isinstance(o, FusedOptimizer)]
+        self._fused = [o for o in inner if isinstance(o, FusedOptimizer)]  # these have telemetry
         self._steps_at_once = (
             len(inner) == len(self._fused) == 1
             and self.scaler is None
             and self.optimizers[0].apply == "inplace"
         )
-        self._telemetry: list[StepResult | None] = []  # that was posted last
+        self._telemetry: dict[FusedOptimizer, StepResult] = {}  # that was posted last
         self._no_scale = torch.full((1,), NO_LOSS_SCALE, device=device)
 
     def step(self, step: int, loss: Tensor | None, facts: HostFacts | None = None) -> bool:
@@ -545,11 +550,23 @@ class GuardedStep:
         """Post what was judged; ``row`` is the verdict, if it is in host memory and was read."""
         verdict, reported = judged
         scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
-        health = self._new_telemetry() if self._fused else []
         if verdict.is_cpu and (scale is None or scale.is_cpu):
             row = verdict.tolist() if row is None else row
-            for result in health:
-                row[FLAGS] += _health_flags(int(result.health_flags))
+        else:
+            row = None
+        for optimizer in self._fused:
+            result = optimizer.result
+            if result is None or result is self._telemetry.get(optimizer):
+                continue  # it has not stepped
+            self._telemetry[optimizer] = result
+            bits = result.summary[HEALTH_FLAGS]
+            if row is not None and bits.is_cpu:
+                row[FLAGS] += HEALTH[int(bits)]
+            elif row is None:
+                bits = _moved(bits, verdict.device)
+                is_bad = bits.remainder(FOREIGN_WRITE) > 0
+                verdict[FLAGS].add_(STATE_NONFINITE * is_bad + FOREIGN * (bits >= FOREIGN_WRITE))
+        if row is not None:
             row.append(NO_LOSS_SCALE if scale is None else float(scale))
             self.posted = row if reported is None else row + reported.tolist()
             self.mailbox.post_row(step, self.posted)
@@ -557,20 +574,10 @@ class GuardedStep:
                 self.buffers.settle(self.optimizers[0].was_skipped(row), scale is not None)
             return
         self.posted = None
-        for result in health:
-            bits = _moved(result.health_flags, verdict.device)
-            is_bad = bits.remainder(FOREIGN_WRITE) > 0
-            verdict[FLAGS].add_(STATE_NONFINITE * is_bad + FOREIGN * (bits >= FOREIGN_WRITE))
         tail = self._no_scale if scale is None else scale.reshape(1).to(verdict)
         parts = [verdict, tail] if reported is None else [verdict, tail, reported]
         self.mailbox.post(step, torch.cat(parts))
         self.buffers.settle(self.optimizers[0].skips(verdict), scale is not None)
-
-    def _new_telemetry(self) -> list[StepResult]:
-        """Return what fused optimizers measured since last asked; a skipped one did not."""
-        results = [o.result for o in self._fused if o.telemetry]
-        known, self._telemetry = self._telemetry, results
-        return [r for r in results if r is not None and all(r is not old for old in known)]
 
     @property
     def has_stages(self) -> bool:
@@ -595,11 +602,6 @@ class GuardedStep:
             return ""
         names = [name for clipper in self._blamed for name in clipper.names]
         return names[worst] if worst < len(names) else ""
-
-
-def _health_flags(bits: int) -> int:
-    """Return the flags of a record for what a fused optimizer measured as it updated."""
-    return STATE_NONFINITE * bool(bits & BAD) + FOREIGN * bool(bits & ~BAD)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

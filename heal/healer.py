@@ -31,7 +31,7 @@ from heal.exit_codes import ExitCode
 from heal.exits import Exits
 from heal.experiment import Experiment
 from heal.extra_state import note_rewriting, note_stateless
-from heal.guarded_step import GuardedStep, judgeable
+from heal.guarded_step import JUDGED, GuardedStep, judgeable
 from heal.integrations.trackers import attach
 from heal.journal import LEFT_OUT, Journal, Notes
 from heal.lab.attached_probes import AttachedProbe, AttachedProbes
@@ -258,47 +258,41 @@ class Healer:
 
         Raises:
             TypeError: the loss is neither a number nor a tensor.
-            HealingError: healing is at its end; its ``exit_code`` says why. The postmortem is
-                written.
+            HealingError: the run must stop; ``exit_code`` says why. The postmortem is written.
         """
-        if loss is not None:
-            loss = judgeable(loss, self.note)
+        number: Tensor | None = None
+        if type(loss) is Tensor and not loss.dim() and loss.dtype in JUDGED:
+            number = loss
+        elif loss is not None:
+            number = judgeable(loss, self.note)
         if self.trials.is_open:  # an experiment: the body ran with old weights, nothing is taken
-            self.trials.finish(loss)
+            self.trials.finish(number)
             return
-        facts = self._before_step()
-        self._is_stepping = True
-        posted = self._take(loss, facts)  # clip, decide, step, post: no sync
-        self.schedules.step()
-        self._is_stepping = False
-        try:
-            self.after_step(facts, posted, loss is not None)
-        except HealingError as halt:
-            self._halt(halt)
-        except Exception as error:
-            self.note(f"{LEFT_OUT}: {error!r}")
-
-    def _before_step(self) -> HostFacts:
-        """Prepare the step and return what the host knows of it."""
-        facts = HostFacts()
+        facts, posted = HostFacts(), True
         try:
             self.schedules.before_step(self.training.step)
             self.before_step()
             facts = self.monitor.facts()
-            self.training.apply_lr_limit()
+            if self.training.lr_limit is not None:
+                self.training.apply_lr_limit()
         except Exception as error:
             self.note(f"{LEFT_OUT}: {error!r}")
-        return facts
-
-    def _take(self, loss: Tensor | None, facts: HostFacts) -> bool:
+        self._is_stepping = True
         try:
-            return self.guarded.step(self.training.step, loss, facts)
+            posted = self.guarded.step(self.training.step, number, facts)  # nothing waits
         except Exception as error:
             if not self.guarded.ranks.has_others:
                 self.monitor.not_sent(facts)
                 raise
             self.retries.step_failed(error)
-            return True
+        self.schedules.step()
+        self._is_stepping = False
+        try:
+            self.after_step(facts, posted, number is not None)
+        except HealingError as halt:
+            self._halt(halt)
+        except Exception as error:
+            self.note(f"{LEFT_OUT}: {error!r}")
 
     def after_step(self, facts: HostFacts, posted: bool, has_loss: bool) -> None:
         """Count the step, recover from what was wrong with those before it, and do what is due.
@@ -316,7 +310,11 @@ class Healer:
         step = self.training.step + 1
         is_calm = self.monitor.note_step(step, facts, posted, has_loss)
         self.training.advance()
-        has_changed_shape = self._has_changed_shape()
+        has_changed_shape = False
+        try:
+            has_changed_shape = self.training.has_changed_shape()
+        except Exception as error:  # the detectors must be shown the records all the same
+            self.note(f"{LEFT_OUT}: {error!r}")
         if is_calm and step < self._busy_at and not self.recovery.late and not has_changed_shape:
             return  # as after most steps
         self._busy_at = 0
@@ -324,7 +322,7 @@ class Healer:
         self.contained(self.monitor.check_health)
         for seen in self.recovery.poll():
             if self.recovery.treat(seen):
-                break  # the rest of the mail is of steps that did not happen
+                break  # the remaining records are of steps that did not happen
         else:
             self._maintain(step)
         self._write_metrics()
@@ -405,7 +403,7 @@ class Healer:
 
         For integrations that step the optimizer themselves; :meth:`step` calls it.
         """
-        if self.training.has_turn_to_end or self._owes_checkpoint:
+        if self.training.is_between_steps or self._owes_checkpoint:
             self._between_steps(is_drawing=False)
         if self.training.ring.copying is not None or self.training.step == 0:
             self.contained(self._prepare_step)
@@ -413,16 +411,8 @@ class Healer:
     def _prepare_step(self) -> None:
         self.training.ring.before_step()
         if self.training.step == 0:  # what has changed since an epoch began must be in it
-            self._wants_snapshot |= self._has_changed_shape()
+            self._wants_snapshot |= self.training.has_changed_shape()
             self._first_snapshot()
-
-    def _has_changed_shape(self) -> bool:
-        """Return whether parameters came, went, froze or thawed since last asked."""
-        try:
-            return self.training.has_changed_shape()
-        except Exception as error:  # the detectors must be shown the records all the same
-            self.note(f"{LEFT_OUT}: {error!r}")
-            return False
 
     def _first_snapshot(self) -> None:
         """Take a snapshot unless there is one.
@@ -749,36 +739,21 @@ class Healer:
         self.schedules.follow_caller()
         self.journal.event("goal", self.training.step, steps=steps, accumulate=accumulate)
         with self, Progress(self, steps, progress) as bar:
-            shortfall = self._train(train_step, loader, steps, accumulate, bar, on_step)
-            if shortfall is not None:
-                self.note(shortfall)
-                print(f"heal: {shortfall}", file=sys.stderr)
-            elif self.durable is not None:
+            with closing(self._all_epochs(loader)) as source:
+                while self.training.step < steps:
+                    before = self.training.step
+                    try:
+                        batches = StepBatches(source, accumulate)
+                        was_taken = self.retries.take_step(train_step, batches, self.step)
+                    except NoMoreBatches:
+                        self._note_shortfall(steps)
+                        return
+                    if was_taken:
+                        bar.update(self.training.step)
+                        if on_step is not None and self.training.step > before:  # not rolled back
+                            on_step(self.last_step)
+            if self.durable is not None:
                 self.durable.save_last(self.training.step, self.memory.values)
-
-    def _train(
-        self,
-        train_step: TrainStep,
-        loader: Any,
-        steps: int,
-        accumulate: int,
-        bar: Progress,
-        on_step: Callable[[int], None] | None,
-    ) -> str | None:
-        """Train to the end; return why some steps were not done, None if all were."""
-        with closing(self._all_epochs(loader)) as source:
-            while self.training.step < steps:
-                before = self.training.step
-                try:
-                    batches = StepBatches(source, accumulate)
-                    was_taken = self.retries.take_step(train_step, batches, self.step)
-                except NoMoreBatches:
-                    return self._shortfall(steps)
-                if was_taken:
-                    bar.update(self.training.step)
-                    if on_step is not None and self.training.step > before:  # not taken back
-                        on_step(self.training.step - 1)
-        return None
 
     def _all_epochs(self, loader: Any) -> Generator[Any, None, None]:
         """Yield batches of all epochs, until one has none: a step may span two epochs."""
@@ -787,15 +762,17 @@ class Healer:
             before = self.stream.ordinal
             yield from self.epoch(loader, sets_epoch=True)
 
-    def _shortfall(self, steps: int) -> str:
+    def _note_shortfall(self, steps: int) -> None:
         done = f"{self.training.step} of {steps} steps were done"
-        if not self.stream.ordinal:
-            return f"the loader has no batches; {done}"
-        return (
-            f"the loader gave {self.stream.ordinal} batches and then none; {done}. Iterables that "
-            "can be passed over once, such as generators, end a run with their first epoch: give a "
-            "loader that starts again, or ask for fewer steps"
-        )
+        text = f"the loader has no batches; {done}"
+        if self.stream.ordinal:
+            text = (
+                f"the loader gave {self.stream.ordinal} batches and then none; {done}. Iterables "
+                "that can be passed over once, such as generators, end a run with their first "
+                "epoch: give a loader that starts again, or ask for fewer steps"
+            )
+        self.note(text)
+        print(f"heal: {text}", file=sys.stderr)
 
     def dry_run(
         self, train_step: TrainStep, loader: Any, steps: int = 2, *, accumulate: int = 1
@@ -823,7 +800,7 @@ class Healer:
         self.exits.close(error)
 
     def enter(self, *, catches_signals: bool = True) -> None:
-        """Have a halt end the process with its own exit code, until :meth:`leave`.
+        """Let a halt end the process with its own exit code, until :meth:`leave`.
 
         For integrations; ``with healer:`` does it for you.
 

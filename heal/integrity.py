@@ -168,7 +168,7 @@ class Constants:
                 self._note(f"{name} is not trained and yet changes{but}; snapshots hold it now")
 
     def forget(self) -> None:
-        """Begin anew: the run was given another state."""
+        """Start over: the run was given another state."""
         self._known.clear()
         self._sent = None
 

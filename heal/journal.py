@@ -352,12 +352,7 @@ MAX_NOTES = 100  # different things that may go wrong with healing itself before
 class Notes:
     """What healing itself could not do: logged once, and never a reason to stop training.
 
-    Args:
-        journal: where they are written too.
-        step: returns the number of the present step.
-
-    Attributes:
-        texts: what was noted.
+    Notes go to the journal too, with the present ``step``; ``texts`` has them all.
     """
 
     def __init__(self, journal: Journal, step: Callable[[], int] = lambda: 0) -> None:

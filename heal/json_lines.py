@@ -87,3 +87,23 @@ def replace_text(path: Path, text: str, mode: int = 0o600) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def plain(value: Any) -> Any:
+    """Return a number of numpy, torch or an enum as one of Python's; all else as it is.
+
+    Hooks and detectors may compute with any of them. A checkpoint that held such a number could
+    not be read without running foreign code.
+    """
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value

@@ -28,13 +28,9 @@ class JointRates:
     beside a warm-up still has the rate of the first step long after. So the groups are read
     whenever a schedule has turned; a change in between is not a schedule's.
 
-    Args:
-        optimizer: the bare one.
-        stepped: schedules that drive it and that the healer steps.
-        own: those that the caller steps.
-
     Attributes:
-        is_mixed: whether there are both kinds, so that a rollback returns some and leaves others.
+        is_mixed: whether healer and caller each step some, so that a rollback returns only those of
+            the healer.
         expected: the rate that the schedules have set for each group; empty if unknown.
         shares: per group, the product of all factors by which own schedules changed its rate.
     """
@@ -154,7 +150,7 @@ class Schedules:
         given: one, several or None; stepped once per step. A ReduceLROnPlateau among them counts
             as the caller's, who has its metric.
         own: schedules that the caller steps.
-        optimizers: those that are driven.
+        optimizers: wrapped ones.
         replays: whether a rollback returns to the same data.
         note: called with what is doubtful.
 
@@ -237,7 +233,10 @@ class Schedules:
         found = UNKNOWN, UNKNOWN
         highest = 0.0
         for optimizer in self._optimizers:
-            expected = self._expected(optimizer.inner)
+            key = id(optimizer.inner)
+            expected: Sequence[Any] = getattr(self._alone.get(key), "_last_lr", ())
+            if key in self._joint:
+                expected = self._joint[key].expected
             for i, group in enumerate(optimizer.inner.param_groups):
                 lr = group.get("lr")
                 if type(lr) is not float:
@@ -247,13 +246,6 @@ class Schedules:
                 if ratio > highest or found[0] != found[0]:
                     highest, found = ratio, (lr, scheduled)
         return found
-
-    def _expected(self, optimizer: Optimizer) -> Sequence[Any]:
-        """Return the rates that schedules have set for the groups; empty if unknown."""
-        joint = self._joint.get(id(optimizer))
-        if joint is not None:
-            return joint.expected
-        return getattr(self._alone.get(id(optimizer)), "_last_lr", ())
 
     def _number(self, lr: Any) -> float:
         if isinstance(lr, Tensor) and lr.device.type != "cpu":

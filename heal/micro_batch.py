@@ -14,8 +14,7 @@ from torch.nn import Module, ModuleList, Sequential
 from torch.utils.checkpoint import checkpoint
 
 from heal.buffers import SMALL_BYTES, STATISTICS, BufferCopies
-from heal.data.split import CannotSplit, count_samples, split
-from heal.data.stream import own_copy
+from heal.data.split import CannotSplit, count_samples, own_copy, split
 from heal.ranks import GradientMessages
 from heal.training_state import RngState
 
@@ -47,9 +46,7 @@ class MicroBatcher:
 
     Attributes:
         pieces: how many parts a batch of full size is cut into.
-        phase: "forward" or "backward": where an exception was raised.
-        batch_at: which batch of the step is being computed, from 0.
-        attempts: how often a step was tried.
+        phase: "forward" or "backward", and ``batch_at``, from 0: what is being computed.
         largest_batch: samples in the largest batch of the step; 0 if it is not known.
         cannot_cut: why the batch of a step that failed cannot be cut; empty if it can.
         messages: what ranks of a data-parallel model send each other while a step is computed.
@@ -87,13 +84,8 @@ class MicroBatcher:
     ) -> Tensor:
         """Accumulate the gradient of the mean loss over the batches of one optimizer step.
 
-        Args:
-            batches: those of the step.
-            train_step: computes the loss.
-            scale: applied before backpropagating, as a GradScaler does.
-
-        Returns:
-            The mean loss, detached, on the device.
+        ``scale`` is applied before backpropagating, as a GradScaler does. Returns the mean loss,
+        detached, on the device.
         """
         self.begin()
         for at in range(len(batches)):
@@ -115,13 +107,9 @@ class MicroBatcher:
         train_step: TrainStep,
         scale: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Accumulate the share of one more batch; return what there is of the mean loss.
+        """Accumulate the share of the last of ``batches``, those of a step so far.
 
-        Args:
-            batches: of the step so far; all but the last were added.
-            count: how many the step has.
-            train_step: see :meth:`backward`.
-            scale: see :meth:`backward`.
+        ``count`` is how many the step has. Returns what there is of the mean loss.
         """
         if not self.largest_batch:
             self._measure(batches)

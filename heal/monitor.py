@@ -44,20 +44,22 @@ class Calm:
     After a rollback make a new one, because the old limits may come from the trouble. No step is
     calm while there are none.
 
-    Args:
-        config: how far a learning rate may leap.
-        step: with which it begins.
+    Attributes:
+        polled_at: how many steps were done when records were last polled.
     """
 
     def __init__(self, config: HealingConfig, step: int = 0) -> None:
         self._lr_factor = config.lr_spike_factor
         self._limits = CalmLimits()
         self._lr = self._polled_lr = 0.0  # of the newest step, now and when last polled
-        self._polled_at = step
+        self.polled_at = step
         self._polled = self._troubled = step - 1  # steps whose records were read, or must be
 
-    def note(self, step: int, row: Sequence[float] | None, facts: HostFacts) -> None:
-        """Look at a row that was posted; one that is not in host memory may hold anything."""
+    def note(self, step: int, row: Sequence[float] | None, facts: HostFacts) -> bool:
+        """Look at a row that was posted; return whether to poll now, as :meth:`is_time` does.
+
+        A row that is not in host memory may hold anything.
+        """
         self._lr = lr = facts.lr
         # By comparisons that are false for NaN; losses that are NaN have a flag.
         is_calm = (
@@ -71,14 +73,15 @@ class Calm:
         )
         if not is_calm:
             self._troubled = step
+        return self._troubled > self._polled or step + 1 - self.polled_at >= TOGETHER
 
     def is_time(self, step: int) -> bool:
         """Return whether to poll now, after ``step`` steps."""
-        return self._troubled > self._polled or step - self._polled_at >= TOGETHER
+        return self._troubled > self._polled or step - self.polled_at >= TOGETHER
 
     def polled(self, step: int, newest: int, limits: CalmLimits) -> None:
         """Note that all records up to that of ``newest`` were read after ``step`` steps."""
-        self._polled_at, self._polled = step, max(newest, self._polled)
+        self.polled_at, self._polled = step, max(newest, self._polled)
         self._polled_lr, self._limits = self._lr, limits
 
 
@@ -170,20 +173,16 @@ class Seen(NamedTuple):
 class Monitor:
     """Turns rows of the mailbox into records, and records into findings.
 
+    The detectors find or suspect; the experiment settles what they suspect. Clean steps prove the
+    snapshots of the run before them.
+
     Args:
-        run: its snapshots are promoted by clean steps; a rollback of it clears the mailbox.
-        guarded: whose mailbox is read.
-        config: intervals and limits.
-        schedules: know the learning rates that should be.
-        watch: the detectors.
-        experiment: settles what they suspect.
-        cluster: looks after other ranks and the hardware.
         reported: flags of this host for the next record; signal handlers and threads append.
-        clock: seconds, for the duration of steps.
         note: called with what failed.
 
     Attributes:
         watch: the detectors.
+        health: checks of weights and optimizer state.
         series: every record since the last line of metrics.
         sources: called before every step for flags of the host; quick functions that do not wait.
     """
@@ -205,6 +204,7 @@ class Monitor:
         self.series = Series()
         self.sources: list[Callable[[], Flag]] = []
         self.cluster = cluster
+        self._has_forecast = watch.forecast is not None
         self._run = run
         self._guarded = guarded
         self._config = config
@@ -219,7 +219,7 @@ class Monitor:
         self._step_began = clock()
         self._host: dict[int, tuple[HostFacts, float, bool]] = {}  # of steps not polled yet
         self._calm = Calm(config)
-        self._health = HealthCheck(
+        self.health = HealthCheck(
             guarded.optimizers,
             guarded.names,
             guarded.buffers,
@@ -230,10 +230,6 @@ class Monitor:
         self._moments: list[tuple[int, int]] | None = None  # as the last step left them
         self._next_look = 0
         run.hold("healing", watch.state, self._rolled_back)
-
-    @property
-    def _has_forecast(self) -> bool:
-        return self.watch.forecast is not None
 
     # Before and after a step.
 
@@ -249,7 +245,7 @@ class Monitor:
             flags |= self._reported.popleft()
         for source in self.sources:
             flags |= self._flags_of(source)
-        return HostFacts(seconds, lr, scheduled, flags, self._run.micro_batches)
+        return HostFacts(seconds, lr, scheduled, flags, self._run.micro.pieces)
 
     def _moment_versions(self) -> list[tuple[int, int]]:
         """Return which are the first moments and how often each was written, without a wait."""
@@ -265,9 +261,10 @@ class Monitor:
         to a check: after one in step n the next is in step 2 n. Other ranks would have to check in
         the same step, and may know of no write: there the regular checks have to do.
         """
-        if step >= self._next_look and not self._guarded.ranks.has_others:
+        is_on = self._config.check_interval > 0 and not self._guarded.ranks.has_others
+        if is_on and step >= self._next_look:
             self._next_look = 2 * step
-            self._health.post(step)
+            self.health.post(step)
 
     def _flags_of(self, source: Callable[[], Flag]) -> Flag:
         try:
@@ -285,7 +282,7 @@ class Monitor:
 
         Args:
             done: how many steps are done, this one included.
-            facts: what the host knows of it.
+            facts: of this step.
             posted: whether it has a record.
             has_loss: whether a loss is in it.
 
@@ -302,8 +299,8 @@ class Monitor:
         self._host[done - 1] = facts, self._run.lr_scale, has_loss
         # Ranks learn of each other by records only, and a forecast counts its lead in steps.
         hurries = self._guarded.ranks.has_others or self._has_forecast
-        self._calm.note(done - 1, None if hurries else self._guarded.posted, facts)
-        return not self._calm.is_time(done)
+        row = None if hurries else self._guarded.posted
+        return not self._calm.note(done - 1, row, facts)
 
     def not_sent(self, facts: HostFacts) -> None:
         """Keep the flags of a step without a record, as it had no gradients, for the next one."""
@@ -338,7 +335,7 @@ class Monitor:
         # A forecast has learned from checks at regular intervals.
         if self._needs_check or is_due(step, interval, not self._has_forecast):
             self._needs_check = False
-            self._health.post(step)
+            self.health.post(step)
 
     def _check_interval(self, step: int) -> int:
         interval = self._config.check_interval
@@ -351,7 +348,7 @@ class Monitor:
     @property
     def is_checking(self) -> bool:
         """Whether weights were measured and the result was not read yet."""
-        return self._health.is_under_way
+        return self.health.is_under_way
 
     def take_snapshot_request(self) -> bool:
         """Return whether a record has requested a snapshot since the last call, on any rank."""
@@ -373,7 +370,7 @@ class Monitor:
 
     def poll_checks(self) -> Iterator[Seen]:
         """Yield what checks of weights, optimizer state, other ranks and the hardware found."""
-        for health in self._health.read(self._run.step):
+        for health in self.health.read(self._run.step):
             findings = self._known(self.watch.observe_health(health))
             if not is_suspect(findings):
                 self._run.ring.note_checked(health.step)
@@ -481,6 +478,11 @@ class Monitor:
         return record
 
     @property
+    def polled_at(self) -> int:
+        """How many steps were done when records were last polled."""
+        return self._calm.polled_at
+
+    @property
     def pending(self) -> Record | None:
         """The newest record that may be read, if the detectors have not observed it yet."""
         waiting = self._guarded.mailbox.peek()
@@ -496,7 +498,7 @@ class Monitor:
     def forget(self) -> None:
         """Drop all that is of steps that did not happen, or of another run."""
         self._host.clear()
-        self._health.clear()
+        self.health.clear()
         self._moments = None
         self._experiment.clear()
         self._calm = Calm(self._config, self._run.step)

@@ -25,13 +25,7 @@ class _AboveBar(logging.Handler):
 
 
 class Progress:
-    """A tqdm bar, and a line above it for everything that was healed.
-
-    Args:
-        healer: whose records are shown.
-        steps: the length of the bar.
-        shown: nothing is printed if False.
-    """
+    """A tqdm bar of ``steps``, and a line above it for everything that was healed."""
 
     def __init__(self, healer: "Healer", steps: int, shown: bool) -> None:
         self._healer = healer

@@ -46,11 +46,7 @@ class HostFacts:
 
 
 class Ranks:
-    """The ranks that act alike.
-
-    Args:
-        device: of the parameters.
-        group: which ranks; all if None.
+    """The ranks that act alike: those of ``group``, or all.
 
     Attributes:
         device: of the parameters.
@@ -210,9 +206,6 @@ class GradientMessages:
     first of these no stand-in can match. Tensor parallelism sends activations, so there the
     stand-in must have the shapes of the batch that failed.
 
-    Args:
-        model: the one that is called in a step.
-
     Attributes:
         are_under_way: whether a backward has begun whose messages others wait for.
         are_in_every_forward: whether all ranks must call the model equally often in a step.
@@ -257,8 +250,7 @@ class GradientMessages:
     def can_be_matched(self, calls: int = 1) -> bool:
         """Return whether a stand-in can send all that other ranks still wait for.
 
-        Args:
-            calls: how often every rank calls the model in this step.
+        ``calls`` is how often every rank calls the model in this step.
         """
         if self._good is None or self.are_under_way:
             return False

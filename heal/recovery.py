@@ -54,13 +54,6 @@ class Recovery:
     :func:`heal.diagnose.diagnose` names one cause, :func:`heal.policy.decide` chooses a plan, the
     user's hook may replace it, and each action is applied to the run.
 
-    Args:
-        run: what is healed.
-        monitor: polled before a plan is made, so that the plan rests on every record there is.
-        config: how patient to be.
-        journal: gets every diagnosis.
-        note: called with a hook or an action that failed.
-
     Attributes:
         history: what was tried; survives rollbacks.
         log: the step that came next, diagnosis and plan of everything that was found.
@@ -262,8 +255,8 @@ class Recovery:
         patience is spent. If an experiment has found the weights damaged, it is not the data.
         """
         evidence, is_first = diagnosis.evidence, diagnosis.streak == 1
-        is_proven = "loss_with_old_weights" in evidence
-        if not diagnosis.cause.about.is_nonfinite or is_proven or (self._saw_bad_data and is_first):
+        may_be_data = diagnosis.cause.about.is_nonfinite and not diagnosis.is_proven
+        if not may_be_data or (self._saw_bad_data and is_first):
             return
         fault = self._run.data_fault(diagnosis.step)
         if fault:
@@ -359,13 +352,8 @@ class Recovery:
     ) -> None:
         """Write a diagnosis and its plan to log and journal.
 
-        Args:
-            diagnosis: why.
-            plan: what was done.
-            effects: of its actions; fewer than actions if one of them halted the run.
-            at: the step that came next.
-            before: the knobs before the plan; as they are if None.
-            seconds: that it took.
+        There are fewer ``effects`` than actions if one of them halted the run. ``at`` is the step
+        that came next, ``before`` the knobs before the plan, if it changed any.
         """
         self.log.append((at, diagnosis, plan))
         done = [action_to_json(action) for action in plan]

@@ -33,23 +33,18 @@ TRIES = 2  # to write a snapshot before an older one is used
 class TorchRun:
     """Implements :class:`heal.actions.Run`, and keeps what actions changed.
 
-    Args:
-        state: what a snapshot is made of.
-        guarded: the optimizers.
-        config: the limits.
-        stream: where batches come from.
-        micro: how finely they are cut.
-        schedules: those that the caller steps stay as they are in a rollback, or return with it.
-        durable: checkpoints on disk, where no snapshot is old enough; None if there are none.
-        note: called with what did not go as planned.
-        sleep: waits.
+    A rollback writes a snapshot over ``state``, and brings stream, schedules, mailbox and held
+    states along. Where no snapshot is old enough it uses a checkpoint of ``durable``.
 
     Attributes:
         step: the number of the step that comes next.
         calls: how many steps were taken in all, those that a rollback undid included.
+        is_between_steps: whether a snapshot or a rollback waits for :meth:`between_steps`.
+        micro: cuts batches into pieces.
         buffers: copies of those that steps write.
         clip_limits: tightens clipping for some steps.
         anchor: holds weights near those of a snapshot, for some steps after a rollback.
+        lr_limit: at which the learning rate is held; None if it is not.
     """
 
     def __init__(
@@ -81,19 +76,20 @@ class TorchRun:
         self._ranks = guarded.ranks
         self._config = config
         self._stream = stream
-        self._micro = micro
+        self.micro = micro
         self._note = note
         self._sleep = sleep
         self._lr_scale = 1.0
         self._ramp: tuple[float, int, int] | None = None  # start, steps done, steps in all
-        self._lr_limit: float | None = None
+        self.lr_limit: float | None = None
         self._lr_limit_until = 0
         self.clip_limits = ClipLimits(guarded.optimizers, config.lr_ramp_steps, note)
         self.close_watch_until = 0
         self.anchor = WeightAnchor(guarded.optimizers, guarded.ranks)
         self._constants = Constants(state, note)
         self._signature = state.signature()
-        self._unfinished: Snapshot | None = None  # to be brought up to date
+        self.is_between_steps = False
+        self._unfinished: Snapshot | None = None  # to be completed
         self._returned_to: Snapshot | None = None  # by the rollback of this step
 
     def begin_at(self, step: int) -> None:
@@ -122,11 +118,11 @@ class TorchRun:
     @property
     def micro_batches(self) -> int:
         """How many pieces each batch is cut into."""
-        return self._micro.pieces
+        return self.micro.pieces
 
     @micro_batches.setter
     def micro_batches(self, value: int) -> None:
-        self._micro.cut_into(value)
+        self.micro.cut_into(value)
 
     def snapshots(self) -> Sequence[int]:
         """Return the steps that every rank can return to, in memory or on disk, newest first."""
@@ -181,22 +177,22 @@ class TorchRun:
 
         A rollback has just put it back: that it is no higher now says nothing about what raised it.
         """
-        self._lr_limit = limit
+        self.lr_limit = limit
         self._lr_limit_until = self.step + self._config.incident_steps
 
     def apply_lr_limit(self) -> None:
         """Scale the rate of the next step down to the limit of :meth:`hold_lr`, if there is one."""
-        if self._lr_limit is None:
+        if self.lr_limit is None:
             return
         lr = self.learning_rate()
-        if lr == 0.0 or 0.0 < lr <= self._lr_limit * (1.0 + 1e-6):
+        if lr == 0.0 or 0.0 < lr <= self.lr_limit * (1.0 + 1e-6):
             self.lr_scale = self._lr_scale
             if self.step >= self._lr_limit_until:
-                self._lr_limit = None
+                self.lr_limit = None
             return
         for optimizer in self._guarded.optimizers:
             # A negative rate changes its sign: no schedule ascends.
-            optimizer.lr_scale = self._lr_limit / lr * min(self._lr_scale, 1.0)
+            optimizer.lr_scale = self.lr_limit / lr * min(self._lr_scale, 1.0)
 
     def capture_after_step(self) -> bool:
         """Take a snapshot within ``step``, to be completed by :meth:`between_steps`.
@@ -206,6 +202,7 @@ class TorchRun:
         """
         taken = self.capture()
         self._unfinished = self.ring.of_step(self.step) if taken else None
+        self.is_between_steps |= taken
         return taken
 
     def between_steps(self, is_drawing: bool) -> None:
@@ -218,6 +215,7 @@ class TorchRun:
             is_drawing: whether a batch is about to be drawn. Else the forward of the next step has
                 used the generators already.
         """
+        self.is_between_steps = False
         snapshot, self._unfinished = self._unfinished, None
         if snapshot is not None:
             if self._state.added:
@@ -231,11 +229,6 @@ class TorchRun:
                 returned.values["rng"].put_back()
 
     @property
-    def has_turn_to_end(self) -> bool:
-        """Whether a snapshot or a rollback waits for :meth:`between_steps`."""
-        return self._unfinished is not None or self._returned_to is not None
-
-    @property
     def has_added_states(self) -> bool:
         """Whether the user has added a state."""
         return bool(self._state.added)
@@ -246,9 +239,9 @@ class TorchRun:
             "calls": self.calls,
             "lr_scale": self._lr_scale,
             "ramp": self._ramp,
-            "lr_limit": self._lr_limit,
+            "lr_limit": self.lr_limit,
             "micro_batches": self.micro_batches,
-            "micro": self._micro.state(),
+            "micro": self.micro.state(),
             "anchor_steps": self.anchor.steps_left,
             **self.clip_limits.state(),
         }
@@ -257,10 +250,10 @@ class TorchRun:
         """Go on at a step of another process, with what :meth:`state` returned there."""
         self.step, self.calls = step, saved.get("calls", step)  # not in the first checkpoints
         self.lr_scale, self._ramp = saved["lr_scale"], saved["ramp"]
-        self._lr_limit = saved.get("lr_limit")  # not before version 0.2
+        self.lr_limit = saved.get("lr_limit")  # not before version 0.2
         self.micro_batches = saved["micro_batches"]
         if "micro" in saved:  # not in the first checkpoints
-            self._micro.load_state(saved["micro"])
+            self.micro.load_state(saved["micro"])
         self.clip_limits.resume(saved)
         if saved.get("anchor_steps"):  # weights and importance would double the checkpoint
             self._note(f"an anchor held for {saved['anchor_steps']} more steps; it was not saved")
@@ -332,6 +325,7 @@ class TorchRun:
         self._guarded.mailbox.clear()
         self.anchor.release()
         self._unfinished, self._returned_to = None, snapshot
+        self.is_between_steps = True
         if self._config.after_rollback == "replay_data":
             snapshot.values["rng"].put_back()
             self._stream.rewind(snapshot.values["data"])
@@ -436,11 +430,11 @@ class TorchRun:
         self._stream.skip(first_step, last_step)
 
     def shrink_micro_batch(self) -> bool:
-        return self._ranks.any_has(self._micro.shrink())
+        return self._ranks.any_has(self.micro.shrink())
 
     def cut_as(self, state: Mapping[str, int]) -> None:
         """Cut batches as finely as another process found that it must; see MicroBatcher.state."""
-        self._micro.load_state(state)
+        self.micro.load_state(state)
 
     def checkpoint_activations(self) -> bool:
         return self._ranks.any_has(checkpoint_activations(self._state.model))

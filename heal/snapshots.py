@@ -76,7 +76,7 @@ class Snapshot:
 
     @property
     def has_landed(self) -> bool:
-        """Whether the copies are there, so that nobody has to wait for them."""
+        """Whether the copies are there, so that there is nothing to wait for."""
         return self.landed is None or bool(self.landed.query())
 
     def verify(self) -> None:
@@ -242,7 +242,7 @@ class SnapshotRing:
             self._promote(trust=False)
 
     def note_checked(self, step: int) -> None:
-        """Hear that weights and moments were found sound as they were before ``step``.
+        """Note that weights and moments were found sound as they were before ``step``.
 
         What a later check finds may have begun right after: one good snapshot of that step or
         before is kept until then, the one whose age fits best.
@@ -291,15 +291,30 @@ class SnapshotRing:
         for snapshot in list(self._kept):
             self._drop(snapshot)
 
-    def take(self, step: int) -> Snapshot:
-        """Return the good snapshot of a step, its bytes verified.
+    def finite_steps(self) -> list[int]:
+        """Return the steps of all snapshots without NaN or Inf, good or not, newest first."""
+        for snapshot in self._kept:
+            snapshot.wait()
+        return [s.step for s in reversed(self._kept) if not float(s.num_bad)]
+
+    def prove(self, step: int) -> None:
+        """Call the finite snapshot of a step good: an experiment has shown that it is."""
+        for snapshot in self._kept:
+            snapshot.is_good |= snapshot.step == step
+
+    def take(self, step: int, is_proven: bool = True) -> Snapshot:
+        """Return the snapshot of a step, its bytes verified.
+
+        Args:
+            step: of the snapshot.
+            is_proven: whether it must be a good one.
 
         Raises:
             KeyError: there is none.
             SnapshotCorrupt: its bytes have changed; it is dropped.
         """
         for snapshot in self._kept:
-            if snapshot.step == step and snapshot.is_good:
+            if snapshot.step == step and (snapshot.is_good or not is_proven):
                 try:
                     snapshot.verify()
                 except SnapshotCorrupt:
@@ -356,18 +371,18 @@ class SnapshotRing:
         if num_bytes == 0:
             return self.count
         by_setting = max(1, math.floor(self.memory_fraction)) if self.memory_fraction >= 1 else 0
-        wanted = min(self.count, by_setting)
-        if wanted and sum([s.num_bytes for s in self._kept]) >= wanted * num_bytes:
-            return wanted  # all that is wanted is there: nobody need ask the system for more
+        most = min(self.count, by_setting)
+        if most and sum([s.num_bytes for s in self._kept]) >= most * num_bytes:
+            return most  # all are there: no need to ask the system for more
         free = available_bytes()
         by_memory = self.count
         if free is not None:
             by_memory = int((FREE_SHARE * free + self.held_bytes()) // num_bytes)
         affordable = min(by_setting, by_memory)
-        if affordable < wanted or by_setting == 0:
+        if affordable < most or by_setting == 0:
             limit = "snapshot_memory_factor" if by_setting == 0 else "free host memory"
             self.degraded = (
-                f"{affordable} snapshots of {num_bytes} bytes instead of {max(wanted, 1)}: {limit}"
+                f"{affordable} snapshots of {num_bytes} bytes instead of {max(most, 1)}: {limit}"
             )
         return affordable
 

@@ -59,12 +59,9 @@ class Undo:
 
     A restore calls schedulers, modules and functions of the user, and copies across devices; any of
     these may raise. Weights of one step beside moments of another are a state that no run had.
-    Tensors are copied to host memory. If there is no room for that, :attr:`is_whole` is False.
-
-    Args:
-        tensors: all that the restore will overwrite.
-        mappings: whose entries it may replace.
-        loaders: for state that others keep.
+    ``tensors``, which it overwrites, are copied to host memory; if there is no room for that,
+    :attr:`is_whole` is False. It may replace entries of ``mappings``, and ``loaders`` put back what
+    other objects keep.
     """
 
     def __init__(
@@ -223,10 +220,7 @@ class TrainingState:
         This runs in every step, so it walks through nothing but a list. A parameter that no
         optimizer has is not trained and not looked for.
         """
-        sizes = []
-        for optimizer in self.optimizers:
-            for group in optimizer.inner.param_groups:
-                sizes.append(len(group["params"]))
+        sizes = [len(g["params"]) for o in self.optimizers for g in o.inner.param_groups]
         if sizes != self._sizes:  # walking through the modules takes longer than all the rest
             self._sizes = sizes
             self._known = self.parameters()
@@ -252,9 +246,7 @@ class TrainingState:
     def keys_of(self, optimizer: int | None, keys: Iterable[Key]) -> list[Key]:
         """Return those of ``keys`` that forward reads: moving buffers, and trained parameters.
 
-        Args:
-            optimizer: only the parameters of this one, and no buffers; all if None.
-            keys: of a snapshot.
+        With the number of an optimizer only its parameters, and no buffers.
         """
         chosen = range(len(self.optimizers)) if optimizer is None else [optimizer]
         trained = {name for o in chosen for name in self.optimized_by_name(o)}
@@ -304,7 +296,7 @@ class TrainingState:
 
     def check(self, saved: Mapping[Key, Tensor]) -> None:
         """Raise StateMismatch unless :meth:`restore` can write these; nothing is changed."""
-        self._missing(saved, self.everything())
+        self._check(saved, self.everything())
 
     @torch.no_grad()
     def restore(
@@ -331,10 +323,10 @@ class TrainingState:
             RestoreFailed: something raised while it was written; all was undone.
         """
         live = self.everything()
-        created = self._missing(saved, live)
+        self._check(saved, live)
         undo, problem = self._undo(saved, live), None
         try:
-            self._write(saved, values, live, created)
+            self._write(saved, values, live)
             settle()
         except Exception as error:
             problem = error
@@ -351,11 +343,7 @@ class TrainingState:
         self.buffers.restored()
 
     def restore_settings(self, values: Mapping[str, Any]) -> None:
-        """Put back parameter groups, schedulers and state beside the model; no tensor is written.
-
-        Args:
-            values: what :meth:`values` returned.
-        """
+        """Put back parameter groups, schedulers and state beside the model, but no tensors."""
         for optimizer, groups in zip(self.optimizers, values["groups"], strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(copied(settings))
@@ -387,18 +375,32 @@ class TrainingState:
         ]
         return Undo(tensors, mappings, loaders)
 
+    def _check(self, saved: Mapping[Key, Tensor], live: Mapping[Key, Tensor]) -> None:
+        """Raise unless parameters are what they were. Other tensors are made again if need be."""
+        for key, tensor in saved.items():
+            now = live.get(key)
+            if key[0] in ("parameter", "extra") and not _fits(now, tensor):
+                found = "gone" if now is None else f"{now.dtype} {tuple(now.shape)}"
+                raise StateMismatch(
+                    f"{self.name_of(key)} was {tensor.dtype} {tuple(tensor.shape)} when it was "
+                    f"saved and is {found}"
+                )
+        for key in live:
+            if key[0] == "parameter" and key not in saved:
+                raise StateMismatch(f"{self.name_of(key)} is new since the state was saved")
+
     def _write(
-        self,
-        saved: Mapping[Key, Tensor],
-        values: Mapping[str, Any],
-        live: dict[Key, Tensor],
-        created: Mapping[Key, Tensor],
+        self, saved: Mapping[Key, Tensor], values: Mapping[str, Any], live: dict[Key, Tensor]
     ) -> None:
-        live.update(created)
-        copy_by_kind([live[key] for key in saved], list(saved.values()), non_blocking=False)
         params = self.named_parameters()
-        for key, tensor in created.items():
-            self._attach(key, tensor, params)
+        for key, tensor in saved.items():
+            now = live.get(key)
+            if not _fits(now, tensor):
+                device = self.device_of(key, params) if now is None else now.device
+                live[key] = torch.empty_like(tensor, device=device)
+                self._attach(key, live[key], params)
+        copy_by_kind([live[key] for key in saved], list(saved.values()), non_blocking=False)
+        # Buffers that are new since then are left alone: caches are made in the first forward.
         for name, first in self.buffers.firsts.items():
             now = live.get(("buffer", name))
             if ("buffer", name) not in saved and now is not None and now.shape == first.shape:
@@ -411,45 +413,8 @@ class TrainingState:
             if hasattr(self.scaler, name) and ("scaler", name) not in saved:
                 setattr(self.scaler, name, None)
 
-    def _missing(
-        self, saved: Mapping[Key, Tensor], live: Mapping[Key, Tensor]
-    ) -> dict[Key, Tensor]:
-        """Return new tensors for what has gone or was replaced; raise if a parameter was.
-
-        Buffers that are new since then are left alone: caches are made in the first forward. One
-        that was made again in inference mode cannot be written, and so is replaced.
-        """
-        created: dict[Key, Tensor] = {}
-        params = self.named_parameters()
-        for key, tensor in saved.items():
-            now = live.get(key)
-            if (
-                now is not None
-                and now.shape == tensor.shape
-                and now.dtype == tensor.dtype
-                and not now.is_inference()
-            ):
-                continue
-            if key[0] in ("parameter", "extra"):
-                found = "gone" if now is None else f"{now.dtype} {tuple(now.shape)}"
-                raise StateMismatch(
-                    f"{self.name_of(key)} was {tensor.dtype} {tuple(tensor.shape)} when it was "
-                    f"saved and is {found}"
-                )
-            device = self.device_of(key, params) if now is None else now.device
-            created[key] = torch.empty_like(tensor, device=device)
-        for key in live:
-            if key[0] == "parameter" and key not in saved:
-                raise StateMismatch(f"{self.name_of(key)} is new since the state was saved")
-        return created
-
     def device_of(self, key: Key, params: Mapping[str, Tensor]) -> torch.device:
-        """Return where a tensor that is not there yet belongs: moments beside their parameter.
-
-        Args:
-            key: of the tensor.
-            params: the parameters of the run, by name.
-        """
+        """Return where a tensor that is not there yet belongs: moments beside their parameter."""
         if key[0] == "buffer":
             return next((p.device for p in params.values()), torch.device("cpu"))
         if key[0] != "state":
@@ -515,6 +480,13 @@ def copy_by_kind(targets: Sequence[Tensor], sources: Sequence[Tensor], non_block
     for into, out_of in kinds.values():
         torch._foreach_copy_(into, out_of, non_blocking=non_blocking)
     copy_and_hash([target for target, _ in runs], [source for _, source in runs])
+
+
+def _fits(now: Tensor | None, saved: Tensor) -> bool:
+    """Return whether a saved tensor can be written over one of the run."""
+    if now is None or now.is_inference():  # one of inference mode cannot be written
+        return False
+    return now.shape == saved.shape and now.dtype == saved.dtype
 
 
 def optimized(optimizer: Any) -> list[Tensor]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from heal.buffers import Key
 from heal.checkpoint.plan import Ranks
 from heal.data.loader_pass import loader_rewinder
-from heal.data.stream import own_copy
+from heal.data.split import own_copy
 from heal.guarded_step import GuardedStep
 from heal.integrity import fingerprints
 from heal.journal import Journal

@@ -325,6 +325,22 @@ def test_sums_of_squares_neither_underflow_nor_overflow(backend, scale):
     torch.testing.assert_close(rows[0, UPDATE_SUM_SQ], updates, rtol=1e-6, atol=0)
 
 
+def test_sums_of_squares_survive_any_order_of_sizes(backend):
+    """Tiny, zero, usual and huge updates, a thousand of each, one behind the other."""
+    sizes = [1e-25, 1.0, 0.0, 1e-41, 1e22, 1e-25, 1e-25, 1.0, 1e-20, 1e-3]
+    case = Case(SGD, 0, (1024 * len(sizes) + 5,))
+    case.firsts, case.settings[4] = [], 0.0
+    scales = torch.tensor([*sizes, 1e-30]).repeat_interleave(1024)[: len(case.grads[0])]
+    case.grads[0] *= scales
+    for kept in (range(len(sizes)), [0, 5, 6], [2], [3]):  # which of the thousands are not zero
+        one = copy.deepcopy(case)
+        for k in set(range(len(sizes))) - set(kept):
+            one.grads[0][1024 * k : 1024 * (k + 1)] = 0.0
+        updates = (one.grads[0].double() * 0.01).square().sum()
+        rows, _ = one.run(backend)
+        torch.testing.assert_close(rows[0, UPDATE_SUM_SQ], updates, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("place", [0, 64, 511, 512, 16386])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("algorithm", "flags"), [(ADAM, DECOUPLED), (SGD, 0), (LION, DECOUPLED)])

@@ -5,6 +5,7 @@ counted, nor what they call back into. For each row: calls, files, jumps between
 """
 
 import argparse
+import inspect
 import math
 import sys
 import tempfile
@@ -23,14 +24,23 @@ OURS = tuple(str(ROOT / name) + "/" for name in ("heal", "zclip"))
 
 
 class Trace:
-    """What a call visited."""
+    """What a call visited.
 
-    def __init__(self) -> None:
+    Args:
+        without: a function whose calls, and those below them, are not counted.
+    """
+
+    def __init__(self, without: Callable[..., Any] | None = None) -> None:
         self.visited: list[str] = []
+        self._without = None if without is None else inspect.unwrap(without).__code__
+        self._is_within = False
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
         code = frame.f_code
-        is_ours = event == "call" and code.co_filename.startswith(OURS)
+        if code is self._without and event in ("call", "return"):
+            self._is_within = event == "call"
+            return
+        is_ours = event == "call" and code.co_filename.startswith(OURS) and not self._is_within
         if is_ours and not code.co_name.startswith("<"):
             self.visited.append(code.co_filename)
 
@@ -46,9 +56,9 @@ class Trace:
         return len(self.visited), len(self.files), sum(a != b for a, b in pairs)
 
 
-def traced(call: Callable[[], Any]) -> Trace:
+def traced(call: Callable[[], Any], without: Callable[..., Any] | None = None) -> Trace:
     """Run ``call`` and return what it visited."""
-    trace = Trace()
+    trace = Trace(without)
     before = sys.getprofile()
     sys.setprofile(trace)
     try:
@@ -61,10 +71,11 @@ def traced(call: Callable[[], Any]) -> Trace:
 class Run:
     """A small training run, with and without a healer."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, is_fused: bool = False, **settings: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        kind = zclip.optim.AdamW if is_fused else torch.optim.AdamW
+        self.optimizer = kind(self.model.parameters(), lr=1e-3, fused=True)
         self.settings = settings
         self.healer: Healer | None = None
 
@@ -92,14 +103,18 @@ class Run:
         """Take one healed step, with only ``healer.step`` traced."""
         assert self.healer is not None
         healer, loss = self.healer, self.backward()
-        trace = traced(lambda: healer.step(loss))
+        trace = traced(lambda: healer.step(loss), without=zclip.optim.FusedOptimizer.step)
         self.optimizer.zero_grad()
         return trace
 
 
-def healthy_step() -> Trace:
-    """Return what the usual step of a healthy run visits: the median of twenty, by calls."""
-    run = Run()
+def healthy_step(is_fused: bool = False) -> Trace:
+    """Return what a step of a healthy run visits: the median of twenty, by calls.
+
+    Args:
+        is_fused: whether the optimizer is one of ours. What its own step calls is not counted.
+    """
+    run = Run(is_fused)
     run.build()
     run.step(60)
     return sorted((run.trace_step() for _ in range(20)), key=lambda trace: trace.row[0])[10]
@@ -198,6 +213,7 @@ ROWS = {
     "wrapped step": wrapped_step,
     "Healer()": construction,
     "healthy step": healthy_step,
+    "healthy step above a fused optimizer": lambda: healthy_step(is_fused=True),
     "rollback": rollback,
     "12 trainer steps": trainer_steps,
     "heal report": report,

@@ -128,10 +128,10 @@ class TargetCache:
         Raises:
             TypeError: something in there is not a parameter.
         """
+        known = self.known_groups(handed)
+        if known is not None:
+            return known
         target = handed[0] if len(handed) == 1 else handed
-        if self._groups and type(target) is list and self._holds_groups(target):
-            assert self._targets is not None
-            return self._targets
         if isinstance(target, Module):
             return self._find_modules([target])
         if isinstance(target, Tensor):
@@ -148,6 +148,19 @@ class TargetCache:
                 pairs = [(_name(i, e), tensor_at(i, e)) for i, e in enumerate(listed)]
                 self._keep(Targets([pairs], [{}]), [], tensors)
         assert self._targets is not None
+        return self._targets
+
+    def known_groups(self, handed: tuple[Any, ...]) -> Targets | None:
+        """Return what was found last if these are the same groups of the same parameters."""
+        kept, groups = self._groups, handed[0] if len(handed) == 1 else None
+        if not kept or type(groups) is not list or len(groups) != len(kept):
+            return None
+        for now, (group, params) in zip(groups, kept, strict=True):
+            if now is not group:
+                return None
+            listed = group["params"]
+            if len(listed) != len(params) or not all(map(is_, listed, params)):
+                return None
         return self._targets
 
     def _find_modules(self, modules: list[Module]) -> Targets:
@@ -172,8 +185,9 @@ class TargetCache:
         return self._targets
 
     def _find_groups(self, groups: list[Mapping[str, Any]]) -> Targets:
-        if self._targets is not None and self._holds_groups(groups):
-            return self._targets
+        known = self.known_groups((groups,))  # of another kind of sequence than a list
+        if known is not None:
+            return known
         named, position = [], 0
         for group in groups:
             listed = group.get("param_names")
@@ -188,19 +202,6 @@ class TargetCache:
         self._keep(targets, [], [])
         self._groups = [(group, list(group["params"])) for group in groups]
         return targets
-
-    def _holds_groups(self, groups: list[Mapping[str, Any]]) -> bool:
-        """Tell whether these are the groups that were given last, with the same parameters."""
-        kept = self._groups
-        if len(groups) != len(kept):
-            return False
-        for now, (group, params) in zip(groups, kept, strict=True):
-            if now is not group:
-                return False
-            listed = group["params"]
-            if len(listed) != len(params) or not all(map(is_, listed, params)):
-                return False
-        return True
 
     def _holds(self, entries: list[Any]) -> bool:
         of_others = self._trees or self._groups

@@ -5,6 +5,8 @@ python -m benchmarks.damage --kinds "x 1000,1e4" --families MLP --seeds 1 --prot
 python -m benchmarks.damage --arc                             # 50 steps, as ARC's comparison
 python -m benchmarks.damage --list                            # names of kinds and families
 
+python -m benchmarks.damage --read runs.json --page benchmarks/results/damage.md
+
 A kind is chosen by any part of its name. ``--fresh N`` takes seeds from N on.
 """
 
@@ -44,6 +46,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--arc", action="store_true", help="short runs, as ARC's comparison")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write every run to this file")
+    parser.add_argument("--read", type=Path, help="run nothing; take what --json wrote")
+    parser.add_argument("--page", type=Path, help="write the table to this file as well")
     parser.add_argument("--list", action="store_true", help="print all names and leave")
     parsed = parser.parse_args(arguments)
     for given, known in (
@@ -79,6 +83,17 @@ def main(arguments: list[str] | None = None) -> None:
     if parsed.list:
         print("\n".join([*(kind.name for kind in KINDS + SHORT_RUN_KINDS), "", *FAMILIES]))
         return
+    records = run_all(parsed) if parsed.read is None else json.loads(parsed.read.read_text())
+    if parsed.json is not None:
+        parsed.json.write_text(json.dumps(records, indent=1) + "\n")
+    lines = "\n".join(page(records))
+    print(lines)
+    if parsed.page is not None:
+        parsed.page.write_text(lines + "\n")
+
+
+def run_all(parsed: argparse.Namespace) -> list[Record]:
+    """Run every job that the arguments ask for; return what came of it."""
     records: list[Record] = []
     jobs = jobs_of(parsed)
     method = multiprocessing.get_context("spawn")
@@ -86,9 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
         for done, found in enumerate(pool.map(run_job, jobs)):
             records += found
             print(f"{done + 1} of {len(jobs)}", file=sys.stderr, flush=True)
-    if parsed.json is not None:
-        parsed.json.write_text(json.dumps(records, indent=1) + "\n")
-    print("\n".join(page(records)))
+    return records
 
 
 if __name__ == "__main__":

@@ -108,6 +108,9 @@ def page(records: Sequence[Record]) -> Iterator[str]:
         of_mode = [r for r in healed if r["mode"] == mode]
         yield f"`{mode}`: {_share(of_mode)} as wanted."
         yield ""
+    seeds, families = ({r[name]: None for r in records} for name in ("seed", "family"))
+    yield f"Families: {', '.join(families)}; seeds {', '.join(map(str, seeds))}."
+    yield ""
     calm = [r for r in records if r["kind"] == "undamaged" and r["protection"] == "heal"]
     changed = [r for r in calm if r["rollbacks"] or r["lr_changes"] or r["died"]]
     yield (

@@ -41,10 +41,11 @@ def page(found: Sequence[Looked]) -> Iterator[str]:
     good = sum(one.ok for one in found)
     names = {one.setup for one in found}
     clean = [n for n in names if all(one.ok for one in found if one.setup == n)]
+    seeds = ", ".join(map(str, sorted({one.seed for one in found})))
     yield ""
     yield (
         f"{good} of {len(found)} runs and {len(clean)} of {len(names)} set-ups were left alone; "
-        f"{sum(one.experiments for one in found)} experiments."
+        f"{sum(one.experiments for one in found)} experiments; seeds {seeds}."
     )
 
 
@@ -60,6 +61,8 @@ def main() -> None:
     parser.add_argument("--clip", action="store_true", help="leave clipping on")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write every run to this file")
+    parser.add_argument("--read", type=Path, help="run nothing; take what --json wrote")
+    parser.add_argument("--page", type=Path, help="write the table to this file as well")
     parser.add_argument("--list", action="store_true", help="print all names and leave")
     parsed = parser.parse_args()
     words = [word.strip() for word in parsed.setups.split(",") if word.strip()]
@@ -67,6 +70,23 @@ def main() -> None:
     if parsed.list:
         print("\n".join(names))
         return
+    found = run_all(names, parsed) if parsed.read is None else read(parsed.read)
+    if parsed.json is not None:
+        parsed.json.write_text(json.dumps([one.to_json() for one in found], indent=1) + "\n")
+    lines = "\n".join(page(found))
+    print(lines)
+    if parsed.page is not None:
+        parsed.page.write_text(lines + "\n")
+
+
+def read(path: Path) -> list[Looked]:
+    """Return the runs that ``--json`` wrote."""
+    rows = json.loads(path.read_text())
+    return [Looked(**{name: row[name] for name in row if name != "ok"}) for row in rows]
+
+
+def run_all(names: Sequence[str], parsed: argparse.Namespace) -> list[Looked]:
+    """Look at every set-up with every seed."""
     keys = [
         (name, seed, parsed.mode, parsed.clip)
         for name in names
@@ -79,9 +99,7 @@ def main() -> None:
             found.append(one)
             mark = "" if one.ok else "  changed"
             print(f"{len(found)} of {len(keys)}: {one.setup}{mark}", file=sys.stderr, flush=True)
-    if parsed.json is not None:
-        parsed.json.write_text(json.dumps([one.to_json() for one in found], indent=1) + "\n")
-    print("\n".join(page(found)))
+    return found
 
 
 if __name__ == "__main__":

@@ -12,6 +12,16 @@
 #include "../math/optim.h"
 #include "vectors.h"
 
+// gcc has it since 12.
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define ZCLIP_HAS_SHUFFLE 1
+#endif
+#endif
+#ifndef ZCLIP_HAS_SHUFFLE
+#define ZCLIP_HAS_SHUFFLE 0
+#endif
+
 namespace zclip::cpu {
 
 // A bfloat16 that is rounded up or down at random.
@@ -47,11 +57,13 @@ ZCLIP_ALWAYS_INLINE value_t widened(const words_t& bits, Float16) {
   return bits_as<value_t>(sign | (magnitude >= 0x0f800000u ? special : finite));
 }
 
+// A NaN that arithmetic made is quiet: without its last bits it is still one, and adding to them
+// could make it something else.
 template <typename words_t, typename value_t>
 ZCLIP_ALWAYS_INLINE words_t narrowed(const value_t& x, RandomBits, Bfloat16) {
-  const words_t bits = bits_as<words_t>(x), magnitude = bits & 0x7fffffffu;
-  const words_t rounded = bits + (0x7fffu + ((bits >> 16) & 1u)), quiet = bits | 0x00400000u;
-  return (magnitude > 0x7f800000u ? quiet : rounded) >> 16;
+  const words_t bits = bits_as<words_t>(x), magnitude = bits & 0x7fffffffu, none = bits & 0u;
+  const words_t half = ((bits >> 16) & 1u) + 0x7fffu;
+  return (bits + (magnitude > 0x7f800000u ? none : half)) >> 16;
 }
 
 template <typename words_t, typename value_t>
@@ -83,6 +95,27 @@ template <typename number_t>
 constexpr bool kIsNarrow =
     std::is_base_of_v<Bfloat16, number_t> || std::is_same_v<number_t, Float16>;
 
+// As many words of 16 bits, each with 16 zeros above. Written as a shuffle because gcc makes five
+// instructions of a conversion.
+template <typename words_t, typename number_t>
+ZCLIP_ALWAYS_INLINE words_t extended(const number_t* from) {
+  constexpr int kWidth = sizeof(words_t) / sizeof(uint32_t);
+  const auto x = load_pack<Pack<uint16_t, kWidth>>(from);
+#if ZCLIP_HAS_SHUFFLE
+  const Pack<uint16_t, kWidth> o = {};
+  if constexpr (kWidth == 8) {
+    return (words_t)__builtin_shufflevector(x, o, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7,
+                                            15);
+  } else {
+    return (words_t)__builtin_shufflevector(x, o, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22,
+                                            7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14,
+                                            30, 15, 31);
+  }
+#else
+  return __builtin_convertvector(x, words_t);
+#endif
+}
+
 // Loads one number, or as many as value_t holds, and their patterns.
 template <typename value_t, typename number_t, typename words_t>
 ZCLIP_ALWAYS_INLINE value_t load_number(const number_t* from, words_t* bits) {
@@ -94,8 +127,7 @@ ZCLIP_ALWAYS_INLINE value_t load_number(const number_t* from, words_t* bits) {
     if constexpr (std::is_same_v<value_t, float>) {
       *bits = from->bits;
     } else {
-      constexpr int kWidth = sizeof(words_t) / sizeof(uint32_t);
-      *bits = __builtin_convertvector(load_pack<Pack<uint16_t, kWidth>>(from), words_t);
+      *bits = extended<words_t>(from);
     }
     return widened<value_t>(*bits, number_t{});
   }

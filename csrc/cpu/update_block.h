@@ -36,22 +36,24 @@ struct Found {
   using words = Pack<Word<value_t>, kWidth>;
   words loaded[3] = {};
   words stored[3] = {};
-  words alarm = {};  // highest bits: the watched moment may hold NaN or Inf
+  words largest = {};  // pattern of the watched moment: that of NaN, Inf or a negative second one?
   // The elements that fill no vector.
   Word<value_t> rest_loaded[3] = {};
   Word<value_t> rest_stored[3] = {};
   // Sums of squares of weights and of updates.
   double weights[kWide] = {};
   double updates[kWide] = {};
+  value_t update_scale = 1;       // what updates are multiplied by before they are squared
   bool suspects_weights = false;  // one of them may be NaN or Inf
   bool suspects_updates = false;
 };
 
-// number_t is the format of the parameter, value_t that of its state and of the arithmetic.
-template <typename number_t, typename value_t>
+// number_t is the format of the parameter, grad_t that of its gradient, value_t that of its state
+// and of the arithmetic.
+template <typename number_t, typename grad_t, typename value_t>
 struct Block {
   number_t* p;
-  const value_t* g;
+  const grad_t* g;
   value_t* m;
   value_t* v;
   value_t* largest;
@@ -64,30 +66,22 @@ struct Block {
 // Which moment is watched for NaN and Inf: where the updates would not tell.
 enum class Watched { kNone, kFirst, kSecond };
 
-// Has its highest bit set if the exponent is that of NaN and Inf, or the number is negative, which
-// no second moment is.
-template <typename bits_t, typename value_t>
-ZCLIP_ALWAYS_INLINE bits_t alarm_of(const bits_t& bits, value_t) {
-  constexpr auto kLastOfExponent =
-      static_cast<Word<value_t>>(sizeof(value_t) == 8 ? 0x0010000000000000ull : 0x00800000ull);
-  return bits + kLastOfExponent;
+// The larger of two patterns, in every lane.
+template <typename bits_t>
+ZCLIP_ALWAYS_INLINE bits_t larger(const bits_t& a, const bits_t& b) {
+  return a > b ? a : b;
 }
 
 // Adds kWide floats, or doubles, to kWide sums.
 template <typename pack_t>
-ZCLIP_ALWAYS_INLINE void add_wide(const pack_t& x, Pack<double, kWide / 2> (&sums)[2]) {
-  using value_t = std::remove_reference_t<decltype(x[0])>;
-  Pack<std::remove_const_t<value_t>, kWide / 2> halves[2];
-  static_assert(sizeof halves == sizeof x, "kWide numbers");
-  std::memcpy(halves, &x, sizeof x);
-  for (int h = 0; h < 2; ++h)
-    sums[h] += __builtin_convertvector(halves[h], Pack<double, kWide / 2>);
+ZCLIP_ALWAYS_INLINE void add_wide(const pack_t& x, Pack<double, kWide>& sums) {
+  sums += __builtin_convertvector(x, Pack<double, kWide>);
 }
 
 // Folds the sums of one group by halves, down to kWide.
 template <typename value_t, int kWidth>
 ZCLIP_ALWAYS_INLINE void add_group(const Pack<value_t, kWidth> (&squares)[kSums<value_t> / kWidth],
-                                   Pack<double, kWide / 2> (&sums)[2]) {
+                                   Pack<double, kWide>& sums) {
   if constexpr (kSums<value_t> == kWide) {
     add_wide(squares[0], sums);
   } else {
@@ -97,6 +91,34 @@ ZCLIP_ALWAYS_INLINE void add_group(const Pack<value_t, kWidth> (&squares)[kSums<
   }
 }
 
+// Multiplied before they are squared, numbers below 2^-32 lose nothing to underflow: neither are
+// their squares subnormal, which takes the hardware several times as long as any others, nor do any
+// but zeros sum to 0. A power of two rounds nothing.
+ZCLIP_ALWAYS_INLINE float tiny_scale() { return rescaled<Rescale::kTiny>(1.0f); }
+
+// The squares of a block of such numbers.
+template <typename number_t>
+ZCLIP_ALWAYS_INLINE void add_tiny(const number_t* data, int64_t len, double* wide) {
+  using vec = Pack<float, kSums<float>>;
+  Pack<double, kWide> sums = {};
+  Pack<uint32_t, kSums<float>> bits;
+  const int64_t whole = len - len % kSums<float>;
+  for (int64_t group = 0; group < whole; group += kGroup<float>) {
+    vec squares[1] = {};
+    const int64_t end = std::min(group + kGroup<float>, whole);
+    for (int64_t i = group; i < end; i += kSums<float>) {
+      const vec x = load_number<vec>(data + i, &bits) * tiny_scale();
+      squares[0] += x * x;
+    }
+    add_group<float, kSums<float>>(squares, sums);
+  }
+  for (int64_t i = whole; i < len; ++i) {
+    const float x = widen_flat(data[i]) * tiny_scale();
+    sums[i % kWide] += static_cast<double>(x * x);
+  }
+  for (int k = 0; k < kWide; ++k) wide[k] += restored<Rescale::kTiny>(sums[k]);
+}
+
 // The squares of a block whose quick sum cannot be believed, without those of NaN and Inf.
 template <typename value_t, typename number_t>
 ZCLIP_ALWAYS_INLINE void add_exactly(const number_t* data, int64_t len, double* wide) {
@@ -104,21 +126,18 @@ ZCLIP_ALWAYS_INLINE void add_exactly(const number_t* data, int64_t len, double* 
   constexpr auto kExponent =
       static_cast<Word<value_t>>(sizeof(value_t) == 8 ? 0x7ff0000000000000ull : 0x7f800000ull);
   const int64_t whole = len - len % kWide;
-  Pack<double, kWide / 2> sums[2];
-  std::memcpy(sums, wide, sizeof sums);
+  Pack<double, kWide> sums;
+  std::memcpy(&sums, wide, sizeof sums);
   for (int64_t i = 0; i < whole; i += kWide) {
     words bits;
     const auto x = load_number<Pack<value_t, kWide>>(data + i, &bits);
     const words loaded = bits_as<words>(x), zero = {};
-    const words finite = (loaded & kExponent) == kExponent ? zero : loaded;
-    Pack<value_t, kWide / 2> halves[2];
-    std::memcpy(halves, &finite, sizeof halves);
-    for (int h = 0; h < 2; ++h) {
-      const auto doubled = __builtin_convertvector(halves[h], Pack<double, kWide / 2>);
-      sums[h] += doubled * doubled;
-    }
+    const auto finite =
+        bits_as<Pack<value_t, kWide>>((loaded & kExponent) == kExponent ? zero : loaded);
+    const auto doubled = __builtin_convertvector(finite, Pack<double, kWide>);
+    sums += doubled * doubled;
   }
-  std::memcpy(wide, sums, sizeof sums);
+  std::memcpy(wide, &sums, sizeof sums);
   for (int64_t i = whole; i < len; ++i) {
     const auto x = widen_flat(data[i]);
     const double finite = is_finite(x) ? static_cast<double>(x) : 0.0;
@@ -126,23 +145,38 @@ ZCLIP_ALWAYS_INLINE void add_exactly(const number_t* data, int64_t len, double* 
   }
 }
 
-// Adds the quick sums of a block, or does it again; returns whether one may be NaN or Inf.
+// Adds the quick sums of a block, or does it again; returns whether one may be NaN or Inf. `scale`
+// is what the numbers were multiplied by; it becomes that of the next block, which is likely to
+// hold numbers of the same size.
 template <typename value_t, typename number_t>
 ZCLIP_ALWAYS_INLINE bool add_block(const double* quick, const number_t* data, int64_t len,
-                                   double* wide) {
+                                   double* wide, value_t* scale) {
   double total = 0.0;
   for (int k = 0; k < kWide; ++k) total += quick[k];
-  if (trustworthy<value_t>(total)) {
+  if constexpr (std::is_same_v<value_t, float>) {
+    if (*scale != 1.0f && is_finite(total)) {
+      for (int k = 0; k < kWide; ++k) wide[k] += restored<Rescale::kTiny>(quick[k]);
+      *scale = restored<Rescale::kTiny>(total) < kTinySum<float> ? tiny_scale() : 1.0f;
+      return false;
+    }
+    if (*scale == 1.0f && total < kTinySum<float>) {
+      add_tiny(data, len, wide);
+      *scale = tiny_scale();
+      return false;
+    }
+  }
+  if (*scale == value_t{1} && trustworthy<value_t>(total)) {
     for (int k = 0; k < kWide; ++k) wide[k] += quick[k];
     return false;
   }
   add_exactly<value_t>(data, len, wide);
+  *scale = value_t{1};
   return !is_finite(total);
 }
 
 // Asks for what a row of elements will want some time later.
-template <bool kFirst, bool kSecond, typename number_t, typename value_t>
-ZCLIP_ALWAYS_INLINE void prefetch_row(const Block<number_t, value_t>& block, int64_t i) {
+template <bool kFirst, bool kSecond, typename number_t, typename grad_t, typename value_t>
+ZCLIP_ALWAYS_INLINE void prefetch_row(const Block<number_t, grad_t, value_t>& block, int64_t i) {
   __builtin_prefetch(reinterpret_cast<const char*>(block.g + i) + kPrefetchBytes);
   __builtin_prefetch(reinterpret_cast<char*>(block.p + i) + kPrefetchBytes, 1);
   if (kFirst) __builtin_prefetch(reinterpret_cast<char*>(block.m + i) + kPrefetchBytes, 1);
@@ -150,23 +184,24 @@ ZCLIP_ALWAYS_INLINE void prefetch_row(const Block<number_t, value_t>& block, int
 }
 
 template <bool kFirst, bool kSecond, bool kMax, Watched kWatched, bool kTelemetry, int kWidth,
-          typename number_t, typename value_t, typename Update>
-ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, value_t>& given,
+          typename number_t, typename grad_t, typename value_t, typename Update>
+ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, grad_t, value_t>& given,
                                          const UpdateScalars<value_t>& scalars,
                                          Found<value_t, kWidth>& found, Update&& update) {
   using vec = Pack<value_t, kWidth>;
   using words = Pack<Word<value_t>, kWidth>;
   constexpr int kParts = kSums<value_t> / kWidth;
   // Copies, which no store can change: the compiler keeps them in registers.
-  const Block<number_t, value_t> block = given;
+  const Block<number_t, grad_t, value_t> block = given;
   const UpdateScalars<value_t> s = scalars;
   const UpdateScalars<vec> in_lanes = spread<vec>(s);
-  words loaded[3], stored[3], alarm = found.alarm;
+  words loaded[3], stored[3], largest = found.largest;
   for (int k = 0; k < 3; ++k) {
     loaded[k] = found.loaded[k];
     stored[k] = found.stored[k];
   }
-  Pack<double, kWide / 2> weight_sums[2] = {}, update_sums[2] = {};
+  const value_t update_scale = found.update_scale;
+  Pack<double, kWide> weight_sums = {}, update_sums = {};
   const int64_t whole = block.len - block.len % kSums<value_t>;
   for (int64_t group = 0; group < whole; group += kGroup<value_t>) {
     vec weight_squares[kParts] = {}, update_squares[kParts] = {};
@@ -177,7 +212,7 @@ ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, value_t>& given,
       for (int part = 0; part < kParts; ++part) {
         const int64_t i = row + part * kWidth;
         vec first = {}, second = {}, maximum = {};
-        words bits;
+        words bits, grad_bits;
         const vec weight = load_number<vec>(block.p + i, &bits);
         if (kFirst) first = load_pack<vec>(block.m + i);
         if (kSecond) second = load_pack<vec>(block.v + i);
@@ -187,7 +222,7 @@ ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, value_t>& given,
           if (kFirst) loaded[1] += (words)first;
           if (kSecond) loaded[2] += (words)second;
         }
-        const vec gradient = load_pack<vec>(block.g + i) * block.coef;
+        const vec gradient = load_number<vec>(block.g + i, &grad_bits) * block.coef;
         const vec change = update(gradient, weight, first, second, maximum, in_lanes);
         const vec result = store_number(weight - change, block.random + i, block.p + i, &bits);
         if (kFirst) store_pack(block.m + i, first);
@@ -195,13 +230,14 @@ ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, value_t>& given,
         if (kMax) store_pack(block.largest + i, maximum);
         if (kTelemetry) {
           store_pack(block.update + i, change);
-          update_squares[part] += change * change;
+          const vec scaled = change * update_scale;
+          update_squares[part] += scaled * scaled;
           weight_squares[part] += result * result;
           stored[0] += bits;
           if (kFirst) stored[1] += (words)first;
           if (kSecond) stored[2] += (words)second;
-          if (kWatched == Watched::kFirst) alarm |= alarm_of((words)first << 1 >> 1, value_t{});
-          if (kWatched == Watched::kSecond) alarm |= alarm_of((words)second, value_t{});
+          if (kWatched == Watched::kFirst) largest = larger(largest, (words)first << 1 >> 1);
+          if (kWatched == Watched::kSecond) largest = larger(largest, (words)second);
         }
       }
     }
@@ -214,43 +250,47 @@ ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, value_t>& given,
     found.loaded[k] = loaded[k];
     found.stored[k] = stored[k];
   }
-  found.alarm = alarm;
+  found.largest = largest;
   double weights[kWide], updates[kWide];
-  std::memcpy(weights, weight_sums, sizeof weights);
-  std::memcpy(updates, update_sums, sizeof updates);
+  std::memcpy(weights, &weight_sums, sizeof weights);
+  std::memcpy(updates, &update_sums, sizeof updates);
   for (int64_t i = whole; i < block.len; ++i) {
     value_t first = kFirst ? block.m[i] : value_t{}, second = kSecond ? block.v[i] : value_t{};
     value_t maximum = kMax ? block.largest[i] : value_t{};
-    Word<value_t> bits;
+    Word<value_t> bits, grad_bits;
+    const auto gradient = load_number<value_t>(block.g + i, &grad_bits);
     const auto weight = load_number<value_t>(block.p + i, &bits);
     found.rest_loaded[0] += bits;
     found.rest_loaded[1] += bits_of(first);
     found.rest_loaded[2] += bits_of(second);
-    const value_t change = update(block.g[i] * block.coef, weight, first, second, maximum, s);
+    const value_t change = update(gradient * block.coef, weight, first, second, maximum, s);
     const value_t result = store_number(weight - change, block.random + i, block.p + i, &bits);
     if (kFirst) block.m[i] = first;
     if (kSecond) block.v[i] = second;
     if (kMax) block.largest[i] = maximum;
     block.update[i] = change;
     const int k = static_cast<int>(i % kWide);
+    const value_t scaled = change * update_scale;
     weights[k] += static_cast<double>(result * result);
-    updates[k] += static_cast<double>(change * change);
+    updates[k] += static_cast<double>(scaled * scaled);
     found.rest_stored[0] += bits;
     found.rest_stored[1] += bits_of(first);
     found.rest_stored[2] += bits_of(second);
     const auto watched = kWatched == Watched::kFirst ? bits_of(first) << 1 >> 1 : bits_of(second);
-    found.alarm[0] |= alarm_of(watched, value_t{});
+    found.largest[0] = larger<Word<value_t>>(found.largest[0], watched);
   }
   if (!kTelemetry) return;
-  found.suspects_weights |= add_block<value_t>(weights, block.p, block.len, found.weights);
-  found.suspects_updates |= add_block<value_t>(updates, block.update, block.len, found.updates);
+  value_t unscaled = 1;  // weights are seldom tiny, and zeros are as quick as any
+  found.suspects_weights |= add_block(weights, block.p, block.len, found.weights, &unscaled);
+  found.suspects_updates |=
+      add_block(updates, block.update, block.len, found.updates, &found.update_scale);
 }
 
 // Which loop a tensor needs.
 enum class Loop { kAdam, kAmsgrad, kSgd, kMomentum, kNesterov, kLion };
 
-template <bool kTelemetry, int kWidth, typename number_t, typename value_t>
-ZCLIP_ALWAYS_INLINE void update_block(Loop loop, const Block<number_t, value_t>& block,
+template <bool kTelemetry, int kWidth, typename number_t, typename grad_t, typename value_t>
+ZCLIP_ALWAYS_INLINE void update_block(Loop loop, const Block<number_t, grad_t, value_t>& block,
                                       const UpdateScalars<value_t>& s,
                                       Found<value_t, kWidth>& found) {
   switch (loop) {

@@ -98,47 +98,82 @@ inline double fold(const double* wide) {
   return (a + c) + (b + d);
 }
 
+// Gradients that the loop widens itself: bfloat16 of bfloat16 parameters. All others that differ
+// from the arithmetic are widened ahead: every loop more is compiled for each instruction set.
+template <typename number_t, typename value_t>
+using DirectGrad = std::conditional_t<std::is_same_v<number_t, Bfloat16>, Bfloat16, value_t>;
+template <typename grad_t>
+constexpr Format kFormatOf = std::is_same_v<grad_t, Bfloat16> ? Format::kBfloat16
+                             : std::is_same_v<grad_t, double> ? Format::kFloat64
+                                                              : Format::kFloat32;
+
+// What updating a chunk writes besides its tensors. Both buffers fit the first-level cache.
+template <typename value_t, int kWidth>
+struct ChunkNotes {
+  alignas(64) value_t gradient[kUpdateBlock];  // where it cannot be used as it lies
+  alignas(64) value_t update[kUpdateBlock];
+  Found<value_t, kWidth> found;
+};
+
+// One block of a chunk, whose gradient lies at `source`.
+template <bool kTelemetry, typename number_t, int kWidth, typename grad_t, typename value_t>
+ZCLIP_ALWAYS_INLINE void update_from(const grad_t* source, value_t coef, const ChunkUpdate& chunk,
+                                     int64_t start, int64_t len, const UpdateScalars<value_t>& s,
+                                     ChunkNotes<value_t, kWidth>& notes) {
+  auto* const m = static_cast<value_t*>(chunk.m);
+  auto* const v = static_cast<value_t*>(chunk.v);
+  auto* const largest = static_cast<value_t*>(chunk.largest);
+  const Block<number_t, grad_t, value_t> block = {
+      reinterpret_cast<number_t*>(chunk.p) + start,
+      source,
+      m == nullptr ? nullptr : m + start,
+      v == nullptr ? nullptr : v + start,
+      largest == nullptr ? nullptr : largest + start,
+      notes.update,
+      coef,
+      len,
+      {chunk.key, static_cast<uint32_t>(chunk.first + start)}};
+  update_block<kTelemetry, kWidth>(chunk.loop, block, s, notes.found);
+}
+
 // Returns what the telemetry wants; zeros if kTelemetry is false. number_t is the format of the
 // parameter; kWidth numbers are in a vector.
 template <bool kTelemetry, int kWidth, typename number_t, typename value_t>
 ZCLIP_ALWAYS_INLINE UpdateSlot update_chunk_of(const ChunkUpdate& chunk,
                                                const UpdateScalars<value_t>& s) {
   using word_t = Word<value_t>;
-  constexpr Format kOwn = sizeof(value_t) == 8 ? Format::kFloat64 : Format::kFloat32;
-  alignas(64) value_t gradient[kUpdateBlock], update[kUpdateBlock];
-  auto* const p = reinterpret_cast<number_t*>(chunk.p);
-  auto* const m = static_cast<value_t*>(chunk.m);
-  auto* const v = static_cast<value_t*>(chunk.v);
-  auto* const largest = static_cast<value_t*>(chunk.largest);
-  Found<value_t, kWidth> found;
-  const bool scales_on_load = chunk.grad_format == kOwn && !chunk.drops_nonfinite &&
+  const auto* const p = reinterpret_cast<const number_t*>(chunk.p);
+  ChunkNotes<value_t, kWidth> notes;
+  using grad_t = DirectGrad<number_t, value_t>;
+  const bool scales_on_load = chunk.grad_format == kFormatOf<grad_t> && !chunk.drops_nonfinite &&
                               s.l2 == value_t{} && !is_tiny(chunk.coef);
   for (int64_t start = 0; start < chunk.len; start += kUpdateBlock) {
     const int64_t len = std::min(kUpdateBlock, chunk.len - start);
-    const value_t* source = gradient;
+    const value_t* source = notes.gradient;
+    value_t coef = 1;
     if (scales_on_load) {
-      source = reinterpret_cast<const value_t*>(chunk.g) + start;
+      coef = static_cast<value_t>(chunk.coef);
+      const auto* direct = reinterpret_cast<const grad_t*>(chunk.g) + start;
+      if constexpr (std::is_same_v<grad_t, value_t>) {
+        source = direct;
+      } else {
+        update_from<kTelemetry, number_t>(direct, coef, chunk, start, len, s, notes);
+        continue;
+      }
     } else {
-      load_gradient(chunk, start, len, p + start, s.l2, gradient);
+      load_gradient(chunk, start, len, p + start, s.l2, notes.gradient);
     }
-    const Block<number_t, value_t> block = {
-        p + start,
-        source,
-        m == nullptr ? nullptr : m + start,
-        v == nullptr ? nullptr : v + start,
-        largest == nullptr ? nullptr : largest + start,
-        update,
-        scales_on_load ? static_cast<value_t>(chunk.coef) : value_t{1},
-        len,
-        {chunk.key, static_cast<uint32_t>(chunk.first + start)}};
-    update_block<kTelemetry, kWidth>(chunk.loop, block, s, found);
+    update_from<kTelemetry, number_t>(source, coef, chunk, start, len, s, notes);
   }
   UpdateSlot slot = {};
   if (!kTelemetry) return slot;
+  const Found<value_t, kWidth>& found = notes.found;
   slot.weight_sumsq = fold(found.weights);
   slot.update_sumsq = fold(found.updates);
-  word_t alarm = 0;
-  for (int lane = 0; lane < kWidth; ++lane) alarm |= found.alarm[lane];
+  constexpr auto kInfinite =
+      static_cast<word_t>(sizeof(value_t) == 8 ? 0x7ff0000000000000ull : 0x7f800000ull);
+  bool suspects_state = found.suspects_updates;
+  for (int lane = 0; lane < kWidth; ++lane) suspects_state |= found.largest[lane] >= kInfinite;
   for (int k = 0; k < 3; ++k) {
     word_t loaded = found.rest_loaded[k], stored = found.rest_stored[k];
     for (int lane = 0; lane < kWidth; ++lane) {
@@ -150,10 +185,14 @@ ZCLIP_ALWAYS_INLINE UpdateSlot update_chunk_of(const ChunkUpdate& chunk,
   }
   // A moment that is not finite makes an update that is not, but for an infinite second moment,
   // which makes it zero, and for Lion, which takes the sign.
-  const bool suspects_state = found.suspects_updates || alarm >> (8 * sizeof(word_t) - 1) != 0;
+  const auto bad_in = [&](const void* moment) {
+    return suspects_state && moment != nullptr
+               ? count_bad(static_cast<const value_t*>(moment), chunk.len)
+               : 0.0;
+  };
   if (found.suspects_weights || found.suspects_updates) slot.bad[0] = count_bad(p, chunk.len);
-  if (suspects_state && m != nullptr) slot.bad[1] = count_bad(m, chunk.len);
-  if (suspects_state && v != nullptr) slot.bad[2] = count_bad(v, chunk.len);
+  slot.bad[1] = bad_in(chunk.m);
+  slot.bad[2] = bad_in(chunk.v);
   return slot;
 }
 

@@ -4,6 +4,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 
 #include "cpu_path.h"
@@ -25,6 +26,9 @@ struct UpdatePlan::Row {
 };
 
 namespace {
+
+constexpr int64_t kParamsPerThread = 4096;  // whose addresses are worth a thread
+constexpr int64_t kTensorsAhead = 12;       // of the one that is looked at, to fetch from memory
 
 bool has(const std::vector<Tensor>& list, size_t i) { return !list.empty() && list[i].numel() > 0; }
 
@@ -147,8 +151,7 @@ UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimSta
   strides_.resize(count);
   entries_.resize(count);
   const auto watch = [&](const Tensor& tensor) {
-    watched_.push_back(&tensor);
-    addresses_.push_back(tensor.const_data_ptr());
+    watched_.push_back({tensor.get(), tensor.const_data_ptr()});
   };
   for (size_t i = 0; i < count; ++i) {
     const Span& span = list_.spans()[i];
@@ -170,23 +173,42 @@ UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimSta
       entry.step = state_.steps[i].mutable_data_ptr();
       entry.step_is_double = type == ScalarType::Double;
     }
+    first_watched_.push_back(static_cast<int64_t>(watched_.size()));
     watch(params_[i]);
     for (const auto& [list, name] : lists) {
       if (has(list, i)) watch(list[i]);
     }
   }
+  first_watched_.push_back(static_cast<int64_t>(watched_.size()));
 }
 
+UpdatePlan::~UpdatePlan() = default;
+
 bool UpdatePlan::is_current() const {
-  for (size_t k = 0; k < watched_.size(); ++k) {
-    if (watched_[k]->const_data_ptr() != addresses_[k]) return false;
-  }
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i].numel() != list_.spans()[i].numel) return false;
-    if (params_[i].is_contiguous() != strides_[i].empty()) return false;
-    const auto strides = params_[i].strides();
-    if (!strides_[i].empty() &&
-        !std::equal(strides.begin(), strides.end(), strides_[i].begin(), strides_[i].end())) {
+  std::atomic<bool> is_current{true};
+  torch::stable::parallel_for(0, count(), kParamsPerThread, [&](int64_t begin, int64_t end) {
+    if (!are_current(begin, end)) is_current.store(false, std::memory_order_relaxed);
+  });
+  return is_current.load();
+}
+
+bool UpdatePlan::are_current(int64_t begin, int64_t end) const {
+  for (int64_t i = begin; i < end; ++i) {
+    for (int64_t k = first_watched_[i]; k < first_watched_[i + 1]; ++k) {
+      // What a handle points to begins with the address of the tensor. If it ever should not, this
+      // fetches something else in advance and does no harm.
+      const auto ahead = std::min(k + kTensorsAhead, static_cast<int64_t>(watched_.size()) - 1);
+      __builtin_prefetch(*reinterpret_cast<const void* const*>(watched_[ahead].handle));
+      const void* address = nullptr;
+      STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(watched_[k].handle, &address));
+      if (address != watched_[k].address) return false;
+    }
+    const Tensor& param = params_[i];
+    if (param.numel() != list_.spans()[i].numel) return false;
+    if (param.is_contiguous() != strides_[i].empty()) return false;
+    if (strides_[i].empty()) continue;
+    const auto strides = param.strides();
+    if (!std::equal(strides.begin(), strides.end(), strides_[i].begin(), strides_[i].end())) {
       return false;
     }
   }
@@ -214,8 +236,9 @@ void UpdatePlan::check_gradients(const TensorList& grads, const char* op) const 
   }
 }
 
-std::vector<UpdatePlan::Row> UpdatePlan::rows_of(const StepNumbers& numbers) const {
-  std::vector<Row> rows(params_.size());
+void UpdatePlan::fill_rows(const StepNumbers& numbers) {
+  rows_.resize(params_.size());
+  std::vector<Row>& rows = rows_;
   const auto* ledger = static_cast<const int64_t*>(ledger_.const_data_ptr());
   size_t i = 0;
   for (size_t group = 0; group < sizes_.size(); ++group) {
@@ -250,18 +273,18 @@ std::vector<UpdatePlan::Row> UpdatePlan::rows_of(const StepNumbers& numbers) con
           (flags & kStochastic) ? rounding_key(numbers.seed, updates, static_cast<int64_t>(i)) : 0;
     }
   }
-  return rows;
 }
 
 void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, double* telemetry,
                         float* summary) {
   const Isa isa = best_isa();
-  std::vector<Row> rows;
   {
     const FloatMode mode;
-    rows = rows_of(numbers);
+    fill_rows(numbers);
   }
-  std::vector<UpdateSlot> slots(list_.chunks().size());
+  const std::vector<Row>& rows = rows_;
+  std::vector<UpdateSlot>& slots = slots_;
+  slots.assign(list_.chunks().size(), {});
   for_each_chunk(list_, [&](int64_t c, const Chunk& chunk) {
     const auto t = static_cast<size_t>(chunk.tensor);
     const Span &param = list_.spans()[t], &grad = grads.spans()[t];

@@ -37,6 +37,7 @@ class UpdatePlan {
   // Raises if a tensor cannot be served; `op` names the place in the message.
   UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimState state, Tensor ledger,
              std::vector<int64_t> sizes, bool telemetry, const char* op);
+  ~UpdatePlan();  // where Row is known
 
   // Whether all tensors are where they were.
   bool is_current() const;
@@ -66,7 +67,15 @@ class UpdatePlan {
     bool step_is_double;
   };
 
-  std::vector<Row> rows_of(const StepNumbers& numbers) const;
+  // Tensors that have memory, as torch knows them, and where it was. Handles, not Tensors: one jump
+  // through memory less for each of forty thousand.
+  struct Watched {
+    AtenTensorHandle handle;
+    const void* address;
+  };
+
+  bool are_current(int64_t begin, int64_t end) const;  // the parameters in this range
+  void fill_rows(const StepNumbers& numbers);
   void close(const TensorList& grads, const std::vector<UpdateSlot>& slots, double* telemetry,
              float* summary);
 
@@ -79,8 +88,10 @@ class UpdatePlan {
   TensorList list_;
   std::vector<Entry> entries_;
   std::vector<std::vector<int64_t>> strides_;  // of parameters that are not contiguous
-  std::vector<const Tensor*> watched_;         // all tensors with memory, and where it was
-  std::vector<const void*> addresses_;
+  std::vector<Watched> watched_;               // each parameter, followed by its state
+  std::vector<int64_t> first_watched_;         // of each parameter in that list, with the end last
+  std::vector<Row> rows_;                      // these two are filled anew in every step
+  std::vector<UpdateSlot> slots_;
 };
 
 // What a skipped step reports.

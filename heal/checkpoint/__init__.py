@@ -1,7 +1,9 @@
-"""Durable checkpoints: written so that no crash can spoil them, read so that no damage passes.
+"""Durable checkpoints: no crash can spoil them, and no damage goes unnoticed.
 
-Safetensors and JSON, a checksum for every byte, COMMIT last, no pickle. The page
-``docs/checkpoints.md`` tells the rest.
+Safetensors and JSON, a checksum for every byte, COMMIT last, no pickle: ``docs/checkpoints.md``.
+:mod:`~heal.checkpoint.store` saves and loads. :mod:`~heal.checkpoint.contents` names the tensors of
+a run, :mod:`~heal.checkpoint.plan` has the ranks agree, :mod:`~heal.checkpoint.writer` and
+:mod:`~heal.checkpoint.reading` move the bytes.
 """
 
 from importlib import import_module

@@ -20,42 +20,22 @@ from heal.checkpoint.encode import encode
 from heal.checkpoint.files import CannotEncode, CheckpointError
 from heal.checkpoint.folders import committed
 from heal.checkpoint.manifest import Chunk, Entry
-from heal.checkpoint.reading import CheckpointReader, Restored
-from heal.checkpoint.shards import checksum_text, dtype_name
-from heal.plain_values import plain_name
+from heal.checkpoint.reading import CheckpointReader
+from heal.checkpoint.shards import entry_of
+from heal.extra_state import plain_name
 from heal.training_state import StateMismatch, TrainingState
 
 NAMED = {"parameter": 0, "buffer": 0, "state": 1}
 """Kinds of keys that hold the name of a parameter or buffer, and where after the kind."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Contents:
-    """What one rank saves.
+    """What one rank saves: tensors as they are in the run, their entries, and JSON values."""
 
-    Attributes:
-        tensors: by name, as they are in the run, or copies of these.
-        chunks: of those that are part of a larger tensor.
-        values: everything else, as JSON.
-    """
-
-    tensors: dict[str, Tensor]
-    chunks: dict[str, Chunk] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
     values: Any = None
-
-    def entries(self, rank: int) -> dict[str, Entry]:
-        """Return what the manifest says of every tensor, but for the checksums; waits for nothing.
-
-        Raises:
-            CannotEncode: a tensor is of a kind that cannot be saved.
-        """
-        made = {}
-        for name, t in self.tensors.items():
-            chunk = self.chunks.get(name)
-            whole, start = (None, None) if chunk is None else (chunk.whole, chunk.start)
-            dtype = dtype_name(t, name)
-            made[name] = Entry(rank, dtype, tuple(t.shape), whole, start, checksum_text(0))
-        return made
 
 
 class Names:
@@ -155,7 +135,7 @@ def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
         extra: further plain values, such as the position in the data.
 
     Raises:
-        CannotEncode: a value has no safe form on disk; names it.
+        CannotEncode: a value or tensor has no safe form on disk; names it.
     """
     state.notice_changes()
     names = Names(state)
@@ -165,18 +145,18 @@ def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
         if not state.is_trainable(param):
             originals["parameter", name] = param
             local["parameter", name] = local_part(param)
-    contents = Contents({})
-    for key, tensor in local.items():
-        text = names.text(key)
-        contents.tensors[text] = tensor
-        chunk = chunk_of(originals[key])
-        if chunk is not None and chunk.shape == tuple(tensor.shape):
-            contents.chunks[text] = chunk
     training = state.values()
     training["modules"] = _encodable(training["modules"])
-    values = {"training": training, "names": _names_for_torch(names), **extra}
-    contents.values, inside = encode(values)
-    contents.tensors.update(inside)
+    values, tensors = encode({"training": training, "names": _names_for_torch(names), **extra})
+    contents = Contents(values=values)
+    for key, tensor in local.items():
+        text, chunk = names.text(key), chunk_of(originals[key])
+        is_part = chunk is not None and chunk.shape == tuple(tensor.shape)
+        contents.tensors[text] = tensor
+        contents.entries[text] = entry_of(tensor, text, chunk if is_part else None)
+    for text, tensor in tensors.items():
+        contents.tensors[text] = tensor
+        contents.entries[text] = entry_of(tensor, text)
     return contents
 
 
@@ -356,12 +336,28 @@ def state_dicts(directory: str | os.PathLike[str], step: int | None = None) -> d
         which = "" if step is None else f" of step {step}"
         raise CheckpointError(f"{directory} has no finished checkpoint{which}")
     restored = CheckpointReader(found[-1].path).read_whole()
-    names = restored.values["names"]
-    model = {
-        unquote(text.split("/", 1)[1]): tensor
-        for text, tensor in restored.tensors.items()
-        if text.startswith(("parameter/", "buffer/"))
-    }
+    names, training = restored.values["names"], restored.values["training"]
+    ordered = [[name for group in groups for name in group] for groups in names["groups"]]
+    number = [{name: i for i, name in enumerate(params)} for params in ordered]
+    model: dict[str, Tensor] = {}
+    optimizers: list[dict[str, Any]] = []
+    for o in range(len(ordered)):
+        groups = [
+            {**settings, "params": [number[o][name] for name in group]}
+            for group, settings in zip(names["groups"][o], training["groups"][o], strict=True)
+        ]
+        plain = enumerate(training["state"][o])
+        state = {i: dict(values) for i, values in plain if values is not None}
+        optimizers.append({"state": state, "param_groups": groups})
+    for text, tensor in restored.tensors.items():
+        kind, *rest = (unquote(part) for part in text.split("/"))
+        if kind in ("parameter", "buffer"):
+            model[rest[0]] = tensor
+        elif kind == "state":
+            o = int(rest[0])
+            optimizers[o]["state"].setdefault(number[o][rest[1]], {})[rest[2]] = tensor
+        elif kind == "group":
+            optimizers[int(rest[0])]["param_groups"][int(rest[1])][rest[2]] = tensor
     for alias, target in names["aliases"].items():
         model[alias] = model[target]
     for name in names["non_persistent"]:
@@ -369,28 +365,8 @@ def state_dicts(directory: str | os.PathLike[str], step: int | None = None) -> d
     return {
         "step": restored.step,
         "model": model,
-        "optimizers": [_optimizer(restored, o) for o in range(len(names["groups"]))],
-        "schedulers": restored.values["training"]["schedulers"],
-        "parameter_names": [[n for g in groups for n in g] for groups in names["groups"]],
+        "optimizers": optimizers,
+        "schedulers": training["schedulers"],
+        "parameter_names": ordered,
         "extra": restored.values.get("extra"),
     }
-
-
-def _optimizer(restored: Restored, o: int) -> dict[str, Any]:
-    training, groups = restored.values["training"], restored.values["names"]["groups"][o]
-    number = {name: i for i, name in enumerate([n for group in groups for n in group])}
-    state: dict[int, dict[str, Any]] = {
-        i: dict(plain) for i, plain in enumerate(training["state"][o]) if plain is not None
-    }
-    listed = []
-    for g, (names, settings) in enumerate(zip(groups, training["groups"][o], strict=True)):
-        listed.append({**settings, "params": [number[name] for name in names]})
-        prefix = f"group/{o}/{g}/"
-        listed[-1].update(
-            {t[len(prefix) :]: v for t, v in restored.tensors.items() if t.startswith(prefix)}
-        )
-    for text, tensor in restored.tensors.items():
-        kind, *rest = text.split("/")
-        if kind == "state" and int(rest[0]) == o:
-            state.setdefault(number[unquote(rest[1])], {})[unquote(rest[2])] = tensor
-    return {"state": state, "param_groups": listed}

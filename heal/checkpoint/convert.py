@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from heal.checkpoint.contents import state_dicts
 from heal.checkpoint.files import TEMPORARY, CheckpointError, flush_folder
 from heal.checkpoint.store import save
-from heal.extra_state import listed
-from heal.plain_values import plain_name
+from heal.extra_state import listed, plain_name
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizers", "optimizer", "optimizer_state_dict", "optim")

@@ -16,7 +16,7 @@ from heal.checkpoint.manifest import COMMIT
 NAME = re.compile(r"step-(\d{6,14})(?:-r(\d{1,4}))?")
 ABANDONED = ".abandoned"
 OURS = re.compile(r"rank-\d{5}\.safetensors|manifest-\d{5}\.json|COMMIT|failed-\d{5}|\.tmp-.*")
-"""Files that this package writes; a folder that holds others is not removed."""
+"""Files that this package writes; a folder that holds any other is not removed."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -29,7 +29,7 @@ class StepFolder:
 
     @property
     def is_committed(self) -> bool:
-        """Whether the save was finished; says nothing about the bytes."""
+        """Whether the save was finished; its bytes are not read."""
         try:
             return stat.S_ISREG(os.lstat(self.path / COMMIT).st_mode)
         except OSError:
@@ -114,7 +114,7 @@ def retain(
     """
     going = surplus([f for f in committed(directory) if f not in exempt], keep, verified)
     going += [f for f in list_folders(directory) if not f.is_committed and f < verified]
-    # Abandoned saves serve the post-mortem; as many of them stay as of the others.
+    # Abandoned saves serve the post-mortem; as many of them stay as finished ones.
     abandoned = sorted(directory.glob(f"step-*{ABANDONED}*"), key=lambda path: path.name)
     for path in abandoned[: max(0, len(abandoned) - keep)]:
         if path.is_dir() and not path.is_symlink():

@@ -90,25 +90,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of one rank.
+    """One tensor of one rank."""
 
-    Attributes:
-        held_by: the rank in whose shard the bytes are; several ranks may share them.
-        dtype: torch's name for it.
-        shape: of the part that is saved.
-        whole: shape of the tensor that this is a part of; None if it is no part.
-        start: index of the part's first element in the whole.
-        checksum: of the bytes, 16 hexadecimal digits; see ``zclip::fingerprint``.
-        offset: of the first byte, after the header of the shard.
-    """
-
-    held_by: int
-    dtype: str
-    shape: tuple[int, ...]
-    whole: tuple[int, ...] | None
-    start: tuple[int, ...] | None
-    checksum: str
-    offset: int = 0
+    held_by: int  # the rank in whose shard the bytes are; several ranks may share them
+    dtype: str  # torch's name for it
+    shape: tuple[int, ...]  # of the part that is saved
+    whole: tuple[int, ...] | None  # shape of the tensor that this is a part of, if it is one
+    start: tuple[int, ...] | None  # index of the part's first element in the whole
+    checksum: str  # 16 hexadecimal digits; see ``zclip::fingerprint``
+    offset: int = 0  # of the first byte, after the header of the shard
 
     @property
     def num_bytes(self) -> int:

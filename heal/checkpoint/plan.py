@@ -27,16 +27,9 @@ Found = TypeVar("Found")
 
 
 class Ranks:
-    """All ranks of a process group, or this process alone if there is none.
+    """All ranks of a process group, the default one if None; this process alone if there is none.
 
     Every rank has to call :meth:`gather`, in the same order. Ranks exchange bytes, without pickle.
-
-    Args:
-        group: the default group if None.
-
-    Attributes:
-        rank: of this process.
-        size: how many there are.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -84,7 +77,7 @@ def agree(
     values: Any = None,
     trouble: str = "",
 ) -> tuple[StepFolder, Manifest]:
-    """Agree on a save; every rank has to call this, also one that cannot save.
+    """Return the folder to write to, and this rank's manifest; every rank has to call this.
 
     Args:
         directory: of the store.
@@ -92,14 +85,7 @@ def agree(
         step: the step that comes next.
         entries: what this rank has.
         values: its plain values, as JSON.
-        trouble: why this rank cannot save; empty if it can.
-
-    Returns:
-        The folder to write to, and this rank's manifest.
-
-    Raises:
-        SaveFailed: a rank cannot save; the same on every rank.
-        NoSpace: the disk has no room.
+        trouble: why this rank cannot save; empty if it can. Then every rank raises SaveFailed.
     """
     free = 0 if trouble else free_bytes(directory)
     mine = Proposal(entries, trouble, _next_retry(directory, step), free, secrets.token_hex(16))
@@ -165,17 +151,11 @@ def newest_common(
     note: Callable[[str], None],
     most: int | None = None,
 ) -> tuple[StepFolder, Found] | None:
-    """Return the newest checkpoint that every rank can read, and what was read of it.
+    """Return the newest checkpoint that every rank can ``read``, and what was read of it.
 
     Every rank has to call this. One collective if the newest is good everywhere; one more for
-    each that some rank could not read: all fall back together.
-
-    Args:
-        directory: of the store.
-        ranks: that have to agree.
-        read: reads and verifies this rank's part.
-        note: called with the text for every checkpoint that was passed over.
-        most: the latest step that will do.
+    each that some rank could not read: all fall back together. ``note`` gets a text for each that
+    was passed over; ``most`` is the latest step that will do.
     """
     bound: StepFolder | None = None
     kept: tuple[StepFolder, Found] | None = None

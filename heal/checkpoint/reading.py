@@ -29,18 +29,11 @@ PartOf = Callable[[str], Chunk | None]
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was read for one rank, every byte of it verified.
+    """What was read for one rank, every byte of it verified."""
 
-    Attributes:
-        step: the step that comes next.
-        rank: whose values these are.
-        world_size: how many ranks saved.
-        save_id: of the save, random.
-    """
-
-    step: int
-    rank: int
-    world_size: int
+    step: int  # that comes next
+    rank: int  # whose values these are
+    world_size: int  # how many ranks saved
     save_id: str
     tensors: dict[str, Tensor]
     values: Any
@@ -72,11 +65,7 @@ class Restored:
 
 
 class CheckpointReader:
-    """One finished save.
-
-    Raises:
-        CheckpointCorrupt: COMMIT is missing or damaged.
-    """
+    """One finished save; raises CheckpointCorrupt if its COMMIT is missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,11 +92,6 @@ class CheckpointReader:
 
         If as many ranks saved, each gets what it saved. Otherwise shards are put together again,
         and everything else comes from the rank of the same number, counted around.
-
-        Args:
-            rank: that reads.
-            world_size: how many do.
-            part_of: which part of each tensor is needed.
 
         Raises:
             CheckpointCorrupt: a file is missing or damaged.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from heal.checkpoint.encode import torch_dtype
 from heal.checkpoint.files import CannotEncode, CheckpointCorrupt, open_file, read_into, write_file
-from heal.checkpoint.manifest import ITEM_BYTES, Entry, shard_name
+from heal.checkpoint.manifest import ITEM_BYTES, Chunk, Entry, shard_name
 from heal.integrity import fingerprints
 
 ALIGNMENT = 8  # of the header, as the format asks for
@@ -25,15 +25,16 @@ BATCH_BYTES = 64 * 2**20  # that are read and checked in one go
 LENGTH_BYTES = 8  # of the header's length, little-endian, at the beginning
 
 
-def dtype_name(tensor: Tensor, name: str) -> str:
-    """Return the name under which a tensor's dtype is saved; raise CannotEncode if none is."""
-    found = str(tensor.dtype).removeprefix("torch.")
-    if found not in ITEM_BYTES or tensor.layout is not torch.strided:
+def entry_of(tensor: Tensor, name: str, chunk: Chunk | None = None) -> Entry:
+    """Return the entry of a tensor, without its checksum and place; raise if it cannot be saved."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES or tensor.layout is not torch.strided:
         raise CannotEncode(
             f"{name}: expected a dense tensor of numbers, got a {tensor.layout} one of "
             f"{tensor.dtype}"
         )
-    return found
+    whole, start = (None, None) if chunk is None else (chunk.whole, chunk.start)
+    return Entry(0, dtype, tuple(tensor.shape), whole, start, checksum_text(0))
 
 
 def checksum_text(number: int) -> str:
@@ -80,11 +81,6 @@ def write_shard(
 
 class ShardReader:
     """Reads the shard of one rank. The size and the header are checked when it is opened.
-
-    Args:
-        folder: of the checkpoint.
-        rank: whose shard.
-        entries: that rank's, from its manifest.
 
     Raises:
         CheckpointCorrupt: the file is missing, too short, too long, or its header differs.

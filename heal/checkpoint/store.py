@@ -5,6 +5,7 @@ import os
 import queue
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from torch.optim import Optimizer
 
 from heal.buffers import Key
 from heal.checkpoint.contents import Contents, Names, collect, matched, put_back
-from heal.checkpoint.files import CannotEncode, CheckpointError, SaveFailed, make_folder
+from heal.checkpoint.files import CheckpointError, SaveFailed, make_folder
 from heal.checkpoint.folders import StepFolder, abandon, committed, retain
 from heal.checkpoint.plan import BUSY, Ranks, agree, newest_common
-from heal.checkpoint.reading import CheckpointReader, Restored
+from heal.checkpoint.reading import CheckpointReader, PartOf, Restored
 from heal.checkpoint.writer import HostCopies, Job, Measured
 from heal.extra_state import listed
 from heal.training_state import RngState, StateMismatch, TrainingState
@@ -165,14 +166,14 @@ class CheckpointStore:
 
     A save is all or nothing: while it is written, whenever it is killed and however full the disk
     is, the earlier checkpoints stay whole. With several ranks every rank calls every method, in the
-    same order, except :meth:`steps`, :meth:`verify`, :meth:`news` and :meth:`wait`.
+    same order, except :meth:`steps`, :meth:`verify`, :meth:`finished_saves` and :meth:`wait`.
 
     Args:
         directory: made if it is not there.
         keep: finished checkpoints to keep; at least 1. The newest whose bytes were verified is
             never removed.
         asynchronous: write in a thread; :meth:`save` then returns when copies are made,
-            :meth:`news` reports errors, and a save is skipped while the one before is written.
+            :meth:`finished_saves` has the errors. A save is skipped while one is being written.
         ranks: that save together; the default process group if None.
         read_back: read every shard again before it counts as saved.
         wait_seconds: how long a rank may take longer than another.
@@ -248,27 +249,27 @@ class CheckpointStore:
             self._all_do(job, lambda: self._commit(job))
         return job.folder.path
 
-    def load_state(
-        self, state: TrainingState, *, most: int | None = None, needs: Sequence[str] = ()
+    def load(
+        self,
+        part_of: PartOf = lambda name: None,
+        *,
+        most: int | None = None,
+        needs: Sequence[str] = (),
     ) -> Restored | None:
-        """Return a run to its newest checkpoint that every rank can read; None if there is none.
+        """Return the newest checkpoint that every rank can read; None if there is none.
 
         Retention neither counts nor removes those that were passed over.
 
         Args:
-            state: the run.
+            part_of: which part of each tensor this rank needs.
             most: the latest step that will do.
-            needs: names that the plain values of the checkpoint must have.
-
-        Raises:
-            StateMismatch: the checkpoint is of another run; nothing was changed.
+            needs: names that its plain values must have.
         """
         self.wait()
-        names = Names(state)
         found = newest_common(
             self.directory,
             self.ranks,
-            lambda folder: self._read(folder, names, needs),
+            lambda folder: self._read(folder, part_of, needs),
             self._note,
             most,
         )
@@ -278,10 +279,21 @@ class CheckpointStore:
             for folder in committed(self.directory)
             if (newest is None or folder > newest) and (most is None or folder.step <= most)
         ]
-        if found is None:
-            return None
-        put_back(names, found[1].tensors, found[1].values)
-        return found[1]
+        return None if found is None else found[1]
+
+    def load_state(
+        self, state: TrainingState, *, most: int | None = None, needs: Sequence[str] = ()
+    ) -> Restored | None:
+        """Return a run to its newest checkpoint that every rank can read; see :meth:`load`.
+
+        Raises:
+            StateMismatch: the checkpoint is of another run; nothing was changed.
+        """
+        names = Names(state)
+        restored = self.load(names.part_of, most=most, needs=("training", *needs))
+        if restored is not None:
+            put_back(names, restored.tensors, restored.values)
+        return restored
 
     def read_state(
         self, state: TrainingState, step: int, needs: Sequence[str] = ()
@@ -289,14 +301,14 @@ class CheckpointStore:
         """Read this rank's checkpoint of a step, with tensors under the keys of a run.
 
         Waits for a save under way: the result must not depend on the speed of the disk. Nothing is
-        changed. None if there is none that can be used; notes say why.
+        changed. None if there is none that can be used; the notes have the reason.
         """
         self.wait()
         names = Names(state)
         for folder in reversed(committed(self.directory)):
             if folder.step == step:
                 try:
-                    restored = self._read(folder, names, needs)
+                    restored = self._read(folder, names.part_of, ("training", *needs))
                     return restored, matched(names, restored.tensors)[0]
                 except (CheckpointError, StateMismatch, OSError) as error:
                     self._note(f"{folder.path.name} cannot be used: {error}")
@@ -338,12 +350,21 @@ class CheckpointStore:
                 if folder.step > step:
                     abandon(folder)
 
-    def news(self) -> list[SaveReport]:
+    def finished_saves(self) -> list[SaveReport]:
         """Return how saves in a thread ended since the last call; never waits."""
         found = []
         while not self._reports.empty():
             found.append(self._reports.get_nowait())
         return found
+
+    def news(self) -> list[SaveReport]:
+        """Deprecated name of :meth:`finished_saves`."""
+        warnings.warn(
+            "CheckpointStore.news is deprecated; use finished_saves",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.finished_saves()
 
     @property
     def is_busy(self) -> bool:
@@ -364,10 +385,10 @@ class CheckpointStore:
         """Finish what was begun."""
         self.wait()
 
-    def _read(self, folder: StepFolder, names: Names, needs: Sequence[str]) -> Restored:
+    def _read(self, folder: StepFolder, part_of: PartOf, needs: Sequence[str]) -> Restored:
         reader = CheckpointReader(folder.path)
-        restored = reader.read(self.ranks.rank, self.ranks.size, names.part_of)
-        restored.check_values(("training", *needs))
+        restored = reader.read(self.ranks.rank, self.ranks.size, part_of)
+        restored.check_values(needs)
         return restored
 
     def _prepare(
@@ -380,9 +401,9 @@ class CheckpointStore:
     ) -> Job:
         """Agree with all ranks and copy what this one writes.
 
-        A rank that cannot save still has to say so to the others, which would wait for ever.
+        A rank that cannot save still takes part, because the other ranks would wait for ever.
         """
-        contents, entries, trouble = Contents({}), {}, ""
+        contents, trouble = Contents(), ""
         # Alone, the device need not be waited for: the thread reads the checksums later.
         measures_later = in_thread and self.ranks.size == 1
         try:
@@ -395,11 +416,7 @@ class CheckpointStore:
             trouble = trouble or f"{self.directory} cannot be made: {error.strerror or error}"
         if in_thread and self.is_busy:
             trouble = trouble or BUSY
-        measured = Measured(contents.tensors, allow_nonfinite)
-        try:
-            entries = contents.entries(self.ranks.rank)
-        except CannotEncode as error:
-            trouble = trouble or str(error)
+        measured, entries = Measured(contents.tensors, allow_nonfinite), contents.entries
         if not measures_later:
             entries, trouble = measured.added_to(entries), trouble or measured.problem()
         folder, manifest = agree(

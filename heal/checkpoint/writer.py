@@ -35,9 +35,7 @@ HURRY_SECONDS = 3.0  # for their files, when this process has failed: they may b
 class HostCopies:
     """Copies of tensors in host memory, so that training may go on while they are written.
 
-    Args:
-        tensors: by name.
-        memory: the copies of an earlier save, used again where they fit.
+    ``memory`` holds the copies of an earlier save, used again where they fit.
     """
 
     @torch.no_grad()
@@ -67,12 +65,7 @@ def _fitting(memory: Tensor | None, like: Tensor) -> Tensor:
 
 
 class Measured:
-    """Checksums of tensors and the count of NaN and Inf in them, on their way to the host.
-
-    Args:
-        tensors: by name.
-        allow_nonfinite: whether parameters and optimizer state may hold NaN and Inf.
-    """
+    """Checksums of tensors and the count of NaN and Inf in them, on their way to the host."""
 
     @torch.no_grad()
     def __init__(self, tensors: Mapping[str, Tensor], allow_nonfinite: bool) -> None:
@@ -103,33 +96,18 @@ class Measured:
 
 @dataclass(slots=True)
 class Job:
-    """A save that all ranks agreed on.
-
-    Attributes:
-        folder: to write to.
-        manifest: of this rank.
-        tensors: returns those that this rank holds, once they are on the host.
-        measured: the checksums; None if the manifest has them.
-        read_back: whether to read the shard again before its manifest is written.
-        wait_seconds: how long other ranks may take.
-        in_a_hurry: set when this process has failed: other ranks may be gone.
-    """
+    """A save that all ranks agreed on."""
 
     folder: StepFolder
-    manifest: Manifest
-    tensors: Callable[[], dict[str, Tensor]]
-    measured: Measured | None
-    read_back: bool
-    wait_seconds: float
-    in_a_hurry: threading.Event
+    manifest: Manifest  # of this rank
+    tensors: Callable[[], dict[str, Tensor]]  # returns those of this rank, once on the host
+    measured: Measured | None  # the checksums; None if the manifest has them
+    read_back: bool  # whether to read the shard again before its manifest is written
+    wait_seconds: float  # that other ranks may take
+    in_a_hurry: threading.Event  # set when this process has failed: other ranks may be gone
 
     def write_own(self) -> None:
-        """Write this rank's files.
-
-        Raises:
-            SaveFailed: it could not.
-            OSError: the same, from the disk.
-        """
+        """Write this rank's files; raise SaveFailed or OSError if that is not possible."""
         path, rank = self.folder.path, self.manifest.rank
         try:
             make_folder(path)
@@ -151,9 +129,8 @@ class Job:
     def commit(self) -> None:
         """On rank 0: write COMMIT, when all ranks have written their manifest.
 
-        Raises:
-            SaveFailed: another rank could not write, or not in time; there is no COMMIT.
-            OSError: this one could not.
+        Raises SaveFailed if a rank could not write, or not in time, and OSError if this one cannot.
+        Then there is no COMMIT.
         """
         if self.manifest.rank != 0:
             return

@@ -24,24 +24,17 @@ def has_peers(group: "ProcessGroup | None" = None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def side_group(group: "ProcessGroup | None" = None, purpose: str = "talk") -> "ProcessGroup":
-    """Return the gloo group with the same ranks; made by all of them when first asked for.
-
-    Args:
-        group: whose ranks; those of the world if None.
-        purpose: groups for different purposes are different, so that a broken one stays alone.
-    """
+def side_group(group: "ProcessGroup | None" = None) -> "ProcessGroup":
+    """Return the gloo group with the same ranks; made by all of them when first asked for."""
     if _made_in[0] is None or _made_in[0]() is not dist.group.WORLD:
         _made.clear()
         _made_in[0] = ref(dist.group.WORLD)
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-    key = (*ranks, purpose)
-    made = _made.get(key)
+    made = _made.get(ranks)
     if made is None:
-        made = dist.new_group(
-            list(ranks), backend="gloo", use_local_synchronization=group is not None
-        )
-        _made[key] = made
+        is_local = group is not None
+        made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=is_local)
+        _made[ranks] = made
     return made
 
 
@@ -55,10 +48,7 @@ class Agreement:
     """Whether any rank says yes, by an all-reduce over gloo that no rank has to wait for.
 
     The device takes no part, whatever the backend of training: nothing is enqueued on it, nothing
-    waits for it. All ranks call :meth:`any` equally often.
-
-    Args:
-        group: the ranks that agree; all of them if None.
+    waits for it. All ranks of the group call :meth:`any` equally often.
     """
 
     def __init__(self, group: "ProcessGroup | None" = None) -> None:

@@ -57,11 +57,7 @@ class GpuHealth:
 
 
 class GpuWatch:
-    """Looks at one GPU again and again; the driver reports XIDs only from registration on.
-
-    Args:
-        device: index as torch counts; the current one if None.
-    """
+    """Looks at one GPU again and again; the driver reports XIDs only from registration on."""
 
     def __init__(self, device: int | None = None) -> None:
         self._nvml: Any = None
@@ -159,8 +155,7 @@ _watches: dict[int | None, GpuWatch] = {}
 def check_gpu_health(device: int | None = None) -> GpuHealth:
     """Look at a GPU through NVML; says "not available" where there is none, and never raises.
 
-    Args:
-        device: index as torch counts; the current one if None.
+    ``device`` is an index as torch counts; the current one if None.
     """
     if device not in _watches:
         _watches[device] = GpuWatch(device)
@@ -192,11 +187,8 @@ class GroupPing:
     """Pings the ranks of a group, over a group of its own so that training is not disturbed.
 
     Every rank adds a one on its device, over the path that gradients take, gloo or NCCL. A ping
-    that failed leaves its group in an unknown state, and no other is sent.
-
-    Args:
-        group: the ranks that have to answer; all of them if None.
-        timeout_seconds: how long they may take.
+    that failed leaves its group in an unknown state, and no other is sent. All ranks answer if
+    ``group`` is None.
 
     Raises:
         ValueError: the timeout is not positive.

@@ -35,11 +35,6 @@ class Lobby:
     Every rank says hello with a number that it drew; rank 0 offers the name to each such number,
     again if a rank is replaced, and says go when all have accepted. Hellos of the dead do no harm,
     because they never accept.
-
-    Args:
-        store: of torch.distributed, shared by all ranks; may hold the keys of earlier attempts.
-        world_size: how many have to come.
-        timeout: how long to wait for them.
     """
 
     def __init__(self, store: Any, world_size: int, timeout: timedelta) -> None:

@@ -37,7 +37,7 @@ WAITING = (
 """Files in which a rank waits for others, or for its device."""
 
 
-class Patience:
+class CallsWithTimeout:
     """Makes calls that may never return, such as to a store whose host has died.
 
     Attributes:
@@ -99,20 +99,15 @@ class Standing:
 class ProgressBoard:
     """One entry per rank in a shared store, and an alarm.
 
-    The store may live on the very rank that hangs: a question that is not answered in time leaves
-    the watchdog with what it knows of its own rank.
-
-    Args:
-        store: of torch.distributed; None for a single process.
-        rank: of this process.
-        world_size: how many ranks there are.
+    The store (of torch.distributed; None for a single process) may live on the very rank that
+    hangs: a question that is not answered in time leaves the watchdog with what it knows itself.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store
         self._size = world_size
         self._own = Standing(rank)
-        self._patience = Patience()
+        self._calls = CallsWithTimeout()
 
     def post(self, step: int, thread: int) -> str | None:
         """Write our entry; return the alarm of another rank, None if there is none."""
@@ -156,7 +151,7 @@ class ProgressBoard:
     def silent_host(self) -> int | None:
         """Return the rank that hosts the store, if the store does not answer; None if it does."""
         is_hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return 0 if self._patience.silent and not is_hosted_by_launcher else None
+        return 0 if self._calls.silent and not is_hosted_by_launcher else None
 
     def leave(self, others: Sequence[int]) -> None:
         """Wait until all ``others`` have read too: the store may end with this process."""
@@ -167,7 +162,7 @@ class ProgressBoard:
             time.sleep(0.01)
 
     def _ask(self, call: Callable[[], Any], otherwise: Any = None) -> Any:
-        return otherwise if self._store is None else self._patience.ask(call, otherwise)
+        return otherwise if self._store is None else self._calls.ask(call, otherwise)
 
 
 def _key(name: int | str) -> str:
@@ -235,15 +230,10 @@ def _stack_of(thread: int, dump: str) -> list[re.Match[str]] | None:
 
 
 def dump_stacks(run_dir: str | os.PathLike[str] | None, why: str, rank: int | None = None) -> str:
-    """Append the Python stacks of all threads to ``<why>.rank<r>.txt``; never raises.
+    """Append the Python stacks of all threads to ``<run_dir>/<why>.rank<r>.txt``; never raises.
 
-    Args:
-        run_dir: folder of the file, made if needed; standard error if None.
-        why: first part of the file's name.
-        rank: of this process; the environment's ``RANK`` if None.
-
-    Returns:
-        The path of the file, or "standard error".
+    Without a ``run_dir`` they go to standard error. The rank is the environment's ``RANK`` if None.
+    Returns the path of the file, or "standard error".
     """
     if run_dir is not None:
         rank = rank if rank is not None else int(os.environ.get("RANK", "0") or 0)
@@ -441,7 +431,7 @@ LEFT = "heal/left"
 def post(rank: int, reason: str, exit_code: int) -> None:
     """Leave a message in the store of the default group; the first one counts."""
     message = json.dumps({"rank": rank, "reason": reason, "exit_code": int(exit_code)})
-    Patience().ask(lambda: own_store().compare_set(LEFT, "", message))
+    CallsWithTimeout().ask(lambda: own_store().compare_set(LEFT, "", message))
 
 
 def read() -> dict[str, Any] | None:
@@ -452,5 +442,5 @@ def read() -> dict[str, Any] | None:
         message = json.loads(bytes(store.get(LEFT))) if store.check([LEFT]) else None
         return message if isinstance(message, dict) else None
 
-    found: dict[str, Any] | None = Patience().ask(look)
+    found: dict[str, Any] | None = CallsWithTimeout().ask(look)
     return found

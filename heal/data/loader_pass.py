@@ -150,10 +150,7 @@ def sample_indices(loader: Any, start: EpochStart, batch: int) -> list[Any] | No
 def drawn_twice(loader: Any, restart: Callable[[], Any], batch: int) -> list[Any] | None:
     """Return the indices of one batch, if the samplers draw the same ones twice; else None.
 
-    Args:
-        loader: whose generators are put back.
-        restart: returns an object with the samplers of the loader, ready to draw an epoch.
-        batch: counted from 0.
+    ``restart`` returns what has the samplers of the loader, ready to draw an epoch.
     """
     with undisturbed(loader):
         try:
@@ -370,16 +367,8 @@ class PassReader:
     """Where a stream is in a pass, and the iterator that it reads from.
 
     If an error ends the iterator, as it does a generator, the pass is opened again behind the bad
-    batch. If that fails once more, the rest of the pass is lost, and a note says so.
-
-    Args:
-        origin: the pass.
-        epoch: its number.
-        on_error: decides what to do when the loader cannot be opened.
-        note: takes a text about batches that an error has cost beyond the bad one.
-
-    Attributes:
-        index: the number of the batch that comes next.
+    batch. If that fails once more, the rest of the pass is lost, and a note says so. ``index`` is
+    the number of the batch that comes next.
     """
 
     def __init__(
@@ -401,13 +390,10 @@ class PassReader:
     def go_to(
         self, index: int, loader_state: Any, generators: tuple[Any, ...] | None, is_over: bool
     ) -> None:
-        """Open the pass at another place.
+        """Open the pass where batch ``index`` comes next.
 
-        Args:
-            index: the number of the batch that comes next there.
-            loader_state: given to a loader that keeps its own position; None for any other.
-            generators: of such a loader, at that place; None if they are not known.
-            is_over: whether the pass had ended there.
+        A loader that keeps its own position has a state, and generators if they are known.
+        ``is_over``: the pass had ended there.
         """
         self.index = index
         if loader_state is not None:
@@ -465,7 +451,7 @@ class PassReader:
         self._failed_at = self.index
         self.index += 1
         if self.origin.loses_a_worker and self._reopen():
-            self._note_loss("what its worker would have read after it is lost")
+            self._note_loss(self._failed_at, "what its worker would have read after it is lost")
 
     def read(self) -> Any:
         """Read the batch that comes next, without counting it.
@@ -483,42 +469,30 @@ class PassReader:
     def _read(self) -> Any:
         if self._iterator is None:
             raise StopIteration
-        if self._tries_again:
-            self._tries_again = False
-            return self._read_again()
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            if self._failed_at != self.index - 1 or self.origin.is_over(self.index):
-                raise
-        failed_again = not self.origin.can_reopen or self._reopen()
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            if failed_again:  # else the bad batch was the last one
-                self._note_loss("the rest of the epoch is lost")
-            raise
-
-    def _read_again(self) -> Any:
-        """Read the batch that failed once more. The iterator has moved past it, or is dead."""
-        if self.origin.can_fetch(self.index):
+        tries_again, self._tries_again = self._tries_again, False
+        failed_at = self.index if tries_again else self.index - 1
+        if not tries_again:
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                if self._failed_at != failed_at or self.origin.is_over(self.index):
+                    raise
+        elif self.origin.can_fetch(self.index):
             return self.origin.fetched(self.index)
-        if self.origin.can_reopen:
-            self._reopen()
-        assert self._iterator is not None
+        # The iterator has moved past the batch that failed, or is dead.
+        is_lost = not self.origin.can_reopen or (self._reopen() and not tries_again)
         try:
             return next(self._iterator)
         except StopIteration:
-            if not self.origin.can_reopen:
-                self._failed_at = self.index
-                self._note_loss("the rest of the epoch is lost")
+            if is_lost:  # else the bad batch was the last one
+                self._note_loss(failed_at, "the rest of the epoch is lost")
             raise
 
-    def _note_loss(self, what: str) -> None:
+    def _note_loss(self, index: int, what: str) -> None:
         why = "failed again when the loader was opened again"
         if not self.origin.can_reopen:
             why = "failed, and an iterator cannot be opened again"
-        self._note(f"batch {self._failed_at} of epoch {self.epoch} {why}: {what}")
+        self._note(f"batch {index} of epoch {self.epoch} {why}: {what}")
 
     def _opened(self, open_it: Callable[[], Any]) -> Any:
         """Open the loader, again and again while that is what to do after its error."""

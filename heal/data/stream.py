@@ -4,10 +4,8 @@ It draws from a loader exactly as a ``for`` loop would, and from no generator of
 a run that needs no healing sees the same batches with it as without.
 """
 
-import copy
-import dataclasses
 import weakref
-from collections import UserDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -66,7 +64,7 @@ class Place:
     origin: LoaderPass = field(repr=False)
 
     def named(self) -> dict[str, Any]:
-        """Return epoch, number and samples; the latter are None where the loader cannot tell."""
+        """Return epoch, number and samples; the latter are None where they are unknown."""
         return {
             "epoch": self.epoch,
             "batch": self.number,
@@ -95,8 +93,7 @@ class BatchStream:
     An epoch that is left early, by ``break``, ends there when it is drawn again.
 
     Args:
-        on_error: takes every exception of the loader, with the epoch and the number of the batch,
-            None if the epoch could not be opened; it raises if the run should end.
+        on_error: decides about every exception of the loader; raises if the run should end.
         keeps_last: hold on to the last good batch.
         note: takes a text about batches that an error has cost beyond the bad one.
 
@@ -134,12 +131,8 @@ class BatchStream:
     def begin(self, loader: Any, *, sets_epoch: bool = False) -> int:
         """Begin a pass over the loader, and return its number for :meth:`draw`.
 
-        After a rewind into an earlier epoch the rest of that one comes first.
-
-        Args:
-            loader: what is passed over.
-            sets_epoch: call ``set_epoch`` of its samplers and dataset, from the second pass on,
-                unless the caller did.
+        After a rewind into an earlier epoch the rest of that one comes first. ``sets_epoch``: call
+        ``set_epoch`` of its samplers and dataset, from the second pass on, unless the caller did.
         """
         self._num_opened += 1
         self.is_open = self.was_left = True
@@ -159,12 +152,7 @@ class BatchStream:
         return self._num_opened
 
     def draw(self, loader: Any, number: int, step: int) -> Any:
-        """Return the next batch of a pass, for a step.
-
-        Args:
-            loader: as given to :meth:`begin`.
-            number: what that returned.
-            step: that the batch is for.
+        """Return the next batch, for a step, of the pass that :meth:`begin` gave a number.
 
         Raises:
             NoMoreBatches: the pass is over.
@@ -247,7 +235,7 @@ class BatchStream:
     def identity(self, back: int = 0) -> dict[str, Any]:
         """Return epoch, number and samples of the batch given out ``back`` batches before the last.
 
-        Empty if it did not come from here; samples are None where the loader cannot tell.
+        Empty if it did not come from here; samples are None where they are unknown.
         """
         return {} if back >= len(self._places) else self._places[-1 - back].named()
 
@@ -396,12 +384,7 @@ class StepBatches:
     A shuffle, or a dataset, may draw from the generators that dropout draws from: all batches drawn
     before the first forward would change the random numbers of a step.
 
-    Args:
-        source: yields batches.
-        count: how many the step has.
-
-    Attributes:
-        drawn: those that had their turn.
+    ``count`` is how many the step has, ``drawn`` holds those that had their turn.
     """
 
     def __init__(self, source: Iterator[Any], count: int) -> None:
@@ -413,8 +396,7 @@ class StepBatches:
     def turn(self, at: int) -> RngState:
         """Draw a batch; or, in another attempt, put generators back to when it was drawn.
 
-        Returns:
-            The generators as the forward of the batch finds them.
+        Returns the generators as the forward of the batch finds them.
 
         Raises:
             NoMoreBatches: the source has no more.
@@ -432,48 +414,3 @@ class StepBatches:
         """Draw what the step would still have had: it is given up as a whole."""
         for at in range(len(self.drawn), self.count):
             self.turn(at)
-
-
-# A batch that its user may change: new containers, the same tensors.
-
-
-def own_copy(batch: Any) -> Any:
-    """Return the batch with dicts, lists and dataclasses of its own, at every depth.
-
-    A train step that pops the labels, and then fails, must find them when it is tried again. What
-    cannot be copied is returned as it is: it may fail when tried again, but not before.
-    """
-    try:
-        return _copied(batch)
-    except Exception:  # containers of other libraries
-        return batch
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, (dict, UserDict)):
-        mapping: Any = copy.copy(value)  # for constructors want other things: BatchEncoding
-        for key, entry in value.items():
-            own = _copied(entry)
-            if own is not entry:
-                mapping[key] = own
-        return mapping
-    if isinstance(value, list):
-        entries: Any = copy.copy(value)
-        entries[:] = [_copied(entry) for entry in value]
-        return entries
-    if isinstance(value, tuple):
-        return _copied_tuple(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        instance = copy.copy(value)
-        for field in dataclasses.fields(value):
-            # Past frozen: what is in a frozen one can be changed all the same.
-            object.__setattr__(instance, field.name, _copied(getattr(value, field.name)))
-        return instance
-    return value
-
-
-def _copied_tuple(value: tuple[Any, ...]) -> Any:
-    entries = [_copied(entry) for entry in value]
-    if all(own is entry for own, entry in zip(entries, value, strict=True)):
-        return value
-    return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)

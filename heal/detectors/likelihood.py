@@ -22,7 +22,7 @@ class LikelihoodCollapse:
     def __init__(self, config: HealingConfig) -> None:
         self.recent = {key: Window(BLOCK) for key in self.KEYS}
         self.best: dict[str, float] = {}
-        self.told = False
+        self.was_reported = False
 
     def observe(self, step: int, logs: Mapping[str, Any]) -> Finding | None:
         worst: Finding | None = None
@@ -40,11 +40,11 @@ class LikelihoodCollapse:
         best = self.best[key] = min(self.best.get(key, median), median)
         limit = max(FAR * best, best + SPREADS * recent.spread)
         if not median > limit or best <= 0.0:
-            self.told = self.told and median > limit / 2
+            self.was_reported = self.was_reported and median > limit / 2
             return None
-        if self.told:
+        if self.was_reported:
             return None
-        self.told = True
+        self.was_reported = True
         return Finding(
             cause=Cause.LIKELIHOOD_COLLAPSE,
             step=step,
@@ -60,8 +60,8 @@ class LikelihoodCollapse:
 
     def state(self) -> dict[str, Any]:
         recent = {key: window.values() for key, window in self.recent.items()}
-        return {"recent": recent, "best": dict(self.best), "told": self.told}
+        return {"recent": recent, "best": dict(self.best), "told": self.was_reported}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.recent = {key: Window(BLOCK, state["recent"][key]) for key in self.KEYS}
-        self.best, self.told = dict(state["best"]), state["told"]
+        self.best, self.was_reported = dict(state["best"]), state["told"]

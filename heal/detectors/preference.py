@@ -24,7 +24,7 @@ class ChancePlateau:
         self.chance = config.chance_loss
         self.lines: list[tuple[int, float, float, float]] = []  # step, loss, accuracy, margin
         self.began: int | None = None
-        self.told = False
+        self.was_reported = False
 
     def observe(self, step: int, logs: Mapping[str, Any]) -> Finding | None:
         if not self.steps or not self.chance or not {ACCURACY, MARGIN} & set(logs):
@@ -52,11 +52,11 @@ class ChancePlateau:
             and not abs(margin) > 2 * SAME
         )
         if not is_flat:
-            self.told = False
+            self.was_reported = False
             return None
-        if self.told:
+        if self.was_reported:
             return None
-        self.told = True
+        self.was_reported = True
         return _warning(
             Cause.PLATEAU,
             step,
@@ -71,12 +71,12 @@ class ChancePlateau:
         return {
             "lines": [list(line) for line in self.lines],
             "began": self.began,
-            "told": self.told,
+            "told": self.was_reported,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.lines = [tuple(line) for line in state["lines"]]
-        self.began, self.told = state["began"], state["told"]
+        self.began, self.was_reported = state["began"], state["told"]
 
 
 class PreferenceInversion:
@@ -86,7 +86,7 @@ class PreferenceInversion:
 
     def __init__(self, config: HealingConfig) -> None:
         self.values = Window(BLOCK)
-        self.told = False
+        self.was_reported = False
 
     def observe(self, step: int, logs: Mapping[str, Any]) -> Finding | None:
         key = next((k for k in self.KEYS if k in logs), None)
@@ -97,11 +97,11 @@ class PreferenceInversion:
             return None
         error = self.values.spread / math.sqrt(BLOCK)
         if not self.values.median < -STANDARD_ERRORS * error or self.values.quantile(MOST) > 0:
-            self.told = False
+            self.was_reported = False
             return None
-        if self.told:
+        if self.was_reported:
             return None
-        self.told = True
+        self.was_reported = True
         return _warning(
             Cause.PREFERENCE_INVERSION,
             step,
@@ -111,11 +111,11 @@ class PreferenceInversion:
         )
 
     def state(self) -> dict[str, Any]:
-        return {"values": self.values.values(), "told": self.told}
+        return {"values": self.values.values(), "told": self.was_reported}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.values = Window(BLOCK, state["values"])
-        self.told = state["told"]
+        self.was_reported = state["told"]
 
 
 def _warning(cause: Cause, step: int, **evidence: Any) -> Finding:

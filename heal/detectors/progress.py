@@ -23,7 +23,7 @@ class Plateau:
         self.chance = config.chance_loss
         self.losses = Window(self.size)
         self.before = math.nan
-        self.told = False
+        self.was_reported = False
 
     def observe(self, record: Record) -> Finding | None:
         if not self.steps or not record.has_finite_loss or record.lr == 0.0:
@@ -39,8 +39,8 @@ class Plateau:
         at_chance = self.chance > 0.0 and abs(now - self.chance) < SAME
         noise = STANDARD_ERRORS * spread / math.sqrt(self.size)
         is_flat = before - now <= self.improvement * max(abs(before), spread) + noise
-        was_told, self.told = self.told, is_flat or at_chance
-        if was_told or not self.told:
+        was_before, self.was_reported = self.was_reported, is_flat or at_chance
+        if was_before or not self.was_reported:
             return None
         return Finding(
             cause=Cause.PLATEAU,
@@ -59,14 +59,14 @@ class Plateau:
 
     def state(self) -> dict[str, Any]:
         before = None if math.isnan(self.before) else self.before
-        return {"losses": self.losses.values(), "before": before, "told": self.told}
+        return {"losses": self.losses.values(), "before": before, "told": self.was_reported}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if "before" not in state:
             return  # of version 0.1: learned anew
         self.losses = Window(self.size, state["losses"])
         self.before = math.nan if state["before"] is None else state["before"]
-        self.told = state["told"]
+        self.was_reported = state["told"]
 
 
 class NotLearning:
@@ -142,7 +142,7 @@ class OverfittingGap:
     def __init__(self, config: HealingConfig) -> None:
         self.limit = config.eval_gap
         self.losses = Window(RECENT)
-        self.told = False
+        self.was_reported = False
         self.gap = math.nan
 
     def observe(self, record: Record) -> Finding | None:
@@ -157,10 +157,10 @@ class OverfittingGap:
         trained = self.losses.median if train_loss is None else train_loss
         self.gap = eval_loss - trained
         if self.gap < self.limit / 2:
-            self.told = False
-        if not self.gap > self.limit or self.told:
+            self.was_reported = False
+        if not self.gap > self.limit or self.was_reported:
             return None
-        self.told = True
+        self.was_reported = True
         return Finding(
             cause=Cause.OVERFITTING,
             step=step,
@@ -176,9 +176,9 @@ class OverfittingGap:
 
     def state(self) -> dict[str, Any]:
         gap = self.gap if math.isfinite(self.gap) else None
-        return {"losses": self.losses.values(), "told": self.told, "gap": gap}
+        return {"losses": self.losses.values(), "told": self.was_reported, "gap": gap}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.losses = Window(RECENT, state["losses"])
-        self.told = state["told"]
+        self.was_reported = state["told"]
         self.gap = math.nan if state["gap"] is None else state["gap"]

@@ -39,7 +39,7 @@ class RewardCollapse:
         self.earlier = Window(RECENT)  # rewards before those: easy and hard prompts come and go
         self.best: float | None = None
         self.noise = 0.0  # the largest spread of rewards while they were well
-        self.told = False
+        self.was_reported = False
 
     def observe(self, step: int, logs: Mapping[str, Any]) -> Finding | None:
         if REWARD not in logs:
@@ -53,11 +53,11 @@ class RewardCollapse:
         if len(self.reward) < BLOCK:
             return None
         how = self._how()
-        if not how or self.told:
+        if not how or self.was_reported:
             # Reported again only after rewards were well: the fall itself widens the noise.
-            self.told = self.told and not self._is_well()
+            self.was_reported = self.was_reported and not self._is_well()
             return None
-        self.told = True
+        self.was_reported = True
         return Finding(
             cause=Cause.REWARD_COLLAPSE,
             step=step,
@@ -83,7 +83,7 @@ class RewardCollapse:
             return "no spread"
         if len(self.earlier) < RECENT:
             return ""
-        if not self.told:  # a fall widens the noise of its own lines, not of those before
+        if not self.was_reported:  # a fall widens the noise of its own lines, not of those before
             self.noise = max(self.noise, self.earlier.spread, SAME * abs(self.best))
         return "fell" if self._is_below(SPREADS) else ""
 
@@ -95,13 +95,13 @@ class RewardCollapse:
 
     def state(self) -> dict[str, Any]:
         windows = {name: getattr(self, name).values() for name in self.WINDOWS}
-        return {**windows, "best": self.best, "noise": self.noise, "told": self.told}
+        return {**windows, "best": self.best, "noise": self.noise, "told": self.was_reported}
 
     def load_state(self, state: dict[str, Any]) -> None:
         for name in self.WINDOWS:
             size = getattr(self, name).size
             setattr(self, name, Window(size, state.get(name, ())))
-        self.best, self.noise, self.told = state["best"], state["noise"], state["told"]
+        self.best, self.noise, self.was_reported = state["best"], state["noise"], state["told"]
 
 
 class KlBlowUp:

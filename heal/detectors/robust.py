@@ -57,10 +57,9 @@ class Window:
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.size = size
-        self._arrived: deque[float] = deque()
+        finite = [value for value in values if -LARGEST < value < LARGEST]
+        self._arrived = deque(finite[-size:])
         self._sorted: list[float] | None = None
-        for value in values:
-            self.push(value)
 
     def __len__(self) -> int:
         return len(self._arrived)

@@ -14,7 +14,7 @@ from heal.journal import Journal
 from heal.report import words
 
 PROJECT = "self-healing"
-"""What a project is called if nobody named it."""
+"""The default name of a project."""
 
 
 class Level(str, Enum):
@@ -27,7 +27,7 @@ class Level(str, Enum):
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Shows what a run does. May raise: whoever calls it goes on without it.
+    """Shows what a run does. It may raise: the run goes on without it.
 
     Example:
         >>> class Printer:
@@ -47,7 +47,7 @@ class Tracker(Protocol):
         ...
 
     def alert(self, level: Level, title: str, text: str) -> None:
-        """Tell somebody what was decided."""
+        """Show what was decided."""
         ...
 
     def close(self) -> None:
@@ -78,41 +78,38 @@ def make_trackers(
     Example:
         >>> make_trackers("trackio,tensorboard", project="small-gpt")
     """
-    wanted = list(dict.fromkeys(_listed(trackers)))  # a name twice would show everything twice
-    return [_made(one, settings) for one in wanted]
-
-
-def _listed(trackers: Any) -> list[Any]:
     if trackers is None:
         return []
     if isinstance(trackers, str):
-        return [name.strip() for name in trackers.split(",") if name.strip()]
-    if isinstance(trackers, Tracker) or not isinstance(trackers, Iterable):
-        return [trackers]
-    return list(trackers)
+        listed: list[Any] = [name.strip() for name in trackers.split(",") if name.strip()]
+    elif isinstance(trackers, Tracker) or not isinstance(trackers, Iterable):
+        listed = [trackers]
+    else:
+        listed = list(trackers)
+    # A name twice would show everything twice.
+    return [_made(one, settings) for one in dict.fromkeys(listed)]
 
 
-def _made(wanted: Any, settings: dict[str, Any]) -> Tracker:
+def _made(tracker: Any, settings: dict[str, Any]) -> Tracker:
     known = ", ".join(KNOWN)
-    if isinstance(wanted, str):
-        if wanted not in KNOWN:
-            raise ValueError(f"tracker {wanted!r} is not known; expected one of {known}")
-        if find_spec(wanted) is None:
+    if isinstance(tracker, str):
+        if tracker not in KNOWN:
+            raise ValueError(f"tracker {tracker!r} is not known; expected one of {known}")
+        if find_spec(tracker) is None:
             raise ImportError(
-                f"tracker {wanted!r} needs the package {wanted}, which is not installed: "
-                f"pip install {wanted}"
+                f"tracker {tracker!r} needs the package {tracker}, which is not installed: "
+                f"pip install {tracker}"
             )
-        make: Callable[..., Tracker] = KNOWN[wanted]
-        return make(**settings)
-    missing = [name for name in METHODS if not callable(getattr(wanted, name, None))]
-    if missing or isinstance(wanted, type):
+        return KNOWN[tracker](**settings)
+    missing = [name for name in METHODS if not callable(getattr(tracker, name, None))]
+    if missing or isinstance(tracker, type):
         lacks = f"lacks {', '.join(missing)}" if missing else "is a class, not an object of it"
         raise TypeError(
-            f"tracker {wanted!r} {lacks}; expected an object with {', '.join(METHODS)}, or one of "
+            f"tracker {tracker!r} {lacks}; expected an object with {', '.join(METHODS)}, or one of "
             f"the names {known}"
         )
-    tracker: Tracker = wanted
-    return tracker
+    made: Tracker = tracker
+    return made
 
 
 # Passes every line of the journal on to the trackers; none of them can hurt the run.
@@ -121,12 +118,16 @@ def _made(wanted: Any, settings: dict[str, Any]) -> Tracker:
 PATIENCE = 3
 """Failures in a row after which a method is left alone: each may cost a network timeout."""
 
-QUIET_ENDS = ("completed",)
-EXPECTED_ENDS = ("sigterm", "sigint", "exited")
+END_LEVELS = {
+    "completed": Level.INFO,
+    **dict.fromkeys(("sigterm", "sigint", "exited"), Level.WARN),
+}
+"""How loud the end of a run is, by its reason; any other is an error."""
+
 OUR_NUMBERS = ("healing/", "zclip/")
 PLACE = ("v", "time", "rank", "step", "event")
 
-FACTS = ("started", "goal")  # events that are no news: nobody is alerted of them
+FACTS = ("started", "goal")  # events that need no alert
 
 
 class FanOut:
@@ -134,10 +135,7 @@ class FanOut:
 
     Trackers start with the first line, and again if lines come after they were closed.
 
-    Args:
-        trackers: who is told.
-        config: the settings of healing, shown beside the run.
-        note: told once of each tracker that raises.
+    ``note`` takes a text, once, about each tracker that raises.
     """
 
     def __init__(
@@ -149,33 +147,31 @@ class FanOut:
         self._started: set[int] = set()
         self._failures: dict[tuple[int, str], int] = {}
         self._noted: set[int] = set()
-        self._is_telling = False
+        self._is_sending = False
 
     def __call__(self, kind: str, line: Mapping[str, Any]) -> None:
-        """Hear a line of the journal: "metrics", "events" or "postmortem"."""
-        if self._is_telling:  # a note about a tracker that failed, on its way to the journal
+        """Send a line of the journal on: "metrics", "events" or "postmortem"."""
+        if self._is_sending:  # a note about a tracker that failed, on its way to the journal
             return
-        self._is_telling = True
+        self._is_sending = True
         try:
             if kind == "metrics":
                 self.log(line, int(line["step"]))
-            elif kind == "events":
-                if line.get("event") not in FACTS:
-                    self.alert(*alert_for(line))
-            else:
+            elif kind == "postmortem":
                 self._end(line)
+            elif line.get("event") not in FACTS:
+                self.alert(*alert_for(line))
         finally:
-            self._is_telling = False
+            self._is_sending = False
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Log what is a finite number; the loss and the factor on the LR go under ``healing/``."""
         numbers = finite_numbers(metrics)
         if numbers:
-            self._tell("log", numbers, step)
+            self._send("log", numbers, step)
 
     def alert(self, level: Level, title: str, text: str) -> None:
-        """Alert on every tracker."""
-        self._tell("alert", level, title, text)
+        self._send("alert", level, title, text)
 
     def close(self) -> None:
         """Close the trackers that have started."""
@@ -192,7 +188,7 @@ class FanOut:
         self.alert(*_alert_for_the_end(page))
         self.close()
 
-    def _tell(self, method: str, *what: Any) -> None:
+    def _send(self, method: str, *what: Any) -> None:
         for tracker in self.trackers:
             if id(tracker) not in self._started and self._attempt(tracker, "start", self._config):
                 self._started.add(id(tracker))
@@ -222,13 +218,9 @@ def attach(
     config: Mapping[str, Any],
     note: Callable[[str], None],
 ) -> FanOut | None:
-    """Have trackers hear all that a journal is told; those of rank 0 only, None elsewhere.
+    """Send all lines of a journal to trackers; on rank 0 only, None elsewhere.
 
-    Args:
-        journal: subscribed to.
-        trackers: see :func:`make_trackers`, whose errors are raised on every rank.
-        config: settings to show.
-        note: told of trackers that fail.
+    Errors of :func:`make_trackers` are raised on every rank.
     """
     made = make_trackers(trackers)
     if not made or journal.rank != 0:
@@ -239,7 +231,7 @@ def attach(
 
 
 def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return what trackers can take: not every store has NaN, and words are no metrics."""
+    """Return what trackers can take: not every store has NaN, and a text is no metric."""
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         if name in ("time", "step", "seen_at") or isinstance(value, bool):
@@ -273,11 +265,7 @@ def alert_for(event: Mapping[str, Any]) -> tuple[Level, str, str]:
 
 def _alert_for_the_end(page: Mapping[str, Any]) -> tuple[Level, str, str]:
     reason = str(page.get("exit_reason", ""))
-    level = Level.ERROR
-    if reason in QUIET_ENDS:
-        level = Level.INFO
-    elif reason in EXPECTED_ENDS:
-        level = Level.WARN
+    level = END_LEVELS.get(reason, Level.ERROR)
     count = len(page.get("recovery_actions", ()))
     text = f"last step {page.get('last_step')}, {words.count(count, 'recovery', 'recoveries')}"
     if page.get("exception") is not None:
@@ -285,17 +273,17 @@ def _alert_for_the_end(page: Mapping[str, Any]) -> tuple[Level, str, str]:
     return level, f"healing: run ended, {reason}", text
 
 
-# TensorBoard: event files on disk.
+# The trackers themselves. A run that is already active is used, and not ended.
 
 
 class TensorBoardTracker:
-    """Writes scalars, and alerts as text under ``healing/alerts``.
+    """Writes scalars to event files, and alerts as text under ``healing/alerts``.
 
     Args:
         log_dir: of the event files; ``runs/<project>/<name>`` if None.
         project: see ``log_dir``.
         name: see ``log_dir``; left out if None.
-        writer: a SummaryWriter that is already open, say that of a logger; used, not closed.
+        writer: a SummaryWriter that is already open, such as that of a logger; used, not closed.
     """
 
     def __init__(
@@ -319,7 +307,6 @@ class TensorBoardTracker:
         self._writer.add_text("healing/config", "\n".join(["| setting | value |", "|-|-|", *rows]))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write a scalar for each number."""
         self._step = step
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
@@ -337,20 +324,10 @@ class TensorBoardTracker:
             self._writer.flush()
 
 
-# trackio: a local SQLite store, offline unless a Space is named.
+class _RunTracker:
+    """What trackio and W&B have in common: a run object that logs, alerts and finishes."""
 
-
-class TrackioTracker:
-    """Logs to trackio, and alerts by ``trackio.alert``.
-
-    A run that is already going on, say that of a Trainer with ``report_to="trackio"``, is used and
-    not ended. Where it is stored is trackio's affair (``TRACKIO_DIR``, ``space_id``).
-
-    Args:
-        project: of the run that is begun if none is going on.
-        name: of that run; trackio makes one up if None.
-        settings: further arguments of ``trackio.init``, such as ``space_id``.
-    """
+    package = ""
 
     def __init__(self, project: str = PROJECT, name: str | None = None, **settings: Any) -> None:
         self.project = project
@@ -359,13 +336,33 @@ class TrackioTracker:
         self._run: Any = None
         self._is_ours = False
 
+    def alert(self, level: Level, title: str, text: str) -> None:
+        levels = import_module(self.package).AlertLevel
+        self._run.alert(title=title, text=text, level=levels[level.value])
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._run.finish()
+
+
+class TrackioTracker(_RunTracker):
+    """Logs to trackio, a local store unless a Space is named, and alerts by ``trackio.alert``.
+
+    trackio decides where the store is (``TRACKIO_DIR``, ``space_id``).
+
+    Args:
+        project: of the run that is begun if none is active.
+        name: of that run; trackio makes one up if None.
+        settings: further arguments of ``trackio.init``, such as ``space_id``.
+    """
+
+    package = "trackio"
+
     def start(self, config: Mapping[str, Any]) -> None:
-        """Adopt the current run, or begin or resume one."""
-        trackio = import_module("trackio")
         self._run = import_module("trackio.context_vars").current_run.get()
         self._is_ours = self._run is None
         if self._is_ours:
-            self._run = trackio.init(
+            self._run = import_module("trackio").init(
                 project=self.project,
                 name=self.name,
                 config=dict(config),
@@ -375,49 +372,31 @@ class TrackioTracker:
             self.name = self._run.name
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log numbers at their step."""
         self._run.log(dict(metrics), step=step)
 
-    def alert(self, level: Level, title: str, text: str) -> None:
-        """Raise an alert; it appears at the step that was logged last."""
-        levels = import_module("trackio").AlertLevel
-        self._run.alert(title=title, text=text, level=levels[level.value])
-
     def close(self) -> None:
-        """End the run if it is ours."""
+        super().close()
         if self._is_ours:
-            self._run.finish()
             import_module("trackio.context_vars").current_run.set(None)
-
-
-# Weights & Biases; ``WANDB_MODE=offline`` keeps it on this machine.
 
 
 STEP = "healing/step"
 """Our own axis: W&B drops what comes with a smaller step than before, as after a rollback."""
 
 
-class WandbTracker:
-    """Logs to W&B, and alerts by ``run.alert``.
-
-    A run that is already going on is used and not ended.
+class WandbTracker(_RunTracker):
+    """Logs to W&B, and alerts by ``run.alert``; ``WANDB_MODE=offline`` keeps it on this machine.
 
     Args:
-        project: of the run that is begun if none is going on.
+        project: of the run that is begun if none is active.
         name: of that run; W&B makes one up if None.
         settings: further arguments of ``wandb.init``.
     """
 
-    def __init__(self, project: str = PROJECT, name: str | None = None, **settings: Any) -> None:
-        self.project = project
-        self.name = name
-        self.settings = settings
-        self._run: Any = None
-        self._is_ours = False
-        self._id: str | None = None
+    package = "wandb"
+    _id: str | None = None
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Adopt the current run, or begin or resume one."""
         wandb = import_module("wandb")
         self._run = wandb.run
         self._is_ours = self._run is None
@@ -437,19 +416,6 @@ class WandbTracker:
         """Log numbers along our own axis, ``healing/step``."""
         self._run.log({**metrics, STEP: step})
 
-    def alert(self, level: Level, title: str, text: str) -> None:
-        """Raise an alert; W&B itself keeps back those of the same title that follow too soon."""
-        levels = import_module("wandb").AlertLevel
-        self._run.alert(title=title, text=text, level=levels[level.value])
-
-    def close(self) -> None:
-        """End the run if it is ours."""
-        if self._is_ours:
-            self._run.finish()
-
-
-# MLflow, through its client: the fluent interface has one active run, which may be the user's.
-
 
 ALERTS_FILE = "healing_alerts.txt"
 MAX_ALERTS = 1000  # lines kept in the file, which is sent whole each time
@@ -457,14 +423,13 @@ MAX_TAG = 5000  # characters that MLflow takes for a tag
 
 
 class MlflowTracker:
-    """Logs metrics to MLflow.
+    """Logs metrics by MLflow's client: the fluent interface has one active run, maybe the user's.
 
     MLflow has no alerts: they go into the artifact ``healing_alerts.txt``, the newest one into the
-    tag ``healing.alert``, and their numbers into ``healing/alerts/warn`` and so on. A run that is
-    already going on is used and not ended.
+    tag ``healing.alert``, and their numbers into ``healing/alerts/warn`` and so on.
 
     Args:
-        project: the experiment of the run that is begun if none is going on.
+        project: the experiment of the run that is begun if none is active.
         name: of that run; MLflow makes one up if None.
         tracking_uri: of the server or database; that of the environment if None.
     """
@@ -483,31 +448,33 @@ class MlflowTracker:
         self._step = 0
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Adopt the active run, or begin or resume one."""
         mlflow = import_module("mlflow")
-        self._client = mlflow.MlflowClient(tracking_uri=self.tracking_uri)
+        self._client = client = mlflow.MlflowClient(tracking_uri=self.tracking_uri)
         if self.run_id is not None:
             if self._is_ours:
-                self._client.update_run(self.run_id, status="RUNNING")
+                client.update_run(self.run_id, status="RUNNING")
             return
         active = mlflow.active_run()
         self._is_ours = active is None
         if active is None:
-            active = self._client.create_run(self._experiment(), run_name=self.name)
+            known = client.get_experiment_by_name(self.project)
+            experiment = (
+                client.create_experiment(self.project) if known is None else known.experiment_id
+            )
+            active = client.create_run(experiment, run_name=self.name)
         self.run_id = active.info.run_id
         entities = import_module("mlflow.entities")
         params = [entities.Param(f"healing.{name}", str(value)) for name, value in config.items()]
-        self._client.log_batch(self.run_id, params=params)
+        client.log_batch(self.run_id, params=params)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log numbers at their step, in one call."""
         self._step = step
         entities, now = import_module("mlflow.entities"), int(time.time() * 1000)
         rows = [entities.Metric(name, value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self.run_id, metrics=rows)
 
     def alert(self, level: Level, title: str, text: str) -> None:
-        """Write an alert down where MLflow can show it."""
+        """Write an alert where MLflow can show it."""
         line = f"{level.value} {title}: {text}"
         self._alerts.append(line)
         self._counts[level] += 1
@@ -516,16 +483,8 @@ class MlflowTracker:
         self.log({f"healing/alerts/{level.value.lower()}": self._counts[level]}, self._step)
 
     def close(self) -> None:
-        """End the run if it is ours."""
         if self._is_ours:
             self._client.set_terminated(self.run_id)
-
-    def _experiment(self) -> str:
-        known = self._client.get_experiment_by_name(self.project)
-        found: str = (
-            self._client.create_experiment(self.project) if known is None else known.experiment_id
-        )
-        return found
 
 
 KNOWN: dict[str, Callable[..., Tracker]] = {

@@ -9,27 +9,15 @@ import os
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from heal.json_lines import number
-from heal.report.read import (
-    Damage,
-    NotARun,
-    RunFiles,
-    Start,
-    find_files,
-    find_runs,
-    read_events,
-    read_lines,
-    read_postmortem,
-    run_id,
-    seconds_of,
-    whole,
-)
+from heal.report import read
+from heal.report.read import Damage, NotARun, RunFiles, run_id, seconds_of, whole
 from heal.report.story import Story, describe
 
 PER_STEP = ("loss", "norm", "lr", "lr_scale", "micro_batches", "seconds")
@@ -225,15 +213,15 @@ MIN_ROWS = 48  # of one rank
 MAX_RANKS = 256  # with curves; the others are in the story and the counts
 
 
-@dataclass(slots=True)
+@dataclass
 class RunReport:
     """What is known of a run.
 
     Attributes:
         runs: how many runs the folder holds, and ``number``, which of them this is, from 1.
-        incidents: as :func:`heal.report.story.describe` returns them.
         last_step: the furthest step known, -1 if none.
         began: seconds since 1970 of the first sign of life, and ``ended``, of the last.
+        incidents: as :func:`heal.report.story.describe` returns them.
     """
 
     folder: Path
@@ -244,10 +232,20 @@ class RunReport:
     damage: Damage
     number: int = 1
     runs: int = 1
-    incidents: list[dict[str, Any]] = field(default_factory=list)
-    last_step: int = -1
-    began: float | None = None
-    ended: float | None = None
+
+    def __post_init__(self) -> None:
+        times = [t for c in self.curves.values() for t in (c.first_time, c.last_time)]
+        times += [self.story.first_time, self.story.last_time]
+        known = [time for time in times if time is not None]
+        self.began, self.ended = min(known, default=None), max(known, default=None)
+        steps = [c.last_step for c in self.curves.values()]
+        ends = [number(page.get("last_step")) for page in self.postmortems.values()]
+        steps += [int(step) for step in ends if abs(step) < 2**53]
+        self.last_step = max(steps, default=self.story.last_step)
+        self.incidents = [
+            describe(i, self.step_seconds, self.last_step, self.postmortem is not None)
+            for i in self.story.incidents
+        ]
 
     @property
     def postmortem(self) -> dict[str, Any] | None:
@@ -256,9 +254,8 @@ class RunReport:
 
     @property
     def live_for(self) -> float:
-        if self.began is None or self.ended is None:
-            return 0.0
-        return max(0.0, self.ended - self.began)
+        """Seconds from the first to the last sign of life."""
+        return max(0.0, (self.ended or 0.0) - (self.began or 0.0))
 
     @property
     def step_seconds(self) -> float:
@@ -266,47 +263,42 @@ class RunReport:
         return next((curves.median_seconds() for curves in self.curves.values()), 0.0)
 
 
-def read_run(
-    run_dir: str | os.PathLike[str], max_rows: int = MAX_ROWS, run: int | None = None
-) -> RunReport:
+def read_run(run_dir: str | os.PathLike[str], run: int | None = None) -> RunReport:
     """Read a run.
 
     Args:
         run_dir: what was given to ``Healer``.
-        max_rows: about how many rows of the curves are kept, over all ranks.
         run: which run of the folder, counted from 1; the last if None.
 
     Raises:
         NotARun: the folder holds no such run, or not one line of it can be read.
     """
-    files = find_files(run_dir)
-    runs = find_runs(files) or [Start(set(), 0.0)]
+    files = read.find_files(run_dir)
+    runs = read.find_runs(files) or [read.Start(set(), 0.0)]
     number = len(runs) if run is None else run
     if not 1 <= number <= len(runs):
         raise NotARun(f"expected a run from 1 to {len(runs)}, got {number}, in {files.folder}")
     others: set[str] = set().union(*(other.ids for other in runs)) - runs[number - 1].ids
     damage = Damage()
     story = Story()
-    for rank, line in read_events(files, damage):
+    for rank, line in read.read_events(files, damage):
         if run_id(line) not in others:
             story.add(rank, line)
-    curves = _read_curves(files, damage, max_rows, others)
-    postmortems = {
-        rank: page
-        for rank, path in sorted(files.postmortems.items())
-        if (page := read_postmortem(path, damage)) is not None and _run_of(page, runs) == number
-    }
+    curves = _read_curves(files, damage, others)
+    postmortems = {}
+    for rank, path in sorted(files.postmortems.items()):
+        page = read.read_postmortem(path, damage)
+        if page is not None and _run_of(page, runs) == number:
+            postmortems[rank] = page
     ranks = files.ranks if len(runs) == 1 else sorted({*story.ranks, *curves, *postmortems})
     if not story.events and not postmortems and not any(c.count for c in curves.values()):
         raise NotARun(_nothing(files, damage))
-    report = RunReport(
+    return RunReport(
         files.folder, ranks, curves, story.finish(), postmortems, damage, number, len(runs)
     )
-    _conclude(report)
-    return report
 
 
-def _run_of(page: Mapping[str, Any], runs: Sequence[Start]) -> int:
+def _run_of(page: Mapping[str, Any], runs: Sequence[read.Start]) -> int:
     """Return which run a postmortem ended: the last that began before it was written."""
     written = seconds_of(page.get("timestamp"))
     if written is None:
@@ -314,34 +306,18 @@ def _run_of(page: Mapping[str, Any], runs: Sequence[Start]) -> int:
     return max(1, sum(run.began <= written for run in runs))
 
 
-def _read_curves(
-    files: RunFiles, damage: Damage, max_rows: int, others: set[str]
-) -> dict[int, RankCurves]:
+def _read_curves(files: RunFiles, damage: Damage, others: set[str]) -> dict[int, RankCurves]:
     ranks = sorted(files.metrics)[:MAX_RANKS]
     curves = {}
     for rank in ranks:
-        curve = RankCurves(max(MIN_ROWS, max_rows // len(ranks)))
+        curve = RankCurves(max(MIN_ROWS, MAX_ROWS // len(ranks)))
         for path in files.metrics[rank]:
-            for line in read_lines(path, damage):
+            for line in read.read_lines(path, damage):
                 if run_id(line) not in others:
                     curve.add_line(line)
         if curve.count or not others:
             curves[rank] = curve
     return curves
-
-
-def _conclude(report: RunReport) -> None:
-    times = [t for c in report.curves.values() for t in (c.first_time, c.last_time)]
-    known = [t for t in (*times, report.story.first_time, report.story.last_time) if t is not None]
-    report.began, report.ended = min(known, default=None), max(known, default=None)
-    steps = [c.last_step for c in report.curves.values()]
-    ends = [number(page.get("last_step")) for page in report.postmortems.values()]
-    steps += [int(step) for step in ends if abs(step) < 2**53]
-    report.last_step = max(steps, default=report.story.last_step)
-    report.incidents = [
-        describe(i, report.step_seconds, report.last_step, report.postmortem is not None)
-        for i in report.story.incidents
-    ]
 
 
 def _nothing(files: RunFiles, damage: Damage) -> str:

@@ -24,7 +24,7 @@ KINDS = {
     "start": "started",
     "note": "note",
 }
-"""Kinds of events, the gravest first, and what they are called."""
+"""Kinds of events, the most severe first, and what they are called."""
 
 OUTCOMES = {
     "healed": "healed",
@@ -56,7 +56,7 @@ KIND_OF_ACTION = {
     "Skip": "refused",
     "Refuse": "refused",  # its name in journals of version 0.1
 }
-GRAVITY = {kind: -i for i, kind in enumerate(KINDS)}
+SEVERITY = {kind: -i for i, kind in enumerate(KINDS)}
 INCIDENT_EVENTS = ("recovery", "alert")
 MAX_INCIDENTS = 500  # rows of the table; the mildest are left out first
 MAX_MARKS = 4000  # marks on the charts
@@ -88,11 +88,11 @@ class Event:
 
     @property
     def kind(self) -> str:
-        """The gravest thing that was done."""
+        """The most severe thing that was done."""
         if not self.is_trouble:
             return "start" if self.name == "started" else "note"
         done = [KIND_OF_ACTION.get(str(a.get("action")), "note") for a in self.plan]
-        return max(done, key=lambda kind: GRAVITY[kind], default="alert")
+        return max(done, key=lambda kind: SEVERITY[kind], default="alert")
 
     @property
     def rolled_back(self) -> bool:
@@ -152,7 +152,7 @@ class Incident:
             self.came_back += 1
         self.first_step = min(self.first_step, event.bad_step)
         self.last_step = max(self.last_step, event.step)
-        is_decisive = GRAVITY[event.kind] >= GRAVITY[self.decisive.kind]
+        is_decisive = SEVERITY[event.kind] >= SEVERITY[self.decisive.kind]
         if is_decisive:
             self.decisive = event
         if is_decisive or event.failure not in self.failures:
@@ -243,7 +243,7 @@ class Story:
     def finish(self) -> "Story":
         """Call after the last event."""
         self._thin_marks()
-        kept = gravest([i.kind for i in self.incidents][::-1], MAX_INCIDENTS)
+        kept = most_severe([i.kind for i in self.incidents][::-1], MAX_INCIDENTS)
         self.left_out = len(self.incidents) - len(kept)
         self.incidents = [self.incidents[::-1][i] for i in kept][::-1]
         return self
@@ -297,14 +297,14 @@ class Story:
                 incident.is_closed = True
 
     def _thin_marks(self) -> None:
-        kept = gravest([event.kind for event, _ in self.marks], MAX_MARKS)
+        kept = most_severe([event.kind for event, _ in self.marks], MAX_MARKS)
         self.marks_left_out += len(self.marks) - len(kept)
         self.marks = [self.marks[i] for i in kept]
 
 
-def gravest(kinds: Sequence[str], most: int) -> list[int]:
-    """Return the places of the gravest kinds, in order; of equal ones the first."""
-    return sorted(sorted(range(len(kinds)), key=lambda i: -GRAVITY[kinds[i]])[:most])
+def most_severe(kinds: Sequence[str], most: int) -> list[int]:
+    """Return the places of the most severe kinds, in order; of equal ones the first."""
+    return sorted(sorted(range(len(kinds)), key=lambda i: -SEVERITY[kinds[i]])[:most])
 
 
 def describe(
@@ -312,11 +312,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return an incident as every form of the report shows it.
 
-    Args:
-        incident: which.
-        step_seconds: median duration of a step, to price those that were lost.
-        last_step: the furthest step that the run is known to have reached.
-        is_over: whether the run has ended.
+    ``step_seconds`` prices lost steps; ``last_step`` is the furthest that the run has reached.
     """
     decisive = incident.decisive
     outcome, sentence = _outcome(incident, last_step, is_over)

@@ -14,12 +14,7 @@ MAX_ENTRIES = 20  # of a list
 
 
 def make_text(report: RunReport, *, to_terminal: bool = True) -> str:
-    """Return the report as text.
-
-    Args:
-        report: of which run.
-        to_terminal: whether standard output will show it, which may have colours and a width.
-    """
+    """Return the report as text, with the colours and width of the terminal if it goes there."""
     width = shutil.get_terminal_size((80, 24)).columns if to_terminal else 80
     width = min(MAX_WIDTH, max(MIN_WIDTH, width))
     data = report_data(report)

@@ -10,20 +10,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from heal.json_lines import parse_line
-from heal.report import words
+from heal.report import read, words
 from heal.report.collect import COLUMNS, STEP, RankCurves, highest
 from heal.report.data import ENDINGS
-from heal.report.read import (
-    MAX_LINE,
-    Damage,
-    NotARun,
-    find_files,
-    open_regular,
-    read_postmortem,
-    run_id,
-    seconds_of,
-    whole,
-)
+from heal.report.read import Damage, NotARun, open_regular, run_id, seconds_of, whole
 from heal.report.story import KINDS, Event
 from heal.report.words import count, duration
 
@@ -79,7 +69,7 @@ class Tail:
             self.close()
             return []
         *whole, self._rest = (self._rest + b"".join(chunks)).split(b"\n")
-        if len(self._rest) > MAX_LINE:
+        if len(self._rest) > read.MAX_LINE:
             self._rest = b""
             self.bad_lines += 1
         found = []
@@ -139,7 +129,7 @@ class LiveRun:
     def poll(self) -> list[str]:
         """Read what is new; return the sentences about new events."""
         try:
-            files = find_files(self.folder)
+            files = read.find_files(self.folder)
         except (NotARun, OSError):
             return []
         fresh: list[str] = []
@@ -208,7 +198,7 @@ class LiveRun:
         """Believe a postmortem unless the run has started again since."""
         if not postmortems or self.ended:
             return
-        page = read_postmortem(postmortems[min(postmortems)], Damage())
+        page = read.read_postmortem(postmortems[min(postmortems)], Damage())
         written = seconds_of(page.get("timestamp")) if page is not None else None
         if page is None or (self.began or 0.0) > (written or 0.0):
             return
@@ -229,11 +219,8 @@ def follow(
 ) -> None:
     """Show a run until it ends or Ctrl-C is pressed.
 
-    Args:
-        folder: of the run; waited for if it does not exist yet.
-        interval: seconds between looks.
-        plain: lines only, no screen.
-        sleep: waits; tests give one that does something meanwhile.
+    A folder that does not exist yet is waited for. ``interval`` is in seconds; ``plain`` means
+    lines, and no screen.
     """
     run = LiveRun(folder)
     try:

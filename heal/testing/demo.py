@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from heal.config import HealingConfig
 from heal.healer import Healer
@@ -62,41 +62,35 @@ class Gpt(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-class Snippets(Dataset[Tensor]):
-    """Pieces of the language reference that ships with Python, as numbers of characters."""
+def snippets() -> tuple[Any, int]:
+    """Return rows of the language reference that ships with Python, and the size of its alphabet.
 
-    def __init__(self) -> None:
-        from pydoc_data import topics
+    Each row has the numbers of one character more than the context, the last of which only ends it.
+    """
+    from pydoc_data import topics
 
-        pages: dict[str, str] = topics.topics
-        text = "".join(pages[name] for name in sorted(pages))[:TEXT_LENGTH]
-        number = {character: i for i, character in enumerate(sorted(set(text)))}
-        self.alphabet = len(number)
-        self._tokens = torch.tensor([number[c] for c in text])
-
-    def __len__(self) -> int:
-        return (len(self._tokens) - 1) // CONTEXT
-
-    def __getitem__(self, index: int) -> Tensor:
-        begin = index * CONTEXT
-        return self._tokens[begin : begin + CONTEXT + 1]
+    pages: dict[str, str] = topics.topics
+    text = "".join(pages[name] for name in sorted(pages))[:TEXT_LENGTH]
+    number = {character: i for i, character in enumerate(sorted(set(text)))}
+    tokens = torch.tensor([number[character] for character in text])
+    return tokens.unfold(0, CONTEXT + 1, CONTEXT), len(number)
 
 
 def build(seed: int, steps: int) -> tuple[Gpt, torch.optim.Optimizer, Any, Any]:
     """Return model, optimizer, scheduler and loader, all from one seed."""
     torch.manual_seed(seed)
-    snippets = Snippets()
-    model = Gpt(snippets.alphabet)
+    rows, alphabet = snippets()
+    model = Gpt(alphabet)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * steps)
-    loader = DataLoader(snippets, batch_size=BATCH, shuffle=True, drop_last=True)
+    loader = DataLoader(rows, batch_size=BATCH, shuffle=True, drop_last=True)
     return model, optimizer, scheduler, loader
 
 
 @torch.no_grad()
 def evaluate(model: Gpt, loader: Any, batches: int = 20) -> float:
     """Return the mean loss over some batches that are the same in every call."""
-    tokens = torch.stack([loader.dataset[i] for i in range(batches * BATCH)])
+    tokens = loader.dataset[: batches * BATCH]
     return sum(float(model.loss(part)) for part in tokens.split(BATCH)) / batches
 
 

@@ -52,12 +52,12 @@ def test_a_background_save_that_fails_is_told_and_kills_nobody(tmp_path, small_f
     store.save_state(2, state, {})
     store.wait()
     small_files(resource.RLIM_INFINITY)
-    (report,) = store.news()
+    (report,) = store.finished_saves()
     assert (report.step, report.error.errno) == (2, errno.EFBIG)
     assert store.steps() == [1]
     store.save_state(3, state, {})
     store.wait()
-    assert [(r.step, r.error) for r in store.news()] == [(3, None)]
+    assert [(r.step, r.error) for r in store.finished_saves()] == [(3, None)]
     assert store.steps() == [3, 1]
 
 

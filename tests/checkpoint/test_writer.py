@@ -78,7 +78,7 @@ def test_a_hundred_saves_while_training_are_all_whole(tmp_path):
             left_out += 1
             time.sleep(0.001)
     store.close()
-    assert all(report.error is None for report in store.news())
+    assert all(report.error is None for report in store.finished_saves())
     assert len(moments) + left_out == 100
     assert len(store.steps()) == min(3, len(moments))
     for step in store.steps():
@@ -114,7 +114,7 @@ def test_weights_with_nan_are_noticed_by_the_thread_too(tmp_path):
     store = CheckpointStore(tmp_path, asynchronous=True)
     saver(there, store)(1)
     store.wait()
-    (report,) = store.news()
+    (report,) = store.finished_saves()
     assert "1 NaN or Inf" in str(report.error)
     assert store.steps() == []
 
@@ -158,6 +158,14 @@ def test_bytes_that_change_on_the_way_to_the_disk_are_noticed_before_the_commit(
     assert CheckpointStore(tmp_path).steps() == [1]
 
 
+def test_the_old_name_of_finished_saves_works_and_warns(tmp_path):
+    store = CheckpointStore(tmp_path, asynchronous=True)
+    saver(run().train(1), store)(1)
+    store.wait()
+    with pytest.warns(DeprecationWarning, match="use finished_saves"):
+        assert [report.step for report in store.news()] == [1]
+
+
 class HalfOfTwo(Ranks):
     """Rank 0 of two, of which the other agrees with everything and writes nothing."""
 
@@ -176,7 +184,7 @@ def test_in_a_hurry_nobody_waits_for_a_rank_that_may_be_gone(tmp_path, monkeypat
     assert not store.wait(0.5)
     store.hurry()
     assert store.wait(300)
-    (report,) = store.news()
+    (report,) = store.finished_saves()
     assert "rank 1 wrote no manifest in time" in str(report.error)
     saver(there, store)(2)  # who goes on after all is as patient as before
     assert not store.wait(0.5)
@@ -190,7 +198,7 @@ from heal.checkpoint import CheckpointStore, writer
 from tests.checkpoint.scenes import run
 from tests.checkpoint.test_writer import HalfOfTwo, saver
 writer.HURRY_SECONDS = 0.1
-atexit.register(lambda: print(*(report.error for report in store.news())))  # after all others
+atexit.register(lambda: print(*(r.error for r in store.finished_saves())))  # after all others
 patience = 600.0 if sys.argv[2] == "fails" else 4.0
 store = CheckpointStore(sys.argv[1], asynchronous=True, ranks=HalfOfTwo(), wait_seconds=patience)
 saver(run().train(1), store)(1)

@@ -195,7 +195,7 @@ def check_thread(rank, size, directory):
     train(model, optimizer, 2)
     store.close()
     dist.barrier()
-    assert [r.error for r in store.news()] == [None]
+    assert [r.error for r in store.finished_saves()] == [None]
     assert load(directory, model, optimizer, Ranks())[0] == 1
     assert_equal(whole(model, optimizer), truth)
 

@@ -116,6 +116,45 @@ def test_an_event_loop_that_listened_before_still_hears(sigusr1):
         os.close(writer)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_handlers_may_be_left_in_any_order(sigusr1, first):
+    before = signal.getsignal(signal.SIGUSR1)
+    handlers = [ShutdownHandler(signals=["SIGUSR1"], shutdown_timeout_sec=0) for _ in range(2)]
+    for handler in handlers:
+        handler.install()
+    handlers[first].finish()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert [handler.signal for handler in handlers] == [0, signal.SIGUSR1][:: 1 - 2 * first]
+    handlers[1 - first].finish()
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_later_handler_that_calls_ours_after_the_block_calls_the_one_from_before(sigusr1):
+    seen = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: seen.append("before"))
+    with ShutdownHandler(signals=["SIGUSR1"]) as shutdown:
+        ours = signal.getsignal(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, lambda number, frame: ours(number, frame))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (seen, shutdown.signal) == (["before"], 0)
+
+
+def test_an_event_loop_that_came_later_keeps_its_descriptor_and_may_put_ours_back(sigusr1):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with ShutdownHandler(signals=["SIGUSR1"]):
+        ours = signal.set_wakeup_fd(writer)
+    assert signal.set_wakeup_fd(ours) == writer
+    with ShutdownHandler(signals=["SIGUSR1"]) as again:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert again.should_stop()
+    signal.set_wakeup_fd(-1)
+    for descriptor in (reader, writer):
+        os.close(descriptor)
+    os.close(ours)  # ends the thread that passed signals on
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.healthy.guards import BareSteps
-from heal import Healer
+from heal import Healer, Rollback
 from heal.causes import Cause, Finding, Severity
 from heal.experiment import BUDGET, Answer, Pair, judge
 from tests.heal.runs import assert_same, fingerprint, language, regression
@@ -163,7 +163,7 @@ def test_the_body_runs_once_more_with_old_weights_and_its_step_changes_nothing()
 def averaged(setup, steps, body):
     """Keep a moving average of the weights beside the model, as many loops do."""
     average = torch.optim.swa_utils.AveragedModel(setup.model)
-    in_place = torch.zeros(3)
+    in_place, not_copied = torch.zeros(3), torch.zeros(3, device="meta")
     for batch in islice(body.batches(setup.loader), 2 * steps):
         loss = setup.train_step(batch)
         loss.backward()
@@ -171,6 +171,7 @@ def averaged(setup, steps, body):
         setup.optimizer.zero_grad()
         average.update_parameters(setup.model)
         in_place[1] += 1.0
+        not_copied.add_(1.0)  # must not end the run
         if body.last_step == steps - 1:
             break
     return [*average.parameters(), *average.buffers(), in_place]
@@ -310,6 +311,22 @@ def test_damage_at_any_step_is_rolled_back_and_the_loss_comes_back(damage, step)
     twin.bare(160)
     expected = [float(twin.train_step(batch).detach()) for batch in twin.loader]
     assert sum(losses) < 1.5 * sum(expected) + 0.05
+
+
+@pytest.mark.parametrize(("after", "returns_to"), [(49, 50), (48, 40), (51, 50)])
+def test_a_fresh_snapshot_is_returned_to_if_it_is_from_before_the_damage(after, returns_to):
+    setup = regression()
+    healer = setup.healer(run_dir=Path.cwd())
+
+    @torch.no_grad()
+    def on_step(step):
+        if step == after and not healer.history:
+            for weight in setup.model.parameters():
+                weight.mul_(30.0)
+
+    healer.run(setup.train_step, setup.loader, STEPS, progress=False, on_step=on_step)
+    rollbacks = [a for _, _, plan in healer.history for a in plan if isinstance(a, Rollback)]
+    assert [rollback.before_step for rollback in rollbacks] == [returns_to]
 
 
 def test_nan_data_skips_steps_and_never_rolls_back():

@@ -69,4 +69,4 @@ def test_the_page_counts_runs_and_set_ups():
     bad = Looked("b", 0, "loop", True, "", 1, 0, 0, {}, {})
     text = "\n".join(page([good, bad]))
     assert "| a | 1/1 | 1/1 | 0 | 0 | 0 | 2 | loss_spike x 1 |" in text
-    assert "1 of 2 runs and 1 of 2 set-ups were left alone; 2 experiments." in text
+    assert "1 of 2 runs and 1 of 2 set-ups were left alone; 2 experiments; seeds 0." in text

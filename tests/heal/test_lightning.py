@@ -18,8 +18,7 @@ import zclip
 from heal import HealingConfig
 from heal.actions import HealingError, Rollback
 from heal.guarded_step import GuardedStep, WatchedOptimizer
-from heal.integrations.lightning import SelfHealingLightningCallback
-from heal.integrations.lightning.steps import HealedSteps
+from heal.integrations.lightning import HealedSteps, SelfHealingLightningCallback
 from tests.heal.runs import QUICK, roll_back_after_skipped
 from tests.heal.test_trackers import Recorder
 
@@ -326,6 +325,21 @@ def test_a_network_error_is_waited_for_and_the_run_is_the_undisturbed_one():
     callback = healing(backoff_seconds=0.0)
     module, bare = Module(faults={9: fail}), Module()
     assert_same(outcome(module, fit(module, callback)), outcome(bare, fit(bare)))
+
+
+def test_batches_given_up_now_and_then_do_not_add_up_to_a_row():
+    class LeavesOutTheCure(pl.Callback):
+        def on_train_start(self, trainer, module):
+            callback.healer.on_instability(lambda diagnosis, plan: ())
+
+    def fail(module, batch):
+        raise ConnectionError("no route to host")
+
+    callback = healing()
+    module = Module(faults=dict.fromkeys((5, 11, 17, 23, 29), fail))
+    trainer = fit(module, callback, LeavesOutTheCure())
+    assert len(callback.healer.history) == 5
+    assert trainer.global_step == STEPS
 
 
 def out_of_memory(module, batch):

@@ -116,6 +116,19 @@ def test_nan_is_not_searched_elsewhere_once_an_experiment_has_found_the_weights_
     assert ("hint" in diagnosis.evidence) == (not proof)
 
 
+def test_damage_that_an_experiment_found_while_weights_hold_nan_is_no_fault_of_the_data():
+    run = FakeRun(snapshots=[90])
+    run.step, run.corrupt = 110, {"cause": "weight_corruption", "tensor": "head", "tensors": 1}
+    config = HealingConfig(after_rollback="replay_data")
+    recovery = Recovery(run, QuietMonitor(), config, Journal(None))
+    spike = diagnosis(Cause.LOSS_SPIKE, 100)
+    spike.evidence["loss_with_old_weights"] = 0.1
+    plan = recovery.carry_out(spike)
+    ((_, found, _),) = recovery.log
+    assert (found.cause, found.evidence["seen_as"]) == (Cause.WEIGHT_CORRUPTION, "loss_spike")
+    assert [type(action).__name__ for action in plan] == ["Rollback"]
+
+
 def test_a_frozen_weight_that_became_nan_is_named_when_patience_ends():
     setup = regression(check_interval=0)
     frozen = setup.model[0].weight.requires_grad_(False)

@@ -52,7 +52,6 @@ PURE = [
     "report/data",
     "report/page",
     "report/read",
-    "report/screen",
     "report/story",
     "report/text",
     "report/watch",

@@ -85,8 +85,11 @@ class Clipper(ABC):
     replaceable: ClassVar[str] = ""
     """A method of which callers may put their own version into an instance."""
 
-    _simple: tuple[Targets, ClipOp, int] | None = None
-    """The parameters of a step that took one call of one operator, which one, and its rule."""
+    _simple: tuple[Targets, ClipOp, int, tuple[float, ...]] | None = None
+    """Of a step that took one call: its parameters, the operator, its rule and settings."""
+
+    _call: tuple[RuleCall, Targets, torch.device] | None = None
+    """What :meth:`rule_call` returned last, and for what."""
 
     _is_aligned = False
     _attachment: Attachment | None = None
@@ -123,7 +126,7 @@ class Clipper(ABC):
                 at the price of one small all-reduce. Where they do, these travel along.
         """
         self._peers = Peers(process_group, pipeline_group, record_group, self.per_group)
-        self._simple = None
+        self._simple = self._call = None
         return self
 
     def attach(
@@ -249,6 +252,11 @@ class Clipper(ABC):
         with_graph = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as no_grad() does, in a tenth of its time
         try:
+            if self._simple is not None and grad_scale is extra is None:
+                result = self._clip_simply(targets)
+                if result is not None:
+                    self.result = result
+                    return result.total_norm
             return self._step(targets, loss, grad_scale, extra)
         finally:
             torch._C._set_grad_enabled(with_graph)
@@ -260,13 +268,6 @@ class Clipper(ABC):
         grad_scale: Tensor | None,
         extra: Tensor | None,
     ) -> Tensor:
-        attachment = self._attached()
-        is_plain = attachment is None and grad_scale is None and extra is None
-        if self._simple is not None and is_plain:
-            result = self._clip_simply(self._cache.find(targets))
-            if result is not None:
-                self.result = result
-                return result.total_norm
         found, grads = self._gather(targets)
         peers = self._peers
         record = peers.tell(loss, extra, self._tag, found) if peers.shares_records else None
@@ -325,7 +326,13 @@ class Clipper(ABC):
         :meth:`accept`. Several ranks, groups with limits of their own and rules without compiled
         code take :meth:`decide`.
         """
-        found = self._cache.find((groups,))
+        found = self._cache.known_groups((groups,)) or self._cache.find((groups,))
+        settings, state = self.settings(found.settings[0]), self._state
+        if self._call is not None and state.fitted is found and not self.watches_loss:
+            call, known, place = self._call
+            is_same = known is found and place == device and call.settings == settings
+            if is_same and call.state is state.states[0]:
+                return call
         if found is not self._peers.found:
             self._peers.find(found)
         if self._peers.reduction is not None or self._peers.shares_records or not self.rule:
@@ -333,14 +340,14 @@ class Clipper(ABC):
         rule = self.rule_id()
         if rule >= len(RULES) or self.operators()[1] is not torch.ops.zclip.clip_by_.default:
             return None
-        state = self._state
         size = self.state_size(len(found.params))
         if not (state.fitted is found and state.place == (device, size)):
             state.fit(found, device)
         if len(state.states) != 1:
             return None
         seen = self._seen_loss(loss, state.states[0])
-        return RuleCall(state.states[0], rule, self.settings(found.settings[0]), seen)
+        self._call = RuleCall(state.states[0], rule, settings, seen), found, device
+        return self._call[0]
 
     def early_stats(self, grads: list[Tensor]) -> Tensor | None:
         """Return the stats of ``grads``, measuring those that were not during backward.
@@ -354,7 +361,7 @@ class Clipper(ABC):
             float64 [N, 3]; None if the clipper is not attached, or a gradient is float64.
         """
         found = self._peers.found
-        if found is None or not self._finishes(grads):
+        if self._attachment is None or found is None or not self._finishes(grads):
             return None
         return self._measured(found, grads)
 
@@ -495,29 +502,35 @@ class Clipper(ABC):
             return None
         is_simple = self._present is None and not self._peers.shares_records
         if is_simple and not self.watches_loss:
-            self._simple = found, clip, self.rule_id()
+            self._simple = found, clip, arguments[0], arguments[1]
         return ClipResult(*served[0])
 
-    def _clip_simply(self, found: Targets) -> ClipResult | None:
+    def _clip_simply(self, targets: tuple[Target, ...]) -> ClipResult | None:
         """Clip as in the step before, if only the numbers differ; else None, and nothing is done.
 
         Most steps are such. After a backward pass our code has left the caches of the processor,
         and to bring back a function that is called takes most of a microsecond: this calls a few.
         """
-        last, clip, rule = self._simple or (None, None, 0)
-        if found is not last or clip is None or self.replaceable in self.__dict__:
+        assert self._simple is not None
+        last, clip, rule, known = self._simple
+        self._simple, state = None, self._state
+        if self._attachment is not None or self.replaceable in self.__dict__:
+            return None
+        found = self._cache.known_groups(targets) or self._cache.find(targets)
+        settings = self.settings(found.settings[0])
+        if found is not last or state.fitted is not found:
             return None
         grads, present = found.gradients(aligned=False)
-        if present is not None:
-            self._simple = None
+        if present is not None or state.states[0].device != grads[0].device:
             return None
-        state, device = self._state, grads[0].device
-        self._present = None
-        if not (state.fitted is found and state.place == (device, self.state_size(len(grads)))):
-            state.fit(found, device)
-        settings = self.settings(found.settings[0])
-        served = ops.serve(clip, grads, state.states[0], rule, settings, name=self._name)
-        return ClipResult(*served[0]) if served else None
+        if settings != known and len(state.states[0]) != self.state_size(len(grads)):
+            return None
+        try:
+            result = ClipResult(*clip(grads, state.states[0], rule, settings))
+        except (RuntimeError, TypeError, ValueError):  # nothing was written yet
+            return None
+        self._simple, self._present = (found, clip, rule, settings), None
+        return result
 
     def _decide(
         self,
@@ -561,8 +574,9 @@ class Clipper(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the parameters and the last result: they belong to the run, not to us."""
-        of_the_run = {"_cache": TargetCache(), "_present": None, "result": None, "_simple": None}
-        return {**self.__dict__, **of_the_run, "_attachment": None}
+        kept = {**self.__dict__, "_cache": TargetCache()}
+        of_the_run = ("_present", "result", "_simple", "_call", "_attachment")
+        return {**kept, **dict.fromkeys(of_the_run)}
 
 
 def _unscaled(coefs: Tensor, grad_scale: Tensor | None) -> Tensor:

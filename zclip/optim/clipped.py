@@ -275,7 +275,7 @@ class ClippedOptimizer(OptimizerProxy):
     def was_skipped(self, row: Sequence[float]) -> bool:
         """Answer as :meth:`skips` does, from a verdict on the host, as :class:`Mailbox` has it."""
         is_bad = bool(int(row[FLAGS]) & (HAS_NAN | HAS_INF))
-        return row[BLOCKED] > 0 or (self._heeds_flags() and is_bad)
+        return row[BLOCKED] > 0 or (is_bad and self._heeds_flags())
 
     def _heeds_flags(self) -> bool:
         """Whether NaN or Inf skips the step although the clipper would let it pass."""

@@ -385,7 +385,7 @@ class FusedOptimizer(Optimizer):
     def _is_current(self) -> bool:
         """Tell whether the plans are of these groups, these parameters and this state."""
         kept, groups = self._kept, self.param_groups
-        if kept is None or self.state.changed or len(groups) != len(kept):
+        if kept is None or self.__dict__["state"].changed or len(groups) != len(kept):
             return False
         for group, (known, params) in zip(groups, kept, strict=True):
             listed = group["params"]

@@ -36,6 +36,7 @@ class Plan:
     Attributes:
         lacking: indices of parameters that have no state yet.
         ledger: int64 [N, 5], see :mod:`zclip.layout`.
+        is_native: whether one call of the extension can do a whole step.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Plan:
         self._steps = self._listed(entries, "step")
         self.ledger = torch.zeros(len(params), NUM_LEDGER, dtype=torch.int64, device=self.device)
         self._handle = 0
+        self.is_native = self.device.type == "cpu" and native.is_loaded()
 
     def _listed(self, entries: list[Mapping[str, Any]], key: str) -> list[Tensor]:
         found = [entry.get(key) for entry in entries]
@@ -77,11 +79,6 @@ class Plan:
     def name(self, i: int) -> str:
         """Return what an error calls a gradient."""
         return f"the gradient of {self.names[i]}"
-
-    @property
-    def is_native(self) -> bool:
-        """Whether one call of the extension can do a whole step."""
-        return self.device.type == "cpu" and native.is_loaded()
 
     def inherit(self, old: "Plan") -> None:
         """Take over what the ledger of another plan knows of the same parameters."""
@@ -111,7 +108,8 @@ class Plan:
             grads = [self._nothing if g is None else g for g in grads]
         elif self.lacking:
             raise LookupError
-        grads = self._local_parts(grads)
+        if self._has_dtensor:
+            grads = self._local_parts(grads)
         return self._in_line(grads) if self._aligns else grads
 
     def update(self, grads: list[Tensor], *numbers: Any) -> tuple[Tensor, Tensor]:

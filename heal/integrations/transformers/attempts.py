@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from heal.causes import Family
-from heal.data.split import CannotSplit, num_samples, split
-from heal.data.stream import own_copy
+from heal.data.split import CannotSplit, num_samples, own_copy, split
 from heal.guarded_step import Judged, WatchedOptimizer
 from heal.healer import Healer
 from heal.integrations.patches import Patches
 from heal.integrations.transformers.batches import TrainerBatches
+from heal.journal import LEFT_OUT
 from heal.ranks import HostFacts
 from zclip.clippers import ClipResult
 
@@ -109,15 +109,15 @@ class TrainerGuard:
         """Measure, clip if that is ours, and judge the loss; all groups are skipped or none is."""
         if self._results is None:
             ranks = self._guarded.ranks
-            self.facts = HostFacts()
-            self._healer.contained(self._read_facts)
+            try:
+                self.facts = self._healer.monitor.facts()
+            except Exception as error:
+                self.facts = HostFacts()
+                self._healer.note(f"{LEFT_OUT}: {error!r}")
             lanes = ranks.lanes(self.facts, self.loss) if ranks.has_others else None
             self._results = self._guarded.clip(self.loss, lanes)
             self._judged = self._guarded.judge(self._results, self.loss, lanes)
         return [result for result in self._results if result is not None]
-
-    def _read_facts(self) -> None:
-        self.facts = self._healer.monitor.facts()
 
 
 # A batch of a trainer in pieces, each weighted so that the gradient stays that of the whole.
@@ -152,12 +152,9 @@ def adds_up(trainer: Any, num_items_in_batch: Any) -> bool:
 
 
 def in_pieces(inputs: Any, parts: int, paired: bool) -> list[tuple[Any, float]]:
-    """Cut prepared inputs; return each piece with its share of the samples.
+    """Cut prepared inputs into at most ``parts``; return each piece with its share of the samples.
 
-    Args:
-        inputs: what the model or the loss is given.
-        parts: how many pieces, at most.
-        paired: keep row ``i`` together with row ``i + half``.
+    If ``paired``, row ``i`` stays together with row ``i + half``.
     """
     if paired:
         half = _num_pairs(inputs)
@@ -198,12 +195,6 @@ class TrainerAttempts:
     A failure undoes the whole step so far, because its gradients cannot be separated: generators
     and buffers return to where the step began, and its micro-batches come again. One that cannot
     be used is replaced by the next of the stream, so that the step keeps its size.
-
-    Args:
-        trainer: whose step it is.
-        healer: heals what is raised.
-        guard: adds up the losses.
-        batches: where a replacement comes from.
     """
 
     def __init__(
@@ -312,8 +303,9 @@ class TrainerAttempts:
         """Run micro-batches; the loss is that of the last, the others were returned before."""
         loss, one = torch.zeros(()), None
         try:
+            run = self._training_step if self._micro.pieces == 1 else self._run_in_pieces
             for one in inputs:
-                loss = self._run_one(model, one, num_items_in_batch)
+                loss = run(model, one, num_items_in_batch)
                 self._guard.add_loss(loss)
         except Exception as error:
             diagnosis, raised = self._healer.retries.judge(error, "forward")
@@ -329,13 +321,6 @@ class TrainerAttempts:
         if isinstance(inputs, list):  # prompts: the samples are made from them
             return int(self._trainer.args.per_device_train_batch_size)
         return _num_pairs(inputs) if self._is_paired else num_samples(inputs)
-
-    def _run_one(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        self._micro.attempts += 1
-        if self._micro.pieces == 1:
-            loss: Tensor = self._training_step(model, inputs, num_items_in_batch)
-            return loss
-        return self._run_in_pieces(model, inputs, num_items_in_batch)
 
     def _run_in_pieces(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Prepare the batch once, as generations must be; then step by step through its pieces."""

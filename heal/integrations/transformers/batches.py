@@ -7,6 +7,7 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import send_to_device
 
+from heal.causes import Family
 from heal.data.loader_pass import EpochStart, drawn_twice, drop, return_to, undisturbed
 from heal.data.stream import Place
 from heal.healer import Healer
@@ -31,15 +32,9 @@ def batches_of_steps(trainer: Any, steps: int) -> tuple[int | None, int]:
 class TrainerBatches:
     """Stands in for ``trainer.get_batch_samples``: the same batches, drawn through the healer.
 
-    Args:
-        trainer: whose loader is read; about to take its first step, perhaps after a resume.
-        healer: whose stream counts, skips and rewinds.
-        before_step: called before anything is drawn for a step.
-        is_followed: whether the trainer's loop goes back when the data does. It then begins epochs
-            again that the stream has begun already.
-
-    Attributes:
-        of_step: the batches of the step that is under way.
+    ``before_step`` is called before anything is drawn for a step; ``of_step`` holds the batches of
+    the step that is under way. If ``is_followed``, the trainer's loop goes back when the data does,
+    and begins epochs again that the stream has begun already.
     """
 
     def __init__(
@@ -56,8 +51,8 @@ class TrainerBatches:
         self._is_followed = is_followed
         self.of_step: list[Any] = []
         self._place_of: dict[int, Place] = {}  # by identity, of the batches of this step
-        self._offered: Any = None
-        self._is_to_begin = False
+        self._offered: Any = None  # the iterator that the trainer made last
+        self._to_begin: int | None = None  # the number of its epoch, until that is begun
         self._epoch: Iterator[Any] | None = None
         self._replaced = 0
         self._num_given = self._lost_before = 0  # in the epoch under way, and before it
@@ -65,7 +60,7 @@ class TrainerBatches:
         self._begins_at, skipped_first = batches_of_steps(trainer, first_step)
         if trainer.args.ignore_data_skip and first_step:
             self._begins_at, skipped_first = None, 0
-        self._loader = EpochLoader(trainer, skipped_first)
+        self._loader = EpochLoader(trainer, skipped_first, self._has_waited)
 
     @property
     def has_lost_epoch(self) -> bool:
@@ -95,8 +90,7 @@ class TrainerBatches:
         if epoch_iterator is not self._offered:
             self._offered = epoch_iterator
             if not (self._is_followed and self._stream.is_replaying):
-                self._loader.offer(epoch_iterator)
-                self._is_to_begin = True
+                self._to_begin = self._loader.next_epoch
             self._num_given, self._lost_before = 0, self._num_lost()
         batches: list[Any] = []
         while len(batches) < num_batches:
@@ -125,6 +119,11 @@ class TrainerBatches:
         place = self._place_of.get(id(batch))
         return {} if place is None else place.named()
 
+    def _has_waited(self, error: Exception) -> bool:
+        """Wait if that may cure an error of the loader; return whether it was waited."""
+        diagnosis, error = self._healer.retries.judge_read(error)
+        return diagnosis.family is Family.WAIT and self._healer.heal(diagnosis, error)
+
     def _draw(self) -> Any | None:
         """Return the next batch; None at the end of an epoch.
 
@@ -132,10 +131,11 @@ class TrainerBatches:
         """
         while True:
             if self._epoch is None:
-                if not self._is_to_begin:
+                if self._to_begin is None:
                     return None
-                self._is_to_begin = False
-                self._loader.begin_offered(is_used=not self._stream.will_rewind)
+                is_used = not self._stream.will_rewind  # else an earlier epoch is drawn again
+                self._loader.begin(self._to_begin, self._offered if is_used else None)
+                self._to_begin = None
                 self._epoch = self._healer.epoch(self._loader)
             try:
                 batch = next(self._epoch)
@@ -151,18 +151,20 @@ class TrainerBatches:
 class EpochLoader:
     """The trainer's loader as the stream needs it: iterable again and again.
 
-    The first pass over an epoch uses the very iterator that the trainer made.
+    The first pass over an epoch uses the very iterator that the trainer made. ``has_waited``
+    returns whether a batch that raised an error should be read again.
     """
 
-    def __init__(self, trainer: Any, skipped_first: int) -> None:
+    def __init__(
+        self, trainer: Any, skipped_first: int, has_waited: Callable[[Exception], bool]
+    ) -> None:
         self.epoch = 0
+        self.has_waited = has_waited
         self.sampler = self  # the stream reads the epoch from the sampler, and sets it there
         self._trainer = trainer
         self._first_epoch: int | None = None
         self._skipped_first = skipped_first
-        self._offered: Any = None  # by the trainer, for the epoch that it begins
-        self._begun: Any = None  # the same, once that is the epoch to be drawn
-        self._offered_epoch = 0
+        self._begun: Any = None  # the trainer's iterator, until it is used
 
     @property
     def batch_sampler(self) -> Any:
@@ -174,19 +176,18 @@ class EpochLoader:
         is_seeded = isinstance(getattr(batch_sampler, "sampler", None), SeedableRandomSampler)
         return None if is_seeded else batch_sampler
 
-    def offer(self, iterator: Any) -> None:
-        """Give the iterator that the trainer made for the epoch that begins."""
-        self._offered = iterator
-        self._offered_epoch = int(getattr(self._loader(), "iteration", self.epoch + 1))
+    @property
+    def next_epoch(self) -> int:
+        """The number of the epoch that the trainer begins."""
+        return int(getattr(self._loader(), "iteration", self.epoch + 1))
 
-    def begin_offered(self, is_used: bool) -> None:
-        """Return to the epoch of that iterator: the end of the one before has moved the loader.
+    def begin(self, epoch: int, iterator: Any) -> None:
+        """Return to an epoch, because the end of the one before has moved the loader.
 
-        Args:
-            is_used: whether the next pass is that epoch, and not an earlier one drawn again.
+        The first pass uses ``iterator``, unless that is None.
         """
-        self._begun, self._offered = self._offered if is_used else None, None
-        self.set_epoch(self._offered_epoch)
+        self._begun = iterator
+        self.set_epoch(epoch)
         if self._first_epoch is None:
             self._first_epoch = self.epoch
 
@@ -245,8 +246,8 @@ class _EpochIterator:
             batch = next(self._iterator)
         except StopIteration:
             raise
-        except Exception:
-            if not self._is_beneath:
+        except Exception as error:
+            if self._loader.has_waited(error) or not self._is_beneath:
                 self._go_beneath()
                 return next(self)
             self._given += 1
@@ -269,20 +270,15 @@ class _EpochIterator:
 # The trainer's loop over an epoch, begun again at the place that a rollback returned to.
 #
 # How many batches a step has, when gradients are synchronised and when an epoch is over follows
-# from counters that are local to that loop. With ``data = "replay"`` the data goes back, and so
-# must they: else a step of the replay would have other batches than it had the first time.
+# from counters that are local to that loop. With ``after_rollback="replay_data"`` the data goes
+# back, and so must they: else a step of the replay would have other batches than the first time.
 
 
 RESUMED = "a rollback"  # where a path of a checkpoint would stand; nothing is read from it
 
 
 class ReplayedEpochs:
-    """Stands in for ``trainer._run_epoch``; after a rollback it runs the epochs since once more.
-
-    Args:
-        trainer: whose loop it is.
-        patches: where changes to the trainer are noted, to be undone by the owner.
-    """
+    """Stands in for ``trainer._run_epoch``; after a rollback it runs the epochs since once more."""
 
     def __init__(self, trainer: Any, patches: Patches) -> None:
         self._trainer = trainer

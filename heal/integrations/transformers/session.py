@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from heal.actions import HealingError, Plan, ScaleLr
 from heal.causes import Cause
 from heal.checkpoint.files import put_aside
 from heal.config import HealingConfig
-from heal.data.stream import own_copy
+from heal.data.split import own_copy
 from heal.detectors.preference import ACCURACY, MARGIN
 from heal.detectors.progress import Plateau
 from heal.diagnose import Diagnosis
@@ -38,18 +39,11 @@ FILE = "healing.pt"  # what healing has learned, beside the files of a trainer's
 class Session:
     """Binds a healer to a trainer whose model, optimizer and scheduler are ready.
 
-    Args:
-        trainer: about to take its first step.
-        config: how patient to be.
-        run_dir: where the journal goes.
-        retries: whether what a step raises is healed too; else steps are only watched and skipped.
-        sleep: waits between retries after a network failure.
-        patches: where changes to the trainer are noted, to be undone by the owner.
-        plateau_lr_factor: what the LR is multiplied by at a plateau at chance; None: alert only.
-        trackers: get every decision; None for none.
+    With ``retries`` what a step raises is healed too; else steps are only watched and skipped.
+    The owner of ``patches`` undoes the changes to the trainer. The other arguments are those of
+    :class:`heal.SelfHealingTrainer`.
 
     Attributes:
-        healer: does the healing.
         log_watch: watches the lines of the trainer's log.
         position: where the trainer is.
         stopped: why the run has to stop, if a signal asked for it; it was saved first.
@@ -98,7 +92,9 @@ class Session:
         self._has_hooks = False  # whether the trainer calls back at the beginning of its steps
         self._guard = TrainerGuard(trainer, healer)
         patches.set(trainer.accelerator, "clip_grad_norm_", self._guard.clip_grad_norm_)
-        patches.set(trainer.optimizer, "step", self._step_for_schedulers())
+        step: Any = partial(self._step)
+        step._wrapped_by_lr_sched = True  # else schedulers warn
+        patches.set(trainer.optimizer, "step", step)
         self._attempts: TrainerAttempts | None = None
         self._epochs: ReplayedEpochs | None = None
         self.batches: TrainerBatches | None = None
@@ -127,19 +123,13 @@ class Session:
 
         return watched
 
-    def _step_for_schedulers(self) -> Callable[..., None]:
-        def step(closure: Any = None) -> None:
-            self._step()
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else they warn
-        return step
-
     # A step, from its first micro-batch to the trainer's callbacks.
 
     def begin_step(self) -> None:
         """Do what comes before the first micro-batch of a step."""
         self._is_in_step = self._has_hooks = True
-        self.finish_snapshot()
+        if self.batches is None:  # else it was done before these were drawn
+            self.finish_snapshot()
         self.healer.contained(self.healer.before_step)
 
     def finish_snapshot(self) -> None:
@@ -155,7 +145,7 @@ class Session:
             snapshot.values["trainer"] = self.position.save()
             snapshot.values["log"] = self.log_watch.state()
 
-    def _step(self) -> None:
+    def _step(self, closure: Any = None) -> None:
         """Replace ``optimizer.step``. What it raises is healed once the step is over.
 
         By then the trainer has stepped its scheduler and its counters, so that all can be returned
@@ -343,12 +333,8 @@ ONLINE = (
 class TrainerPosition:
     """Saves the place of a trainer as plain values, and returns it to such a place.
 
-    Args:
-        trainer: whose ``state`` and sums are meant.
-        replays: whether data are rewound as well, so that epochs are counted back.
-
     Attributes:
-        replays: whether data are rewound as well.
+        replays: whether data are rewound as well, so that epochs are counted back.
         was_set_back: whether the trainer was returned since the last :meth:`settle`.
     """
 
@@ -367,10 +353,9 @@ class TrainerPosition:
             "state": {name: getattr(state, name) for name in COUNTS + BEST if hasattr(state, name)},
             "logged": len(state.log_history),
             "running_loss": running.detach().clone() if isinstance(running, Tensor) else None,
-            "own": {
-                name: own_copy(getattr(trainer, name))
-                for name in SUMS + ONLINE
-                if hasattr(trainer, name)
+            "sums": {name: getattr(trainer, name) for name in SUMS if hasattr(trainer, name)},
+            "online": {
+                name: own_copy(getattr(trainer, name)) for name in ONLINE if hasattr(trainer, name)
             },
         }
 
@@ -385,8 +370,8 @@ class TrainerPosition:
         del state.log_history[saved["logged"] :]
         if saved["running_loss"] is not None:
             trainer._tr_loss.copy_(saved["running_loss"])
-        for name, value in saved["own"].items():
-            setattr(trainer, name, own_copy(value))
+        for name, value in {**saved["sums"], **own_copy(saved["online"])}.items():
+            setattr(trainer, name, value)
         self.was_set_back = True
 
     def correct_epoch(self) -> None:
@@ -399,11 +384,8 @@ class TrainerPosition:
     def settle(self, control: Any, is_loop_set_back: bool = False) -> bool:
         """Return whether the step just taken was undone; if so it is neither logged nor saved.
 
-        A stop that the undone step had reached is undone too.
-
-        Args:
-            control: of the trainer.
-            is_loop_set_back: whether the trainer's loop follows, so that it counts epochs right.
+        A stop that the undone step had reached is undone too. ``is_loop_set_back``: the trainer's
+        loop follows, so that it counts epochs right.
         """
         if not self.was_set_back:
             return False
@@ -433,9 +415,7 @@ def checkpoint_folder(trainer: Any, step: int) -> Path:
 class UndoneCheckpoints:
     """Keeps a list of what a run has saved, and puts aside what it undid.
 
-    Args:
-        trainer: about to take its first step.
-        note: takes a text about what cannot be renamed or removed; it is left.
+    What cannot be renamed or removed is noted and left.
     """
 
     def __init__(self, trainer: Any, note: Callable[[str], None]) -> None:
@@ -446,12 +426,10 @@ class UndoneCheckpoints:
         self._bad_step = 0
 
     def after_save(self) -> list[Path]:
-        """Count a checkpoint of the trainer's present step; what it replaces is put aside.
+        """Count a checkpoint of the trainer's present step, and put aside what it replaces.
 
         As many of those put aside stay, for the post-mortem, as the trainer keeps good ones.
-
-        Returns:
-            What was put aside, by its present name.
+        Returns the new names.
         """
         self._steps.add(self._trainer.state.global_step)
         renamed = self.put_aside(self._bad_step)
@@ -461,17 +439,11 @@ class UndoneCheckpoints:
         return renamed
 
     def put_aside(self, bad_step: int) -> list[Path]:
-        """Rename checkpoints of steps after the trainer's present one.
+        """Rename checkpoints of steps after the trainer's present one; return their new names.
 
-        If none of the steps before is left, the newest of a sound state stays until the trainer has
-        saved again: a kill before that would leave nothing to resume from. The best one may be
-        among those renamed: then there is none, until a better one is found.
-
-        Args:
-            bad_step: the first step that may have done damage.
-
-        Returns:
-            Their new names.
+        If none of the steps before is left, the newest from before ``bad_step``, the first that may
+        have done damage, stays until the trainer has saved again: a kill before that would leave
+        nothing to resume from. If the best one is renamed, there is none until the next best.
         """
         self._bad_step = bad_step
         state, renamed = self._trainer.state, []

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from heal.data.stream import own_copy
+from heal.data.split import own_copy
 from heal.micro_batch import MicroBatcher
 from tests.heal.data.test_split import Encoding
 

@@ -41,8 +41,8 @@ def test_the_weights_are_measured_every_ten_steps_and_observed(calm):
     setup = regression(forecast=True, check_interval=1000)
     healer = setup.healer()
     checks = []
-    post = healer.monitor._health.post
-    healer.monitor._health.post = lambda step: (checks.append(step), post(step))
+    post = healer.monitor.health.post
+    healer.monitor.health.post = lambda step: (checks.append(step), post(step))
     healer.run(setup.train_step, setup.loader, 60, progress=False)
     assert checks == [10, 20, 30, 40, 50, 60]
     features = healer.monitor.watch.forecast.features
@@ -93,8 +93,8 @@ def test_a_warning_takes_a_snapshot_tightens_the_clip_and_checks_more_often(alar
     healer = setup.healer(run_dir=tmp_path)
     clipper = healer.optimizers[0].clipper
     checks, limits = [], {}
-    post = healer.monitor._health.post
-    healer.monitor._health.post = lambda step: (checks.append(step), post(step))
+    post = healer.monitor.health.post
+    healer.monitor.health.post = lambda step: (checks.append(step), post(step))
 
     def train_step(batch):
         limits[healer.last_step + 1] = clipper.max_grad_norm

@@ -10,8 +10,8 @@ import torch
 from heal.actions import ScaleLr, SkipBatches, TightenClip
 from heal.causes import Cause, Finding, Severity
 from heal.exit_codes import ExitCode
+from heal.json_lines import plain as plain_value
 from heal.monitor import Seen
-from heal.plain_values import plain as plain_value
 from tests.heal.linear_run import LAG, build, nan_step, observed, step_of
 from tests.heal.runs import roll_back_after_skipped
 

@@ -187,9 +187,9 @@ def test_nothing_else_waits_for_the_records():
     """Snapshots, checks and probes come when they are due, in whatever step that is."""
     model, _, healer = build(snapshot_interval=7, check_interval=13, quarantine_steps=0)
     captured, checked, looked = [], [], []
-    capture, post = healer.training.capture, healer.monitor._health.post
+    capture, post = healer.training.capture, healer.monitor.health.post
     healer.training.capture = lambda **kw: captured.append(healer.training.step) or capture(**kw)
-    healer.monitor._health.post = lambda step: checked.append(step) or post(step)
+    healer.monitor.health.post = lambda step: checked.append(step) or post(step)
     healer.add_probe("look", lambda: looked.append(healer.last_step + 1), every=11)
     step_of(model, healer, 45)
     assert captured == [0, 1, 2, 4, 7, 14, 21, 28, 35, 42]

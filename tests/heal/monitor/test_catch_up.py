@@ -115,7 +115,7 @@ def test_a_check_that_raises_keeps_no_detector_from_observing(interval):
     def raises(step):
         raise RuntimeError("no such measure")
 
-    healer.monitor._health.post = raises
+    healer.monitor.health.post = raises
     step_of(model, healer, 120)
     healer.snapshots()  # polls the rest
     assert observed(healer) == 120 - LAG

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 from heal import Healer
-from heal.integrations.lightning.steps import LightningSchedule
+from heal.integrations.lightning import LightningSchedule
 from tests.heal.runs import quick, roll_back_after_skipped
 
 EPOCH, EPOCHS = 30, 4

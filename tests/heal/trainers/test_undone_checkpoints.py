@@ -152,7 +152,7 @@ def test_one_that_cannot_be_renamed_does_not_keep_the_others(tmp_path, monkeypat
     _, renamed, notes = rolled_back(trainer_in(tmp_path), [3, 6, 9], to=4)
     assert [path.name for path in renamed] == ["abandoned-checkpoint-9"]
     assert len(notes) == 1
-    assert "checkpoint-6 was taken back, and cannot be renamed: not yours" in notes[0]
+    assert "checkpoint-6 was undone, and cannot be renamed: not yours" in notes[0]
 
 
 def test_as_many_of_those_put_aside_stay_as_the_trainer_keeps(tmp_path):
