@@ -29,6 +29,19 @@ def test_the_example_runs(source, tmp_path, monkeypatch):
     exec(compile(source, "example", "exec"), {"__name__": "__main__"})
 
 
+def test_get_started_shows_what_its_script_prints(tmp_path, monkeypatch, capsys, caplog):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/index.md").read_text()
+    script = next(source for source in blocks_of(text) if "runs/first" in source)
+    exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
+    printed = [*caplog.messages, *capsys.readouterr().out.splitlines()]
+    shown = re.search(r"^\$ python train.py\n(.*?)^```", text, re.S | re.M)[1].splitlines()
+    samples = re.compile(r"samples (\d+, \d+)[^)]*")  # of which the page shows two
+    assert {samples.sub(r"samples \1", line) for line in printed} == {
+        samples.sub(r"samples \1", line) for line in shown
+    }
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_block_escapes_by_another_spelling(page):
     text = page.read_text()
