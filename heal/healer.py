@@ -3,13 +3,15 @@
 Call ``step`` and ``batches`` in a loop of your own, or ``run``, which is the whole loop.
 """
 
+import operator
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
@@ -51,6 +53,13 @@ from heal.verdict import Flag, Record
 from zclip import ClippedOptimizer
 
 METRICS_INTERVAL = 10  # steps between lines of metrics.jsonl
+
+FORMER = {
+    "hear_the_rest": "finish",
+    "is_in_loop": "stream.is_open",
+    "left_loop_early": "stream.was_left",
+}
+"""Names of version 0.1 that work until 0.3, with a warning."""
 
 Entered = TypeVar("Entered", bound="Healer")
 
@@ -834,6 +843,15 @@ class Healer:
         self.leave(error if halt is None else halt)
         if halt is not None:
             raise halt
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in FORMER:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            now = FORMER[name]
+            warnings.warn(f"Healer.{name} is Healer.{now} now", DeprecationWarning, stacklevel=2)
+            return operator.attrgetter(now)(self)
 
     def __del__(self) -> None:
         exits = vars(self).get("exits")  # none if the constructor raised

@@ -73,3 +73,13 @@ def test_a_loop_of_version_01_catches_what_is_raised_today():
 
 def test_journals_of_version_01_are_read_as_those_of_today():
     assert action_words({"action": "Refuse"}, None) == action_words({"action": "Skip"}, None)
+
+
+def test_methods_of_a_healer_that_were_renamed_work_and_name_the_new_one():
+    healer = regression().healer()
+    with pytest.warns(DeprecationWarning, match="Healer.hear_the_rest is Healer.finish now"):
+        assert healer.hear_the_rest == healer.finish
+    with pytest.warns(DeprecationWarning, match="is_in_loop is Healer.stream.is_open now"):
+        assert healer.is_in_loop is False
+    with pytest.raises(AttributeError, match="'Healer' object has no attribute 'heel'"):
+        _ = healer.heel
