@@ -1,17 +1,19 @@
 """A fused step of ours beside torch's clipping and its own fused optimizer.
 
 python benchmarks/bench_fused_step.py [--quick] [--rounds 15] [--threads 2] [--cpu-time]
-                                      [--only MLP]
+                                      [--only MLP] [--save benchmarks/results]
 
 --cpu-time counts the time of this process, not that of the wall: for a machine with other work on
 it, together with --threads 1 (threads that wait for others count too).
 Contenders take turns, so that a busy moment hits all alike; the table has medians and ratios to
-torch. "bound" is the time of a pass that reads and writes as many bytes as a float32 AdamW step
+the first. "bound" is the time of a pass that reads and writes as many bytes as a float32 AdamW step
 must: 32 per element. "healed" is ``healer.step`` beside bare clipping and stepping: as many steps
-as lie between two snapshots, with records, checks and the snapshot.
+as lie between two snapshots, with records, checks and the snapshot. --save writes fused_step.md,
+which the documentation shows.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -59,10 +61,11 @@ def torch_step(shapes, max_norm, make, dtype=torch.float32) -> Run:
     return run
 
 
-def our_step(shapes, max_norm, make, dtype=torch.float32, **more) -> Run:
-    clipper = zclip.GlobalNorm(max_norm)
-    optimizer = make(parameters(shapes, dtype), clipper=clipper, **more)
-    return optimizer.step
+def our_step(shapes, max_norm, make, dtype=torch.float32, size=1.0, **more) -> Run:
+    params = parameters(shapes, dtype)
+    for p in params:
+        p.grad.mul_(size)
+    return make(params, clipper=zclip.GlobalNorm(max_norm), **more).step
 
 
 def healed_step(make, is_healed=True) -> Run:
@@ -152,6 +155,10 @@ def work(quick: bool) -> dict[str, dict[str, Run]]:
             "zclip": our_step(middle, HUGE, lambda p, **k: Lion(p, 1e-5, weight_decay=0.01, **k)),
         },
     }
+    tables["SGD, gradients of another size"] = lambda: {
+        f"{1e-3 * size:g}": our_step(middle, HUGE, lambda p, **k: SGD(p, 1e-5, **k), size=size)
+        for size in (1.0, 0.0, 1e-22, 1e-39)
+    }
     for name in ("2,000 tensors of 64", "10,000 tensors of 1,024", "50 K MLP"):
         tables[f"AdamW, {name}"] = lambda name=name: adamw(SHAPES[name])
     tables["AdamW, 50 K MLP, healed"] = lambda: {
@@ -184,17 +191,30 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument("--save", type=Path)
     arguments = parser.parse_args()
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     torch.set_num_threads(arguments.threads)
-    print("| step | contender | median, ms | torch / contender |\n|---|---|---:|---:|")
+    clock_name = "CPU time" if arguments.cpu_time else "time of the wall"
+    load = os.getloadavg()[0]
+    lines = [
+        f"{arguments.threads} threads, {clock_name}, load average {load:.0f}, medians of "
+        f"{arguments.rounds} rounds:",
+        "",
+        "| step | contender | median, ms | first / contender |",
+        "|---|---|---:|---:|",
+    ]
+    print("\n".join(lines), flush=True)
     for name, make in work(arguments.quick).items():
         if arguments.only not in name:
             continue
         medians = measure(make(), arguments.rounds, clock)
+        first = next(iter(medians.values()))
         for contender, seconds in medians.items():
-            ratio = medians["torch"] / seconds
-            print(f"| {name} | {contender} | {seconds * 1e3:.3f} | {ratio:.2f} |", flush=True)
+            lines.append(f"| {name} | {contender} | {seconds * 1e3:.3f} | {first / seconds:.2f} |")
+            print(lines[-1], flush=True)
+    if arguments.save:
+        (arguments.save / "fused_step.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

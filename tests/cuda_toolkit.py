@@ -15,6 +15,8 @@ OUTPUT = ROOT / "build" / "cuda"
 ARCHITECTURES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 HAS_NVCC = shutil.which("nvcc") is not None
 SOURCE = ROOT / "csrc/cuda/launchers.cu"
+UPDATE = ROOT / "csrc/cuda/update_launcher.cu"
+UPDATE_ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")  # 24 loops: compiling takes a minute
 # As in zclip/kernel_build.py; a test compares them.
 FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler", "-fvisibility=hidden"]
 
@@ -40,30 +42,32 @@ def _digest(*parts: str) -> str:
 
 
 @cache
-def compile_object() -> tuple[Path, str]:
+def compile_object(source: Path = SOURCE) -> tuple[Path, str]:
     """Return the object file of the launchers, for all architectures, and what ptxas printed."""
-    codes = [f"-gencode=arch=compute_{a[3:]},code={a}" for a in ARCHITECTURES]
+    architectures = UPDATE_ARCHITECTURES if source == UPDATE else ARCHITECTURES
+    codes = [f"-gencode=arch=compute_{a[3:]},code={a}" for a in architectures]
     command = ["nvcc", *FLAGS, *codes, "--threads", "2", "-Xptxas", "-v", "-Xcompiler", "-fPIC"]
-    target = OUTPUT / f"launchers-{_digest(*command)}.o"
+    target = OUTPUT / f"{source.stem}-{_digest(*command)}.o"
     log = target.with_suffix(".txt")
     if not (target.exists() and log.exists()):
         with built_once(target) as unfinished:
             if unfinished is not None:
-                _run_nvcc([*command, "-c", str(SOURCE), "-o", str(unfinished)], log)
+                _run_nvcc([*command, "-c", str(source), "-o", str(unfinished)], log)
     return target, log.read_text()
 
 
 def _run_nvcc(command: list[str], log: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"nvcc could not build {SOURCE.name}:\n{done.stderr}")
+        raise RuntimeError(f"nvcc could not build:\n{done.stderr}")
     log.write_text(done.stderr)
 
 
-def kernels() -> list[Kernel]:
+def kernels(source: Path = SOURCE) -> list[Kernel]:
     """Return every kernel of every architecture, by what ptxas said about it."""
     found = []
-    sections = re.split(r"Compiling entry function '(\w+)' for '(\w+)'", compile_object()[1])
+    log = compile_object(source)[1]
+    sections = re.split(r"Compiling entry function '(\w+)' for '(\w+)'", log)
     for mangled, architecture, text in zip(
         sections[1::3], sections[2::3], sections[3::3], strict=True
     ):
@@ -87,9 +91,10 @@ def plain_name(mangled: str) -> str:
         ["c++filt", mangled], capture_output=True, text=True, check=True
     ).stdout.strip()
     name = re.search(r"zclip::cuda::(\w+)", text)[1]
-    capacity = re.search(r"TensorTable<(\d+)>", text)
+    capacity = re.search(r"(?:Tensor|Update)Table<(\d+)>", text)
     change = re.search(r"cuda::(Scale|Clamp|ZeroNonFinite)\b", text)
-    arguments = [m[1] for m in (capacity, change) if m]
+    arithmetic = re.search(r"partials<(float|double),", text)
+    arguments = [m[1] for m in (arithmetic, capacity, change) if m]
     return f"{name}<{', '.join(arguments)}>" if arguments else name
 
 
@@ -101,9 +106,10 @@ def cuobjdump(*arguments: str) -> str:
     return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def machine_code(architecture: str) -> dict[str, str]:
+@cache
+def machine_code(architecture: str, source: Path = SOURCE) -> dict[str, str]:
     """Return the SASS of each kernel by its plain name."""
-    text = cuobjdump("-sass", "-arch", architecture, str(compile_object()[0]))
+    text = cuobjdump("-sass", "-arch", architecture, str(compile_object(source)[0]))
     sections = re.split(r"Function : (\w+)\n", text)
     return {plain_name(m): code for m, code in zip(sections[1::2], sections[2::2], strict=True)}
 
@@ -118,24 +124,41 @@ class Loop:
         """Return how many instructions have an opcode that starts so."""
         return sum(opcode.startswith(start) for opcode in self.opcodes)
 
+    def moved(self, start: str) -> int:
+        """Return how many bytes a thread moves by opcodes that start so: ``LDG`` or ``STG``."""
+        sizes = re.compile(rf"{start}\.E(?:\.(64|128|U16|U8))?")
+        found = [m[1] for m in map(sizes.match, self.opcodes) if m]
+        return sum({"64": 8, "128": 16, "U16": 2, "U8": 1, None: 4}[size] for size in found)
+
     def __len__(self) -> int:
         return len([opcode for opcode in self.opcodes if opcode != "NOP"])
 
 
 def loops(code: str) -> list[Loop]:
     """Return the loops without a branch inside, of SASS as :func:`machine_code` returns it."""
+    return [
+        loop
+        for loop in innermost_loops(code)
+        if not any(opcode.startswith("BRA") for opcode in loop.opcodes[:-1])
+    ]
+
+
+def innermost_loops(code: str) -> list[Loop]:
+    """Return the loops without a loop inside. They may branch around what is seldom needed."""
     pattern = r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)([^;]*);"
     lines = [(int(a, 16), opcode, rest) for a, opcode, rest in re.findall(pattern, code)]
     place = {address: i for i, (address, _, _) in enumerate(lines)}
-    found = []
+    spans = []
     for i, (address, opcode, rest) in enumerate(lines):
         target = re.search(r"0x([0-9a-f]+)", rest)
-        if not opcode.startswith("BRA") or not target or int(target[1], 16) > address:
-            continue
-        body = lines[place[int(target[1], 16)] : i + 1]
-        if not any(o.startswith("BRA") for _, o, _ in body[:-1]):
-            found.append(Loop(tuple(o for _, o, _ in body)))
-    return found
+        if opcode.startswith("BRA") and target and int(target[1], 16) <= address:
+            spans.append((place[int(target[1], 16)], i))
+    innermost = [
+        (first, last)
+        for first, last in spans
+        if not any((a, b) != (first, last) and first <= a and b <= last for a, b in spans)
+    ]
+    return [Loop(tuple(o for _, o, _ in lines[first : last + 1])) for first, last in innermost]
 
 
 # What the loop over whole rounds of a format must compute, by which it is known: FMUL, DMUL, and

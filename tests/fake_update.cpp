@@ -33,3 +33,19 @@ extern "C" int fake_update(int64_t count, int64_t numel, int64_t groups, void* s
   call.summary = static_cast<float*>(somewhere);
   return cuda::launch_optim_update(tensors.data(), count, call, somewhere, {stream, 0});
 }
+
+// A whole step: statistics and rule, then the update, whatever the coefficient.
+extern "C" int fake_clip_and_update(int64_t count, int64_t numel, void* stream) {
+  using namespace zclip;
+  void* somewhere = reinterpret_cast<void*>(uintptr_t{1} << 40);
+  const std::vector<cuda::DeviceTensor> grads(count, {somewhere, numel, 1, Format::kFloat32});
+  cuda::Rule rule = {};
+  rule.id = RuleId::kGlobalNorm;
+  rule.settings[0] = 1.0;
+  if (int error =
+          cuda::launch_grad_stats(grads.data(), count, somewhere,
+                                  static_cast<GradStats*>(somewhere), &rule, {}, {stream, 0})) {
+    return error;
+  }
+  return fake_update(count, numel, 1, stream);
+}

@@ -63,9 +63,6 @@ struct Block {
   RandomBits random;  // for rounding
 };
 
-// Which moment is watched for NaN and Inf: where the updates would not tell.
-enum class Watched { kNone, kFirst, kSecond };
-
 // The larger of two patterns, in every lane.
 template <typename bits_t>
 ZCLIP_ALWAYS_INLINE bits_t larger(const bits_t& a, const bits_t& b) {
@@ -183,11 +180,15 @@ ZCLIP_ALWAYS_INLINE void prefetch_row(const Block<number_t, grad_t, value_t>& bl
   if (kSecond) __builtin_prefetch(reinterpret_cast<char*>(block.v + i) + kPrefetchBytes, 1);
 }
 
-template <bool kFirst, bool kSecond, bool kMax, Watched kWatched, bool kTelemetry, int kWidth,
-          typename number_t, typename grad_t, typename value_t, typename Update>
+template <Loop kLoop, bool kTelemetry, int kWidth, typename number_t, typename grad_t,
+          typename value_t>
 ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, grad_t, value_t>& given,
                                          const UpdateScalars<value_t>& scalars,
-                                         Found<value_t, kWidth>& found, Update&& update) {
+                                         Found<value_t, kWidth>& found) {
+  using Traits = LoopTraits<kLoop>;
+  constexpr bool kFirst = Traits::kHasFirst, kSecond = Traits::kHasSecond;
+  constexpr bool kMax = Traits::kHasMaximum;
+  constexpr Watched kWatched = Traits::kWatched;
   using vec = Pack<value_t, kWidth>;
   using words = Pack<Word<value_t>, kWidth>;
   constexpr int kParts = kSums<value_t> / kWidth;
@@ -223,7 +224,7 @@ ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, grad_t, value_t>&
           if (kSecond) loaded[2] += (words)second;
         }
         const vec gradient = load_number<vec>(block.g + i, &grad_bits) * block.coef;
-        const vec change = update(gradient, weight, first, second, maximum, in_lanes);
+        const vec change = loop_update<kLoop>(gradient, weight, first, second, maximum, in_lanes);
         const vec result = store_number(weight - change, block.random + i, block.p + i, &bits);
         if (kFirst) store_pack(block.m + i, first);
         if (kSecond) store_pack(block.v + i, second);
@@ -263,7 +264,8 @@ ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, grad_t, value_t>&
     found.rest_loaded[0] += bits;
     found.rest_loaded[1] += bits_of(first);
     found.rest_loaded[2] += bits_of(second);
-    const value_t change = update(gradient * block.coef, weight, first, second, maximum, s);
+    const value_t change =
+        loop_update<kLoop>(gradient * block.coef, weight, first, second, maximum, s);
     const value_t result = store_number(weight - change, block.random + i, block.p + i, &bits);
     if (kFirst) block.m[i] = first;
     if (kSecond) block.v[i] = second;
@@ -286,44 +288,23 @@ ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, grad_t, value_t>&
       add_block(updates, block.update, block.len, found.updates, &found.update_scale);
 }
 
-// Which loop a tensor needs.
-enum class Loop { kAdam, kAmsgrad, kSgd, kMomentum, kNesterov, kLion };
-
 template <bool kTelemetry, int kWidth, typename number_t, typename grad_t, typename value_t>
 ZCLIP_ALWAYS_INLINE void update_block(Loop loop, const Block<number_t, grad_t, value_t>& block,
                                       const UpdateScalars<value_t>& s,
                                       Found<value_t, kWidth>& found) {
   switch (loop) {
     case Loop::kAdam:
-      return update_elements<true, true, false, Watched::kSecond, kTelemetry>(
-          block, s, found, [](auto g, auto p, auto& m, auto& v, auto& x, const auto& scalars) {
-            return adam_update<false>(g, p, m, v, x, scalars);
-          });
+      return update_elements<Loop::kAdam, kTelemetry>(block, s, found);
     case Loop::kAmsgrad:
-      return update_elements<true, true, true, Watched::kSecond, kTelemetry>(
-          block, s, found, [](auto g, auto p, auto& m, auto& v, auto& x, const auto& scalars) {
-            return adam_update<true>(g, p, m, v, x, scalars);
-          });
+      return update_elements<Loop::kAmsgrad, kTelemetry>(block, s, found);
     case Loop::kSgd:
-      return update_elements<false, false, false, Watched::kNone, kTelemetry>(
-          block, s, found, [](auto g, auto p, auto& m, auto&, auto&, const auto& scalars) {
-            return sgd_update<Momentum::kNone>(g, p, m, scalars);
-          });
+      return update_elements<Loop::kSgd, kTelemetry>(block, s, found);
     case Loop::kMomentum:
-      return update_elements<true, false, false, Watched::kNone, kTelemetry>(
-          block, s, found, [](auto g, auto p, auto& m, auto&, auto&, const auto& scalars) {
-            return sgd_update<Momentum::kPlain>(g, p, m, scalars);
-          });
+      return update_elements<Loop::kMomentum, kTelemetry>(block, s, found);
     case Loop::kNesterov:
-      return update_elements<true, false, false, Watched::kNone, kTelemetry>(
-          block, s, found, [](auto g, auto p, auto& m, auto&, auto&, const auto& scalars) {
-            return sgd_update<Momentum::kNesterov>(g, p, m, scalars);
-          });
+      return update_elements<Loop::kNesterov, kTelemetry>(block, s, found);
     default:
-      return update_elements<true, false, false, Watched::kFirst, kTelemetry>(
-          block, s, found, [](auto g, auto p, auto& m, auto&, auto&, const auto& scalars) {
-            return lion_update(g, p, m, scalars);
-          });
+      return update_elements<Loop::kLion, kTelemetry>(block, s, found);
   }
 }
 

@@ -170,10 +170,9 @@ ZCLIP_ALWAYS_INLINE UpdateSlot update_chunk_of(const ChunkUpdate& chunk,
   const Found<value_t, kWidth>& found = notes.found;
   slot.weight_sumsq = fold(found.weights);
   slot.update_sumsq = fold(found.updates);
-  constexpr auto kInfinite =
-      static_cast<word_t>(sizeof(value_t) == 8 ? 0x7ff0000000000000ull : 0x7f800000ull);
   bool suspects_state = found.suspects_updates;
-  for (int lane = 0; lane < kWidth; ++lane) suspects_state |= found.largest[lane] >= kInfinite;
+  for (int lane = 0; lane < kWidth; ++lane)
+    suspects_state |= found.largest[lane] >= kInfinite<value_t>;
   for (int k = 0; k < 3; ++k) {
     word_t loaded = found.rest_loaded[k], stored = found.rest_stored[k];
     for (int lane = 0; lane < kWidth; ++lane) {
@@ -183,8 +182,6 @@ ZCLIP_ALWAYS_INLINE UpdateSlot update_chunk_of(const ChunkUpdate& chunk,
     slot.loaded[k] = loaded;
     slot.stored[k] = stored;
   }
-  // A moment that is not finite makes an update that is not, but for an infinite second moment,
-  // which makes it zero, and for Lion, which takes the sign.
   const auto bad_in = [&](const void* moment) {
     return suspects_state && moment != nullptr
                ? count_bad(static_cast<const value_t*>(moment), chunk.len)

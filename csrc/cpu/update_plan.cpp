@@ -56,17 +56,6 @@ char* state_address(const std::vector<Tensor>& list, size_t i, const Span& param
   return static_cast<char*>(entry.mutable_data_ptr());
 }
 
-Loop loop_of(Algorithm algorithm, int flags, bool has_first) {
-  switch (algorithm) {
-    case Algorithm::kAdam:
-      return (flags & kAmsgrad) ? Loop::kAmsgrad : Loop::kAdam;
-    case Algorithm::kSgd:
-      return !has_first ? Loop::kSgd : (flags & kNesterov) ? Loop::kNesterov : Loop::kMomentum;
-    default:
-      return Loop::kLion;
-  }
-}
-
 // The instructions to use, and how many float32 numbers a vector of theirs holds.
 enum class Isa { kPortable, kAvx2, kAvx512 };
 

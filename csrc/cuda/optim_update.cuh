@@ -3,18 +3,15 @@
 
 #pragma once
 
-#include <cstring>
-
-#include "../math/scale.h"
 #include "block_join.cuh"
 #include "launch_grid.cuh"
 #include "optim_update.h"
 #include "ticket.cuh"
+#include "update_elements.cuh"
 
 namespace zclip::cuda {
 
-constexpr int kUpdateWidth = 4;  // elements that a thread loads at once
-constexpr int kMaxGroups = 8;    // of one launch
+constexpr int kMaxGroups = 8;  // of one launch
 
 // One tensor of a launch.
 struct UpdateEntry {
@@ -68,232 +65,13 @@ static_assert(sizeof(LargeUpdateTable) + sizeof(UpdateArguments) + 32 <= 32764, 
 // What an update of one chunk found; all of them sums.
 struct UpdateSums {
   static constexpr int kDoubles = 5;  // weights, updates, bad weights, firsts and seconds
-  static constexpr int kWords = 6;    // patterns loaded and stored
+  static constexpr int kWords = kNumPatterns;
   double numbers[kDoubles];
   unsigned long long words[kWords];
 };
 
-// Four elements, which lie at a multiple of their size. Loads and stores of 8 or 16 bytes.
-template <typename number_t>
-struct Four {
-  number_t numbers[kUpdateWidth];
-};
-
-template <typename number_t>
-__device__ __forceinline__ Four<number_t> load_four(const number_t* from) {
-  Four<number_t> four;
-  if constexpr (sizeof(four) == sizeof(uint2)) {
-    const uint2 bits = *reinterpret_cast<const uint2*>(from);
-    memcpy(&four, &bits, sizeof bits);
-  } else {
-#pragma unroll
-    for (size_t v = 0; v < sizeof(four) / sizeof(uint4); ++v) {
-      const uint4 bits = reinterpret_cast<const uint4*>(from)[v];
-      memcpy(reinterpret_cast<char*>(&four) + v * sizeof bits, &bits, sizeof bits);
-    }
-  }
-  return four;
-}
-
-// One store of 16 bytes: out of an assignment nvcc makes two of 8. Nothing in a launch reads what
-// it stored.
-__device__ __forceinline__ void store_words(void* to, uint32_t a, uint32_t b, uint32_t c,
-                                            uint32_t d) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
-               "r"(a), "r"(b), "r"(c), "r"(d));
-#else
-  *static_cast<uint4*>(to) = {a, b, c, d};
-#endif
-}
-
-template <typename number_t>
-__device__ __forceinline__ void store_four(number_t* to, const Four<number_t>& four) {
-  const number_t(&x)[kUpdateWidth] = four.numbers;
-  if constexpr (sizeof(number_t) == 2) {
-    *reinterpret_cast<uint2*>(to) = {x[0].bits | static_cast<uint32_t>(x[1].bits) << 16,
-                                     x[2].bits | static_cast<uint32_t>(x[3].bits) << 16};
-  } else if constexpr (sizeof(number_t) == 4) {
-    store_words(to, bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3]));
-  } else {
-#pragma unroll
-    for (int v = 0; v < 2; ++v) {
-      const uint64_t low = bits_of(x[2 * v]), high = bits_of(x[2 * v + 1]);
-      store_words(to + 2 * v, static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32),
-                  static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32));
-    }
-  }
-}
-
-template <int kCount, typename number_t, typename value_t>
-__device__ __forceinline__ void load_wide(const char* data, int64_t i,
-                                          value_t (&to)[kUpdateWidth]) {
-  const auto* from = reinterpret_cast<const number_t*>(data) + i;
-  if constexpr (kCount == 1) {
-    to[0] = static_cast<value_t>(widen(*from));
-  } else {
-    const Four<number_t> four = load_four(from);
-#pragma unroll
-    for (int k = 0; k < kUpdateWidth; ++k) to[k] = static_cast<value_t>(widen(four.numbers[k]));
-  }
-}
-
-template <int kCount, typename value_t>
-__device__ __forceinline__ void load_any(Format format, const char* data, int64_t i,
-                                         value_t (&to)[kUpdateWidth]) {
-  switch (format) {
-    case Format::kFloat32:
-      return load_wide<kCount, float>(data, i, to);
-    case Format::kBfloat16:
-      return load_wide<kCount, Bfloat16>(data, i, to);
-    case Format::kFloat16:
-      return load_wide<kCount, Float16>(data, i, to);
-    default:
-      return load_wide<kCount, double>(data, i, to);
-  }
-}
-
-template <int kCount, typename number_t>
-__device__ __forceinline__ void store_all(char* data, int64_t i, const Four<number_t>& four) {
-  auto* to = reinterpret_cast<number_t*>(data) + i;
-  if constexpr (kCount == 1) {
-    *to = four.numbers[0];
-  } else {
-    store_four(to, four);
-  }
-}
-
-template <int kCount, typename value_t>
-__device__ __forceinline__ void store_state(char* data, int64_t i,
-                                            const value_t (&from)[kUpdateWidth]) {
-  Four<value_t> four;
-#pragma unroll
-  for (int k = 0; k < kUpdateWidth; ++k) four.numbers[k] = k < kCount ? from[k] : value_t{};
-  store_all<kCount>(data, i, four);
-}
-
-template <typename number_t, typename value_t>
-__device__ __forceinline__ unsigned long long word_of(value_t value) {
-  number_t number;
-  narrow(value, &number);
-  return static_cast<unsigned long long>(pattern_of(number));
-}
-
-// Rounds to the parameter's format, stores, and leaves the rounded values behind. Returns the sum
-// of the patterns stored; `loaded` gets that of those that were there.
-template <int kCount, typename number_t>
-__device__ __forceinline__ unsigned long long store_param(
-    char* data, int64_t i, bool stochastic, uint32_t key,
-    decltype(widen(number_t{})) (&values)[kUpdateWidth]) {
-  Four<number_t> four = {};
-  unsigned long long sum = 0;
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    bool done = false;
-    if constexpr (sizeof(number_t) == 2) {
-      Bfloat16 rounded = {};
-      if (stochastic) {
-        narrow_stochastically(values[k], random_bits(key, static_cast<uint32_t>(i + k)), &rounded);
-        four.numbers[k].bits = rounded.bits;
-        done = true;
-      }
-    }
-    if (!done) narrow(values[k], &four.numbers[k]);
-    sum += static_cast<unsigned long long>(pattern_of(four.numbers[k]));
-    values[k] = widen(four.numbers[k]);
-  }
-  store_all<kCount>(data, i, four);
-  return sum;
-}
-
-// The work of one chunk that is the same for all its elements.
-template <typename value_t>
-struct ChunkWork {
-  UpdateScalars<value_t> scalars;
-  double coef;
-  uint32_t key;
-  int flags;
-};
-
-template <typename value_t>
-__device__ __forceinline__ value_t update_one(Algorithm algorithm, int flags, bool has_first,
-                                              value_t g, value_t p, value_t& m, value_t& v,
-                                              value_t& largest, const UpdateScalars<value_t>& s) {
-  if (algorithm == Algorithm::kAdam) {
-    return (flags & kAmsgrad) ? adam_update<true>(g, p, m, v, largest, s)
-                              : adam_update<false>(g, p, m, v, largest, s);
-  }
-  if (algorithm == Algorithm::kLion) return lion_update(g, p, m, s);
-  if (!has_first) return sgd_update<Momentum::kNone>(g, p, m, s);
-  return (flags & kNesterov) ? sgd_update<Momentum::kNesterov>(g, p, m, s)
-                             : sgd_update<Momentum::kPlain>(g, p, m, s);
-}
-
-// kCount elements from number i of the tensor on; adds what the telemetry wants.
-template <int kCount, typename value_t>
-__device__ __forceinline__ void update_elements(const UpdateEntry& entry, Algorithm algorithm,
-                                                const ChunkWork<value_t>& work, int64_t i,
-                                                UpdateSums& sums) {
-  const auto param_format = static_cast<Format>(entry.param_format);
-  value_t g[kUpdateWidth], p[kUpdateWidth];
-  value_t m[kUpdateWidth] = {}, v[kUpdateWidth] = {}, largest[kUpdateWidth] = {};
-  load_any<kCount>(static_cast<Format>(entry.grad_format), entry.g, i, g);
-  load_any<kCount>(param_format, entry.p, i, p);
-  if (entry.m != nullptr) load_wide<kCount, value_t>(entry.m, i, m);
-  if (entry.v != nullptr) load_wide<kCount, value_t>(entry.v, i, v);
-  if (entry.largest != nullptr) load_wide<kCount, value_t>(entry.largest, i, largest);
-  const bool is_tiny = fabs(work.coef) < kSmallestNormalFloat && work.coef != 0.0;
-  const auto coef = static_cast<value_t>(work.coef);
-  unsigned long long (&words)[UpdateSums::kWords] = sums.words;
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    words[0] += param_format == Format::kBfloat16  ? word_of<Bfloat16>(static_cast<float>(p[k]))
-                : param_format == Format::kFloat16 ? word_of<Float16>(static_cast<float>(p[k]))
-                                                   : bits_of(p[k]);
-    words[1] += bits_of(m[k]);
-    words[2] += bits_of(v[k]);
-    value_t scaled =
-        is_tiny ? static_cast<value_t>(static_cast<double>(g[k]) * work.coef) : g[k] * coef;
-    if ((work.flags & kDropNonFinite) && !is_finite(g[k])) scaled = value_t{};
-    if (work.scalars.l2 != value_t{}) scaled = scaled + work.scalars.l2 * p[k];
-    const value_t change = update_one(algorithm, work.flags, entry.m != nullptr, scaled, p[k], m[k],
-                                      v[k], largest[k], work.scalars);
-    p[k] = p[k] - change;
-    const double wide = is_finite(change) ? static_cast<double>(change) : 0.0;
-    sums.numbers[1] += wide * wide;
-    words[4] += bits_of(m[k]);
-    words[5] += bits_of(v[k]);
-    sums.numbers[3] += is_finite(m[k]) ? 0.0 : 1.0;
-    sums.numbers[4] += is_finite(v[k]) ? 0.0 : 1.0;
-  }
-  if constexpr (sizeof(value_t) == 8) {
-    words[3] += store_param<kCount, double>(entry.p, i, false, 0, p);
-  } else {
-    const bool stochastic = (work.flags & kStochastic) != 0;
-    switch (param_format) {
-      case Format::kBfloat16:
-        words[3] += store_param<kCount, Bfloat16>(entry.p, i, stochastic, work.key, p);
-        break;
-      case Format::kFloat16:
-        words[3] += store_param<kCount, Float16>(entry.p, i, false, 0, p);
-        break;
-      default:
-        words[3] += store_param<kCount, float>(entry.p, i, false, 0, p);
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    const double wide = is_finite(p[k]) ? static_cast<double>(p[k]) : 0.0;
-    sums.numbers[0] += wide * wide;
-    sums.numbers[2] += is_finite(p[k]) ? 0.0 : 1.0;
-  }
-  if (entry.m != nullptr) store_state<kCount>(entry.m, i, m);
-  if (entry.v != nullptr) store_state<kCount>(entry.v, i, v);
-  if (entry.largest != nullptr) store_state<kCount>(entry.largest, i, largest);
-}
-
-__device__ __forceinline__ bool is_four_aligned(const void* address, int64_t size) {
-  return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(kUpdateWidth * size) == 0;
+__device__ __forceinline__ bool is_multiple(const void* address, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) == 0;
 }
 
 // The number that gradients are divided by.
@@ -338,35 +116,70 @@ __device__ __forceinline__ void prepare(const Table& table, const UpdateEntry& e
   work->key = rounding_key(call.seed, updates, entry.row);
 }
 
-// All threads of the block; `sums` is each thread's own.
+template <typename T>
+__device__ __forceinline__ T* moved(T* data, int64_t bytes) {
+  return data == nullptr ? nullptr : in_global_memory(data) + bytes;
+}
+
+// All threads of the block; what it found is each thread's own.
 template <typename value_t, typename Table>
-__device__ __forceinline__ void update_chunk(const Table& table, const UpdateEntry& entry,
-                                             uint32_t chunk, const UpdateArguments& call,
-                                             UpdateSums& sums) {
+__device__ __forceinline__ ThreadSums<value_t> update_chunk(const Table& table,
+                                                            const UpdateEntry& entry,
+                                                            uint32_t chunk,
+                                                            const UpdateArguments& call) {
   ZCLIP_SHARED(ChunkWork<value_t>, shared_work, 1);
   if (threadIdx.x == 0) prepare(table, entry, call, shared_work);
   __syncthreads();
   const ChunkWork<value_t> work = shared_work[0];
+  const auto param_format = static_cast<Format>(entry.param_format);
+  const auto grad_format = static_cast<Format>(entry.grad_format);
   const int64_t first = static_cast<int64_t>(chunk - entry.first_chunk) * kDeviceChunk;
-  const int64_t rest = entry.numel - first, len = rest < kDeviceChunk ? rest : kDeviceChunk;
-  const auto size = static_cast<int64_t>(sizeof(value_t));
+  const int64_t rest = entry.numel - first;
+  const int len = static_cast<int>(rest < kDeviceChunk ? rest : kDeviceChunk);
+  constexpr auto kSize = static_cast<int64_t>(sizeof(value_t));
+  const int64_t param_size = bytes_per_element(param_format);
+  const int64_t grad_size = bytes_per_element(grad_format);
+  constexpr int kWidth = kUpdateWidth<value_t>;
   const bool aligned =
-      is_four_aligned(entry.p, bytes_per_element(static_cast<Format>(entry.param_format))) &&
-      is_four_aligned(entry.g, bytes_per_element(static_cast<Format>(entry.grad_format))) &&
-      is_four_aligned(entry.m, size) && is_four_aligned(entry.v, size) &&
-      is_four_aligned(entry.largest, size);
-  const int64_t whole = aligned ? len - len % kUpdateWidth : 0;
-  for (int64_t i = int64_t{threadIdx.x} * kUpdateWidth; i < whole; i += kThreads * kUpdateWidth) {
-    update_elements<kUpdateWidth>(entry, call.algorithm, work, first + i, sums);
+      is_multiple(entry.p, kWidth * param_size) && is_multiple(entry.g, kWidth * grad_size) &&
+      is_multiple(entry.m, kWidth * kSize) && is_multiple(entry.v, kWidth * kSize) &&
+      is_multiple(entry.largest, kWidth * kSize);
+  const int whole = aligned ? len - len % kWidth : 0;
+  const UpdatePlace at = {moved(entry.p, first * param_size),  moved(entry.g, first * grad_size),
+                          moved(entry.m, first * kSize),       moved(entry.v, first * kSize),
+                          moved(entry.largest, first * kSize), static_cast<uint32_t>(first)};
+  const Loop loop = loop_of(call.algorithm, work.flags, entry.m != nullptr);
+  const bool telemetry = call.telemetry;
+  ThreadSums<value_t> sums;
+  if constexpr (sizeof(value_t) == 8) {
+    update_in(loop, BothAre<double>{}, at, work, telemetry, whole, len, sums);
+  } else {
+    if (param_format != grad_format) {
+      update_in(loop, AnyFormats{param_format, grad_format}, at, work, telemetry, whole, len, sums);
+    } else if (param_format == Format::kBfloat16) {
+      update_in(loop, BothAre<Bfloat16>{}, at, work, telemetry, whole, len, sums);
+    } else if (param_format == Format::kFloat16) {
+      update_in(loop, BothAre<Float16>{}, at, work, telemetry, whole, len, sums);
+    } else {
+      update_in(loop, BothAre<float>{}, at, work, telemetry, whole, len, sums);
+    }
   }
-  for (int64_t i = whole + threadIdx.x; i < len; i += kThreads) {
-    update_elements<1>(entry, call.algorithm, work, first + i, sums);
-  }
+  return sums;
 }
 
-// Adds the threads' sums, always in the same order. Thread 0 gets the result. Before the next call
-// writes the shared memory again there is the barrier of update_chunk.
-__device__ __forceinline__ UpdateSums block_total(UpdateSums sums) {
+template <typename value_t>
+__device__ __forceinline__ UpdateSums widened_sums(const ThreadSums<value_t>& from) {
+  UpdateSums sums = {{from.weights, from.updates}, {}};
+  constexpr uint32_t kMask = (1u << kBadBits) - 1;
+  for (int k = 0; k < 3; ++k) sums.numbers[2 + k] = from.bad >> k * kBadBits & kMask;
+  for (int k = 0; k < UpdateSums::kWords; ++k) sums.words[k] = from.words[k];
+  return sums;
+}
+
+// Adds the threads' sums, always in the same order, and has thread 0 write them: one after the
+// other, because all at once would take registers from the loops. Before the next call writes the
+// shared memory again there is the barrier of update_chunk.
+__device__ __forceinline__ void store_total(UpdateSums sums, UpdateSums* slot) {
   ZCLIP_SHARED(UpdateSums, per_warp, kWarps);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 #pragma unroll
@@ -375,14 +188,19 @@ __device__ __forceinline__ UpdateSums block_total(UpdateSums sums) {
   for (unsigned long long& word : sums.words) word = warp_join<Add>(word);
   if (lane == 0) per_warp[warp] = sums;
   __syncthreads();
-  UpdateSums total = {};
-  if (threadIdx.x == 0) {
-    for (int w = 0; w < kWarps; ++w) {
-      for (int k = 0; k < UpdateSums::kDoubles; ++k) total.numbers[k] += per_warp[w].numbers[k];
-      for (int k = 0; k < UpdateSums::kWords; ++k) total.words[k] += per_warp[w].words[k];
-    }
+  if (threadIdx.x != 0) return;
+#pragma unroll 1
+  for (int k = 0; k < UpdateSums::kDoubles; ++k) {
+    double total = 0.0;
+    for (int w = 0; w < kWarps; ++w) total += per_warp[w].numbers[k];
+    slot->numbers[k] = total;
   }
-  return total;
+#pragma unroll 1
+  for (int k = 0; k < UpdateSums::kWords; ++k) {
+    unsigned long long total = 0;
+    for (int w = 0; w < kWarps; ++w) total += per_warp[w].words[k];
+    slot->words[k] = total;
+  }
 }
 
 // The last tensor that does not begin after the chunk; tensors without elements have no chunk.
@@ -482,8 +300,11 @@ __device__ __forceinline__ bool is_blocked(const UpdateArguments& call) {
 // each chunk of its block. The last block writes rows, ledger and steps; that of the last table
 // writes the summary. No result depends on the number of blocks or on their order. A blocked step
 // is left to block 0, which writes zeros to the rows.
-template <typename Table>
-__global__ void __launch_bounds__(kThreads)
+//
+// value_t is the format of the arithmetic, the same for all tensors of a table. float64 needs twice
+// the registers, and has no hurry.
+template <typename value_t, typename Table>
+__global__ void __launch_bounds__(kThreads, sizeof(value_t) == 8 ? 1 : kBlocksPerMultiprocessor)
     optim_update_partials(const Table __grid_constant__ table, UpdateSums* slots,
                           const Ticket ticket, const UpdateArguments __grid_constant__ call) {
   if (is_blocked(call)) {
@@ -499,14 +320,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   for (uint32_t c = blockIdx.x; c < table.chunks; c += gridDim.x) {
     const UpdateEntry& entry = update_entry_of(table, c);
-    UpdateSums sums = {};
-    if (static_cast<Format>(entry.param_format) == Format::kFloat64) {
-      update_chunk<double>(table, entry, c, call, sums);
-    } else {
-      update_chunk<float>(table, entry, c, call, sums);
-    }
-    const UpdateSums total = block_total(sums);
-    if (threadIdx.x == 0) slots[c] = total;
+    store_total(widened_sums(update_chunk<value_t>(table, entry, c, call)), slots + c);
   }
   if (!is_last_block(ticket)) return;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;

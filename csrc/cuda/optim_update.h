@@ -45,7 +45,8 @@ struct UpdateCall {
 // Bytes of scratch memory, of any content, aligned to 16.
 int64_t update_scratch_bytes(const UpdateTensor* tensors, int64_t count);
 
-// One launch for up to 400 tensors in up to 8 groups.
+// One launch for up to 400 tensors in up to 8 groups. Where float64 parameters stand beside others
+// in the list there is one more at each change.
 int launch_optim_update(const UpdateTensor* tensors, int64_t count, const UpdateCall& call,
                         void* scratch, Queue queue);
 

@@ -32,8 +32,10 @@ int launch_tables(const UpdateTensor* tensors, int64_t count, const UpdateCall& 
     table.count = 0;
     table.chunks = 0;
     int groups = 0;
+    const bool is_wide = next < count && tensors[next].param_format == Format::kFloat64;
     for (; next < count && table.count < Table::kCapacity; ++next) {
       const UpdateTensor& tensor = tensors[next];
+      if ((tensor.param_format == Format::kFloat64) != is_wide) break;
       if (groups == 0 || table.groups[groups - 1] != tensor.group) {
         if (groups == kMaxGroups) break;
         table.groups[groups] = tensor.group;
@@ -58,8 +60,9 @@ int launch_tables(const UpdateTensor* tensors, int64_t count, const UpdateCall& 
     }
     arguments.is_last_table = next == count;
     const auto error =
-        launch(optim_update_partials<Table>, blocks_for(table.chunks, queue.device), kThreads,
-               static_cast<Stream>(queue.stream), table, slots, ticket, arguments);
+        launch(is_wide ? optim_update_partials<double, Table> : optim_update_partials<float, Table>,
+               blocks_for(table.chunks, queue.device), kThreads, static_cast<Stream>(queue.stream),
+               table, slots, ticket, arguments);
     if (error != LaunchError{}) return static_cast<int>(error);
   } while (next < count);  // the launches are in order, so they share the slots
   return 0;
@@ -80,7 +83,7 @@ int launch_optim_update(const UpdateTensor* tensors, int64_t count, const Update
       reinterpret_cast<unsigned long long*>(slots + update_slots(tensors, count)),
       mix(calls.fetch_add(1), kGolden) >> kCountBits};
 #if ZCLIP_LARGE_ARGUMENTS
-  if (count > SmallUpdateTable::kCapacity) {
+  if (count > SmallUpdateTable::kCapacity && takes_large_arguments()) {
     return launch_tables<LargeUpdateTable>(tensors, count, call, slots, ticket, queue);
   }
 #endif

@@ -187,6 +187,52 @@ ZCLIP_HD value_t lion_update(value_t g, value_t p, value_t& m, const UpdateScala
   return s.decay * p + s.rate * (above - below);
 }
 
+// Which loop a tensor needs.
+enum class Loop { kAdam, kAmsgrad, kSgd, kMomentum, kNesterov, kLion };
+
+ZCLIP_HD Loop loop_of(Algorithm algorithm, int flags, bool has_first) {
+  switch (algorithm) {
+    case Algorithm::kAdam:
+      return (flags & kAmsgrad) ? Loop::kAmsgrad : Loop::kAdam;
+    case Algorithm::kSgd:
+      return !has_first ? Loop::kSgd : (flags & kNesterov) ? Loop::kNesterov : Loop::kMomentum;
+    default:
+      return Loop::kLion;
+  }
+}
+
+template <Loop kLoop, typename value_t, typename scalar_t>
+ZCLIP_HD value_t loop_update(value_t g, value_t p, value_t& m, value_t& v, value_t& largest,
+                             const UpdateScalars<scalar_t>& s) {
+  if constexpr (kLoop == Loop::kAdam) return adam_update<false>(g, p, m, v, largest, s);
+  if constexpr (kLoop == Loop::kAmsgrad) return adam_update<true>(g, p, m, v, largest, s);
+  if constexpr (kLoop == Loop::kSgd) return sgd_update<Momentum::kNone>(g, p, m, s);
+  if constexpr (kLoop == Loop::kMomentum) return sgd_update<Momentum::kPlain>(g, p, m, s);
+  if constexpr (kLoop == Loop::kNesterov) return sgd_update<Momentum::kNesterov>(g, p, m, s);
+  if constexpr (kLoop == Loop::kLion) return lion_update(g, p, m, s);
+}
+
+// Which moment is watched for NaN and Inf: where the updates would not tell. An infinite second
+// moment makes an update of zero, and Lion takes the sign.
+enum class Watched { kNone, kFirst, kSecond };
+
+// What a loop reads and writes besides the parameter.
+template <Loop kLoop>
+struct LoopTraits {
+  static constexpr bool kHasMaximum = kLoop == Loop::kAmsgrad;
+  static constexpr bool kHasSecond = kLoop == Loop::kAdam || kHasMaximum;
+  static constexpr bool kHasFirst = kLoop != Loop::kSgd;
+  static constexpr Watched kWatched = kHasSecond             ? Watched::kSecond
+                                      : kLoop == Loop::kLion ? Watched::kFirst
+                                                             : Watched::kNone;
+};
+
+// The pattern of an infinity: that of every magnitude that is not finite is as large or larger.
+template <typename value_t>
+constexpr uint32_t kInfinite = 0x7f800000u;
+template <>
+constexpr uint64_t kInfinite<double> = 0x7ff0000000000000ull;
+
 // 32 random bits that depend on nothing but the seed, the update, the tensor and the element, so
 // that no order of work changes them. The mixer is that of lowbias32. word_t is uint32_t, or a
 // vector of them.

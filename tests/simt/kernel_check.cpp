@@ -569,26 +569,30 @@ void check_splitting(simt::Random& random) {
   cuda::emulated_multiprocessors = 2;
 }
 
-// A parameter, its gradient and its moments, of AdamW.
+// A parameter, its gradient and its moments.
 struct Updated {
-  GuardedTensor p, g, m, v;
+  GuardedTensor p, g, m, v, largest;
   float step = 3.0f;
 
-  Updated(Format format, int64_t numel, simt::Random& random)
-      : p(format, numel, random.below(3)),
-        g(format, numel, random.below(3)),
-        m(wide(format), numel, random.below(3)),
-        v(wide(format), numel, random.below(3)) {
-    for (GuardedTensor* tensor : {&p, &g, &m, &v}) fill(*tensor, random);
+  // At any alignment, or at one that allows wide loads.
+  Updated(Format format, Format grad_format, int64_t numel, simt::Random& random, bool is_aligned)
+      : p(format, numel, is_aligned ? 0 : random.below(3)),
+        g(grad_format, numel, is_aligned ? 0 : random.below(3)),
+        m(wide(format), numel, is_aligned ? 0 : random.below(3)),
+        v(wide(format), numel, is_aligned ? 0 : random.below(3)),
+        largest(wide(format), numel, is_aligned ? 0 : random.below(3)) {
+    for (GuardedTensor* tensor : {&p, &g, &m, &v, &largest}) fill(*tensor, random);
     for (int64_t i = 0; i < numel; ++i) v.set(i, std::fabs(v.get(i)));
   }
+  Updated(Format format, int64_t numel, simt::Random& random)
+      : Updated(format, format, numel, random, random.below(2) == 0) {}
 
   static Format wide(Format format) {
     return format == Format::kFloat64 ? Format::kFloat64 : Format::kFloat32;
   }
   std::vector<char> content() const {
     std::vector<char> all;
-    for (const GuardedTensor* tensor : {&p, &m, &v}) {
+    for (const GuardedTensor* tensor : {&p, &m, &v, &largest}) {
       const std::vector<char> one = tensor->copy();
       all.insert(all.end(), one.begin(), one.end());
     }
@@ -596,7 +600,19 @@ struct Updated {
   }
 };
 
-constexpr double kAdamW[kNumOptimSettings] = {0.01, 0.9, 0.99, 1e-8, 0.1, double{kDecoupled}};
+// What an update does to every element.
+struct UpdateKind {
+  Algorithm algorithm = Algorithm::kAdam;
+  int flags = kDecoupled;
+  bool has_first = true;
+  double coef = 1.0;
+  bool telemetry = true;
+
+  Loop loop() const { return loop_of(algorithm, flags, has_first); }
+  std::vector<double> settings() const {
+    return {0.01, 0.9, algorithm == Algorithm::kSgd ? 0.2 : 0.99, 1e-8, 0.1, double(flags)};
+  }
+};
 
 struct UpdateResult {
   std::vector<double> rows;
@@ -604,39 +620,43 @@ struct UpdateResult {
 };
 
 UpdateResult update(std::vector<Updated>& list, std::vector<int64_t>& ledger, const float* blocked,
-                    simt::Random& random) {
+                    simt::Random& random, const UpdateKind& kind = {}) {
+  const bool is_adam = kind.algorithm == Algorithm::kAdam;
   std::vector<cuda::UpdateTensor> tensors;
   for (size_t i = 0; i < list.size(); ++i) {
     Updated& t = list[i];
-    tensors.push_back({t.p.numel() == 0 ? nullptr : t.p.data(), t.g.data(), t.m.data(), t.v.data(),
-                       nullptr, &t.step, t.p.numel(), t.p.format(), t.g.format(), false,
+    tensors.push_back({t.p.numel() == 0 ? nullptr : t.p.data(), t.g.data(),
+                       kind.has_first ? t.m.data() : nullptr, is_adam ? t.v.data() : nullptr,
+                       kind.loop() == Loop::kAmsgrad ? t.largest.data() : nullptr,
+                       is_adam ? &t.step : nullptr, t.p.numel(), t.p.format(), t.g.format(), false,
                        static_cast<int32_t>(i / 3)});  // more groups than a launch takes
   }
   std::vector<double> settings;
   for (size_t group = 0; group < list.size() / 3 + 1; ++group) {
-    settings.insert(settings.end(), kAdamW, kAdamW + kNumOptimSettings);
+    for (const double setting : kind.settings()) settings.push_back(setting);
   }
+  const std::vector<double> coefs(list.size(), kind.coef);
   const auto count = static_cast<int64_t>(tensors.size());
   UpdateResult result = {std::vector<double>(count * kNumTelemetry, NAN),
                          std::vector<float>(kNumSummary, NAN)};
   std::vector<uint64_t> scratch(cuda::update_scratch_bytes(tensors.data(), count) / 8);
   for (uint64_t& word : scratch) word = random.next();
-  const cuda::UpdateCall call = {Algorithm::kAdam,
+  const cuda::UpdateCall call = {kind.algorithm,
                                  settings.data(),
                                  count,
                                  ledger.data(),
-                                 nullptr,
+                                 kind.coef == 1.0 ? nullptr : coefs.data(),
                                  blocked,
                                  0,
                                  {},
                                  nullptr,
                                  0,
-                                 true,
+                                 kind.telemetry,
                                  result.rows.data(),
                                  result.summary.data()};
   cuda::launch_optim_update(tensors.data(), count, call, scratch.data(), kQueue);
   for (const Updated& t : list) {
-    for (const GuardedTensor* tensor : {&t.p, &t.g, &t.m, &t.v}) {
+    for (const GuardedTensor* tensor : {&t.p, &t.g, &t.m, &t.v, &t.largest}) {
       expect(tensor->guards_are_intact(), "wrote outside a tensor");
     }
   }
@@ -644,19 +664,126 @@ UpdateResult update(std::vector<Updated>& list, std::vector<int64_t>& ledger, co
 }
 
 template <typename value_t>
-void update_serially(Updated& t) {
+value_t update_one(Loop loop, value_t g, value_t p, value_t& m, value_t& v, value_t& largest,
+                   const UpdateScalars<value_t>& s) {
+  switch (loop) {
+    case Loop::kAdam:
+      return adam_update<false>(g, p, m, v, largest, s);
+    case Loop::kAmsgrad:
+      return adam_update<true>(g, p, m, v, largest, s);
+    case Loop::kSgd:
+      return sgd_update<Momentum::kNone>(g, p, m, s);
+    case Loop::kMomentum:
+      return sgd_update<Momentum::kPlain>(g, p, m, s);
+    case Loop::kNesterov:
+      return sgd_update<Momentum::kNesterov>(g, p, m, s);
+    default:
+      return lion_update(g, p, m, s);
+  }
+}
+
+// Returns the sum of squares of what was subtracted.
+template <typename value_t>
+double update_serially(Updated& t, const UpdateKind& kind = {}) {
+  const std::vector<double> settings = kind.settings();
+  const bool is_adam = kind.algorithm == Algorithm::kAdam;
   const UpdateScalars<value_t> s =
-      scalars_of<value_t>(Algorithm::kAdam, kAdamW, kAdamW[kLr], static_cast<double>(t.step));
+      scalars_of<value_t>(kind.algorithm, settings.data(), settings[kLr], is_adam ? t.step : 0.0);
+  const double coef = (kind.flags & kMaximize) ? -kind.coef : kind.coef;
+  const bool is_tiny = std::fabs(coef) < kSmallestNormalFloat;
+  double sumsq = 0.0;
   for (int64_t i = 0; i < t.p.numel(); ++i) {
     auto m = static_cast<value_t>(t.m.get(i)), v = static_cast<value_t>(t.v.get(i));
-    const auto p = static_cast<value_t>(t.p.get(i));
-    value_t none = 0;
-    const value_t change = adam_update<false>(static_cast<value_t>(t.g.get(i)), p, m, v, none, s);
+    auto largest = static_cast<value_t>(t.largest.get(i));
+    const auto p = static_cast<value_t>(t.p.get(i)), loaded = static_cast<value_t>(t.g.get(i));
+    value_t g =
+        is_tiny ? static_cast<value_t>(t.g.get(i) * coef) : loaded * static_cast<value_t>(coef);
+    if ((kind.flags & kDropNonFinite) && !is_finite(loaded)) g = 0;
+    if (!(kind.flags & kDecoupled)) g = g + s.l2 * p;
+    const value_t change = update_one(kind.loop(), g, p, m, v, largest, s);
     t.p.set(i, p - change);
-    t.m.set(i, m);
-    t.v.set(i, v);
+    if (kind.has_first) t.m.set(i, m);
+    if (is_adam) t.v.set(i, v);
+    if (kind.loop() == Loop::kAmsgrad) t.largest.set(i, largest);
+    if (is_finite(change)) sumsq += static_cast<double>(change) * static_cast<double>(change);
   }
   t.step += 1.0f;
+  return sumsq;
+}
+
+double bad_of(const GuardedTensor& tensor) {
+  double bad = 0.0;
+  for (int64_t i = 0; i < tensor.numel(); ++i) bad += is_finite(tensor.get(i)) ? 0.0 : 1.0;
+  return bad;
+}
+
+// Every loop, in every pair of formats, with everything that may happen to a gradient.
+void check_update_loops(simt::Random& random) {
+  const UpdateKind kinds[] = {
+      {Algorithm::kAdam, kDecoupled, true, 0.5, true},
+      {Algorithm::kAdam, kMaximize | kDropNonFinite, true, 0.5, true},
+      {Algorithm::kAdam, kDecoupled | kAmsgrad, true, 1.0, true},
+      {Algorithm::kSgd, kDropNonFinite, false, 0.25, true},
+      {Algorithm::kSgd, kDecoupled, true, 1e-41, true},
+      {Algorithm::kSgd, kNesterov, true, 3.0, true},
+      {Algorithm::kLion, kDecoupled, true, 0.5, true},
+      {Algorithm::kLion, kDecoupled | kMaximize, true, 0.5, false},
+  };
+  const Format formats[][2] = {
+      {Format::kFloat32, Format::kFloat32},  {Format::kBfloat16, Format::kBfloat16},
+      {Format::kFloat16, Format::kFloat16},  {Format::kFloat32, Format::kBfloat16},
+      {Format::kBfloat16, Format::kFloat32}, {Format::kFloat16, Format::kFloat32},
+      {Format::kFloat32, Format::kFloat16},  {Format::kFloat64, Format::kFloat64},
+  };
+  for (const UpdateKind& kind : kinds) {
+    const uint64_t seed = random.next();
+    const auto make = [&] {
+      simt::Random same(seed);
+      std::vector<Updated> list;
+      for (const auto& [param, grad] : formats) {
+        for (const int64_t numel : {int64_t{2}, int64_t{9}, int64_t{4} * cuda::kThreads + 7}) {
+          list.emplace_back(param, grad, numel, same, numel > 9);
+          Updated& t = list.back();
+          if (kind.flags & kDropNonFinite) t.g.set(numel - 1, INFINITY);
+          if (numel < 9) continue;
+          t.p.set(0, NAN);
+          t.m.set(3, -INFINITY);
+          t.v.set(numel - 2, INFINITY);
+        }
+      }
+      return list;
+    };
+    std::vector<Updated> list = make(), serial = make();
+    std::vector<int64_t> ledger(list.size() * kNumLedger, 0);
+    const UpdateResult found = update(list, ledger, nullptr, random, kind);
+    for (size_t i = 0; i < list.size(); ++i) {
+      Updated& t = serial[i];
+      const double sumsq = t.p.format() == Format::kFloat64 ? update_serially<double>(t, kind)
+                                                            : update_serially<float>(t, kind);
+      const std::string place = " of tensor " + std::to_string(i) + ", loop " +
+                                std::to_string(static_cast<int>(kind.loop()));
+      for (int64_t k = 0; k < t.p.numel(); ++k) {
+        const auto same = [&](const GuardedTensor& a, const GuardedTensor& b) {
+          return a.get(k) == b.get(k) || (std::isnan(a.get(k)) && std::isnan(b.get(k)));
+        };
+        expect(same(list[i].p, t.p), "a weight" + place);
+        expect(same(list[i].m, t.m) && same(list[i].v, t.v), "a moment" + place);
+        expect(same(list[i].largest, t.largest), "a maximum" + place);
+      }
+      if (!kind.telemetry) {
+        expect(ledger[i * kNumLedger + kIsKnown] == 0, "known without telemetry" + place);
+        continue;
+      }
+      const double* row = found.rows.data() + i * kNumTelemetry;
+      expect(is_close(row[kUpdateSumSq], sumsq), "updates" + place);
+      expect(row[kWeightBad] == bad_of(t.p), "bad weights" + place);
+      expect(row[kFirstBad] == (kind.has_first ? bad_of(t.m) : 0.0), "bad firsts" + place);
+      expect(row[kSecondBad] == (kind.algorithm == Algorithm::kAdam ? bad_of(t.v) : 0.0),
+             "bad seconds" + place);
+    }
+    const UpdateResult next = update(list, ledger, nullptr, random, kind);
+    expect(!kind.telemetry || next.summary[kFirstForeign] == -1.0f, "its own writes are foreign");
+  }
 }
 
 void check_update(simt::Random& random) {
@@ -743,7 +870,8 @@ constexpr Check kChecks[] = {{"stats", check_stats},
                              {"powers", check_powers},
                              {"watch_loss", check_watch_loss},
                              {"splitting", check_splitting},
-                             {"update", check_update}};
+                             {"update", check_update},
+                             {"update_loops", check_update_loops}};
 
 }  // namespace
 }  // namespace kernel_check
