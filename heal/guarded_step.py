@@ -225,7 +225,7 @@ def _as_tensor(loss: Any) -> Tensor:
             return torch.as_tensor(make(loss))
         except (TypeError, ValueError, RuntimeError):
             continue
-    raise TypeError(f"loss is {type(loss).__name__}; expected a tensor, a number or None")
+    raise TypeError(f"loss: expected a tensor, a number or None, got {type(loss).__name__}")
 
 
 class LossWatch:

@@ -66,7 +66,7 @@ class AttachedProbes:
         if not probe.name or probe.name in self._probes:
             raise ValueError(f"a probe is called {probe.name!r}; expected a name that no other has")
         if probe.every < 1:
-            raise ValueError(f"every is {probe.every}; expected at least 1 step")
+            raise ValueError(f"every: expected at least 1 step, got {probe.every}")
         self._probes[probe.name] = probe
 
     def are_due(self, steps_done: int) -> bool:

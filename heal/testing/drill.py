@@ -165,7 +165,7 @@ class Drill:
             ValueError: there is no step to take.
         """
         if steps < 1:
-            raise ValueError(f"steps is {steps}; expected 1 or more")
+            raise ValueError(f"steps: expected 1 or more, got {steps}")
         began = time.monotonic()
         self._healer.watch_closely(steps)
 

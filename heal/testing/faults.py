@@ -72,17 +72,17 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"fault {self.kind!r} is unknown; expected one of {', '.join(KINDS)}")
+            raise ValueError(f"fault: expected one of {', '.join(KINDS)}, got {self.kind!r}")
         if self.at is not None:
             check_number(self, "at", int)
         elif not isinstance(self.rate, (int, float)) or not 0 < self.rate <= 1:
             raise ValueError(
-                f"fault {self.kind}: rate is {self.rate!r}; expected a step, or a rate above 0 and "
-                "at most 1"
+                f"fault {self.kind}: expected a step, or a rate above 0 and at most 1, got "
+                f"{self.rate!r}"
             )
         check_number(self, "times", int, least=1)
         if self.size is not None and not isinstance(self.size, (int, float)):
-            raise ValueError(f"fault {self.kind}: size is {self.size!r}; expected a number or None")
+            raise ValueError(f"{self.kind}: size: expected a number or None, got {self.size!r}")
         if self.rank is not None:
             check_number(self, "rank", int)
 

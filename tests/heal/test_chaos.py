@@ -247,10 +247,10 @@ def test_of_two_faults_at_one_attempt_only_what_happened_is_recorded(other):
         ({"at": True}, "at is True"),
         ({"at": 3, "times": 0}, "times is 0; expected a whole number >= 1"),
         ({"at": 3, "times": 1.5}, "times is 1.5"),
-        ({"at": 3, "size": "big"}, "size is 'big'; expected a number"),
+        ({"at": 3, "size": "big"}, "size: expected a number or None, got 'big'"),
         ({"at": 3, "rank": -1}, "rank is -1"),
-        ({"rate": float("nan")}, "rate is nan"),
-        ({"rate": "0.5"}, "rate is '0.5'"),
+        ({"rate": float("nan")}, "at most 1, got nan"),
+        ({"rate": "0.5"}, "at most 1, got '0.5'"),
     ],
 )
 def test_a_fault_that_could_never_strike_is_refused(told, message):
@@ -259,7 +259,7 @@ def test_a_fault_that_could_never_strike_is_refused(told, message):
 
 
 def test_an_unknown_fault_is_named():
-    with pytest.raises(ValueError, match="'sharknado' is unknown; expected one of nan_gradient"):
+    with pytest.raises(ValueError, match=r"fault: expected one of nan_gradient.*, got 'sharknado'"):
         Fault("sharknado", at=1)
     with pytest.raises(ValueError, match="expected a step, or a rate"):
         Fault("nan_loss")

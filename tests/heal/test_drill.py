@@ -164,7 +164,7 @@ def test_a_drill_has_at_least_one_step(command, steps, capsys):
 def test_a_drill_without_a_step_is_refused():
     healer, train_step, loader = build()
     healer.exits.dismiss()
-    with pytest.raises(ValueError, match="steps is 0; expected 1 or more"):
+    with pytest.raises(ValueError, match="steps: expected 1 or more, got 0"):
         Drill(healer, []).run(train_step, loader, 0)
 
 

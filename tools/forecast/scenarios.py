@@ -46,7 +46,7 @@ def plan(kinds: list[str], steps: int, random: np.random.Generator) -> Scenario:
     known = HEALTHY + SLOW + INSTANT
     for kind in kinds:
         if kind not in known:
-            raise ValueError(f"{kind!r} is unknown; expected one of {', '.join(known)}")
+            raise ValueError(f"expected one of {', '.join(known)}, got {kind!r}")
     runs = len(kinds)
     ones = np.ones((runs, steps))
     none = np.full(runs, -1)

@@ -134,7 +134,7 @@ def from_json(content: Mapping[str, Any]) -> Model:
         ModelError: another format, an unknown feature, or shapes that do not fit each other.
     """
     if content.get("format") != FORMAT:
-        raise ModelError(f"model format is {content.get('format')!r}; expected {FORMAT}")
+        raise ModelError(f"model format: expected {FORMAT}, got {content.get('format')!r}")
     try:
         names = tuple(str(name) for name in content["names"])
         unknown = [name for name in names if name not in NAMES]
@@ -243,7 +243,7 @@ def limit(highest: Sequence[float], share: float) -> float:
         ValueError: ``share`` is out of range, or there are too few runs to promise it.
     """
     if not 0.0 < share < 1.0:
-        raise ValueError(f"share is {share!r}; expected a number between 0 and 1")
+        raise ValueError(f"share: expected a number between 0 and 1, got {share!r}")
     rank = math.ceil((len(highest) + 1) * (1.0 - share))
     if rank > len(highest):
         fewest = math.ceil(1.0 / share) - 1

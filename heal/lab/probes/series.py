@@ -160,7 +160,7 @@ class LyapunovMeter:
 
     def __init__(self, parameters: Iterable[Tensor], window: int = 30, seed: int = 0) -> None:
         if window < 2:
-            raise ValueError(f"window is {window}; expected at least 2 steps")
+            raise ValueError(f"window: expected at least 2 steps, got {window}")
         params = [p for p in parameters if p.requires_grad and p.numel()]
         if not params:
             raise ValueError("there are no trainable parameters to follow")

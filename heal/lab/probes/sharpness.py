@@ -66,7 +66,7 @@ def sharpness(
         ValueError: ``iterations`` is below 1.
     """
     if iterations < 1:
-        raise ValueError(f"iterations is {iterations}; expected at least 1")
+        raise ValueError(f"iterations: expected at least 1, got {iterations}")
     with undisturbed(model) as named:
         params = [p for _, p in named]
         generator = torch.Generator().manual_seed(seed)

@@ -83,5 +83,5 @@ def every(steps: int, probe: Callable[[], T]) -> Callable[[int], T | None]:
         ValueError: ``steps`` is below 1.
     """
     if steps < 1:
-        raise ValueError(f"steps is {steps}; expected at least 1")
+        raise ValueError(f"steps: expected at least 1, got {steps}")
     return lambda step: probe() if step % steps == 0 else None

@@ -37,7 +37,7 @@ def test_too_few_runs_promise_nothing():
         ValueError, match=r"18 healthy runs cannot promise a share of 0.05; expected"
     ):
         conformal.limit([0.0] * 18, 0.05)
-    with pytest.raises(ValueError, match=r"share is 1.5"):
+    with pytest.raises(ValueError, match=r"share: expected a number between 0 and 1, got 1.5"):
         conformal.limit([0.0], 1.5)
 
 

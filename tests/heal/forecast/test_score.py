@@ -81,8 +81,8 @@ def spoiled(**changes):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ({}, "format is None"),
-        (spoiled(format=99), "format is 99; expected 2"),
+        ({}, "format: expected 2, got None"),
+        (spoiled(format=99), "format: expected 2, got 99"),
         (spoiled(names=["charm"]), "feature 'charm' is unknown"),
         (spoiled(means=[0.0, 1.0]), "one mean and one scale per feature"),
         (

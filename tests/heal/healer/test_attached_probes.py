@@ -266,5 +266,5 @@ def test_names_and_intervals_are_checked():
         healer.add_probe("a", lambda: 1.0, every=1)
     with pytest.raises(ValueError, match="called ''"):
         healer.add_probe("", lambda: 1.0, every=1)
-    with pytest.raises(ValueError, match="every is 0; expected at least 1 step"):
+    with pytest.raises(ValueError, match="every: expected at least 1 step, got 0"):
         healer.add_probe("b", lambda: 1.0, every=0)

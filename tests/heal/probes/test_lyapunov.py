@@ -86,5 +86,5 @@ def test_only_a_sample_of_a_large_model_is_followed():
     assert len(meter._followed[0][1]) <= 4097
     with pytest.raises(ValueError, match="no trainable parameters"):
         LyapunovMeter([])
-    with pytest.raises(ValueError, match="window is 1"):
+    with pytest.raises(ValueError, match="window: expected at least 2 steps, got 1"):
         LyapunovMeter([weight], window=1)

@@ -41,7 +41,7 @@ def test_it_says_that_it_has_not_converged():
     assert long.is_converged
     assert long.iterations < 100
     assert long.eigenvalue == pytest.approx(1.0, rel=1e-2)
-    with pytest.raises(ValueError, match="iterations is 0"):
+    with pytest.raises(ValueError, match="iterations: expected at least 1, got 0"):
         sharpness(model, model.forward, None, iterations=0)
 
 

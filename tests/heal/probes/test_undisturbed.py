@@ -76,5 +76,5 @@ def test_a_probe_that_fails_leaves_no_trace_either():
 def test_every_so_many_steps():
     probe = every(10, lambda: "looked")
     assert [step for step in range(31) if probe(step)] == [0, 10, 20, 30]
-    with pytest.raises(ValueError, match="steps is 0"):
+    with pytest.raises(ValueError, match="steps: expected at least 1, got 0"):
         every(0, lambda: None)

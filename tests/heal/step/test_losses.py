@@ -65,5 +65,5 @@ def test_one_that_cannot_be_judged_is_noted_and_the_step_is_taken(make, what):
 
 
 def test_what_is_no_number_is_refused_by_name():
-    with pytest.raises(TypeError, match="loss is dict; expected a tensor, a number or None"):
+    with pytest.raises(TypeError, match="loss: expected a tensor, a number or None, got dict"):
         stepped(lambda loss: {"loss": loss})
