@@ -8,11 +8,13 @@ from heal import HealingConfig
 from heal.actions import HealingError, ScaleLr
 from heal.causes import Cause, Severity
 from heal.diagnose import Diagnosis
+from heal.integrity import find_corruption
 from heal.journal import Journal
 from heal.recovery import Recovery
 from heal.testing import Fault
 from tests.heal.fake_run import FakeRun
 from tests.heal.runs import regression, strike
+from tests.heal.state.snapshot_states import build, train
 
 
 def failures(healer):
@@ -163,3 +165,16 @@ def test_a_finite_weight_that_makes_the_loss_nan_is_named_and_no_other_is():
     assert healed["evidence"]["tensor"] == broken
     assert broken in healed["diagnosis"]
     assert first not in named
+
+
+def test_corrupt_weights_come_before_the_moments_that_they_explain():
+    state, _ = build()
+    train(state, 2)
+    moments = state.optimizers[0].state[state.model.norm.bias]
+    moments["exp_avg"].fill_(torch.nan)
+    assert find_corruption(state)["tensor"] == "exp_avg of norm.bias"
+    with torch.no_grad():
+        state.model.head.bias[:2] = torch.inf
+    found = find_corruption(state)
+    assert found["cause"] == Cause.WEIGHT_CORRUPTION.value
+    assert (found["tensor"], found["tensors"], found["elements"]) == ("head.bias", 1, 2)
