@@ -165,7 +165,7 @@ def check_number(
         expected += f" from {least:g} to {most:g}"
     else:
         expected += " > 0" if 0 < least < 1 else f" >= {least:g}"
-    raise ValueError(f"{type(owner).__name__}: {name} is {value!r}; expected {expected}")
+    raise ValueError(f"{type(owner).__name__}: {name}: expected {expected}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

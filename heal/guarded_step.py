@@ -214,8 +214,8 @@ def judgeable(loss: Any, note: Callable[[str], None]) -> Tensor | None:
         number = number.detach()
         number = number if number.dtype in JUDGED else number.float()
         return number.mean() if number.numel() > 1 else number
-    what = str(number.dtype).removeprefix("torch.") if number.numel() else "empty"
-    note(f"the loss is {what}, which cannot be judged: it is not watched; expected one real number")
+    what = str(number.dtype).removeprefix("torch.") if number.numel() else "an empty tensor"
+    note(f"loss: expected one real number, got {what}; this loss is not watched")
     return None
 
 
@@ -265,8 +265,8 @@ def scale_of(scaler: Any, optimizer: ClippedOptimizer) -> Tensor | None:
     stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
     if stage is OptState.STEPPED:
         raise RuntimeError(
-            f"{type(optimizer.inner).__name__} was stepped by the GradScaler already; expected "
-            "healer.step to do it, once"
+            f"{type(optimizer.inner).__name__}: expected healer.step to take the step, got one "
+            "that the GradScaler has taken already; leave out scaler.step(optimizer)"
         )
     if stage is OptState.UNSCALED:
         return None
@@ -346,8 +346,9 @@ class GuardedStep:
             optimizer.note = note
             if optimizer.needs_closure:
                 raise TypeError(
-                    f"{type(optimizer.inner).__name__} calls a closure several times within one "
-                    "step, which cannot be skipped or repeated whole; expected another optimizer"
+                    "optimizer: expected one whose step can be skipped or repeated whole, got "
+                    f"{type(optimizer.inner).__name__}, which calls a closure several times within "
+                    "one step; use another, such as AdamW"
                 )
         self.buffers = BufferCopies(torch.nn.Module()) if buffers is None else buffers
         self.scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None

@@ -137,11 +137,11 @@ class Healer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(model, Module):
-            raise TypeError(f"model is {type(model).__name__}; expected a torch Module")
+            raise TypeError(f"model: expected a torch Module, got {type(model).__name__}")
         if isinstance(scheduler, HealingConfig):
             raise TypeError(
-                "scheduler is a HealingConfig; expected a scheduler or None there, and the "
-                "settings as Healer(model, optimizer, config=...)"
+                "scheduler: expected a scheduler or None, got a HealingConfig; "
+                "pass it as Healer(model, optimizer, config=...)"
             )
         self.model = model
         self.config = config = checked_config(config)
@@ -1061,7 +1061,10 @@ def checked_config(config: HealingConfig | Mapping[str, Any] | None) -> HealingC
         return config
     if isinstance(config, Mapping):
         return HealingConfig.from_dict(config)
-    raise TypeError(f"config is {type(config).__name__}; expected a HealingConfig or a dict")
+    raise TypeError(
+        f"config: expected a HealingConfig or a dict, got {type(config).__name__}; "
+        "to read a file, use HealingConfig.from_toml(path)"
+    )
 
 
 def checked_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -1073,12 +1076,12 @@ def checked_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optim
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if not optimizers:
-        raise ValueError("optimizer is an empty list; expected one optimizer or more")
+        raise ValueError("optimizer: expected one optimizer or more, got an empty list")
     for i, one in enumerate(optimizers):
         if not isinstance(one, Optimizer):
-            raise TypeError(f"optimizer[{i}] is {type(one).__name__}; expected a torch Optimizer")
+            raise TypeError(f"optimizer[{i}]: expected a torch Optimizer, got {type(one).__name__}")
         if any(one is other for other in optimizers[:i]):
             raise ValueError(
-                f"optimizer[{i}], {type(one).__name__}, is given twice; expected each one once"
+                f"optimizer[{i}]: expected each optimizer once, got one {type(one).__name__} twice"
             )
     return optimizers

@@ -171,13 +171,14 @@ class Schedules:
         for i, scheduler in enumerate(self.own):
             if not hasattr(scheduler, "load_state_dict"):
                 raise TypeError(
-                    f"own_schedulers[{i}] is {type(scheduler).__name__}; expected a scheduler with "
-                    "state_dict and load_state_dict"
+                    f"own_schedulers[{i}]: expected a scheduler with state_dict and "
+                    f"load_state_dict, got {type(scheduler).__name__}"
                 )
             if any(scheduler is other for other in self.given):
                 raise ValueError(
-                    f"own_schedulers[{i}], {type(scheduler).__name__}, is given as scheduler too; "
-                    "expected it in one place: scheduler is stepped by the healer, own ones by you"
+                    f"own_schedulers[{i}]: expected a scheduler that you step yourself, got "
+                    f"{type(scheduler).__name__}, which is given as scheduler too and stepped by "
+                    "the healer; give it in one place"
                 )
         self.stepped = [s for s in self.given if not isinstance(s, ReduceLROnPlateau)]
         plateaus = [s for s in self.given if isinstance(s, ReduceLROnPlateau)]

@@ -202,8 +202,8 @@ class Recovery:
         most = MAX_CONSECUTIVE_DATA_ERRORS
         if self._num_given_up > most:
             raise HealingError(
-                f"{diagnosis.cause.value} at step {diagnosis.step}: {self._num_given_up} batches "
-                f"in a row were given up because the plans had no cure; expected at most {most}",
+                f"{diagnosis.cause.value} at step {diagnosis.step}: expected at most {most} "
+                f"batches in a row that no plan cures, got {self._num_given_up}",
                 diagnosis.cause.about.exit_code,
             )
 
@@ -306,8 +306,8 @@ class Recovery:
             check_action(action)
             if isinstance(action, SkipBatches) and action.last_step > self._run.step + MAX_AHEAD:
                 raise ValueError(
-                    f"SkipBatches: last_step is {action.last_step}; expected at most {MAX_AHEAD} "
-                    "steps ahead of the run"
+                    f"SkipBatches: last_step: expected at most {MAX_AHEAD} steps ahead of the run, "
+                    f"which is at step {self._run.step}, got {action.last_step}"
                 )
         most, tried = self._config.max_recovery_attempts, self.history.attempts
         if tried >= most and any(is_custom(action) for action in plan):

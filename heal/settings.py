@@ -95,7 +95,8 @@ def check_names(kind: type, values: Mapping[str, Any], old: Old = MappingProxyTy
     for name, value in values.items():
         if not isinstance(name, str):
             raise ConfigError(
-                f"{shown(name)} = {shown(value)}: expected the name of a setting, a str"
+                f"{shown(name)} = {shown(value)}: expected the name of a setting, a str, got "
+                f"{type(name).__name__}"
             )
         if name not in known and name not in old:
             near = difflib.get_close_matches(name, known, n=1)
@@ -121,7 +122,8 @@ def translated(values: Mapping[str, Any], old: Old, stacklevel: int = 3) -> dict
             advice.append(f"{name} has no effect: {entry.instead}")
         elif entry.to in values:
             raise ConfigError(
-                f"{name} and {entry.to} are the same setting; expected {entry.to} alone"
+                f"{entry.to}: expected the setting once, got it as {name} too, its old name; "
+                f"leave out {name}"
             )
         else:
             now[entry.to] = entry.values.get(value, value) if isinstance(value, str) else value

@@ -99,7 +99,7 @@ def dry_run(
     """Take steps and undo them, to find mistakes before the long run; see `Healer.dry_run`."""
     if steps < 1 or accumulate < 1:
         raise ValueError(
-            f"steps is {steps}, accumulate is {accumulate}; expected 1 or more of each"
+            f"steps and accumulate: expected 1 or more of each, got {steps} and {accumulate}"
         )
     if hasattr(loader, "__next__"):
         problem = "the loader is an iterator: what a dry run draws from it would be missing later"
@@ -154,9 +154,11 @@ def _try_steps(
 
 def _problems_of(loss: Any) -> list[str]:
     if not isinstance(loss, Tensor):
-        return [f"train_step returned {type(loss).__name__}; expected the loss, a tensor"]
+        return [f"train_step: expected the loss, a tensor, got {type(loss).__name__}"]
     if loss.numel() != 1:
-        return [f"train_step returned a tensor of shape {tuple(loss.shape)}; expected one number"]
+        return [
+            f"train_step: expected a loss of one number, got a tensor of shape {tuple(loss.shape)}"
+        ]
     if not loss.requires_grad:
         return ["the loss does not depend on any parameter that is trained"]
     return []

@@ -83,9 +83,7 @@ def parse_fault(word: str) -> Fault:
             return Fault(kind, rate=float(number))
     except ValueError as error:
         raise ValueError(f"{word!r}: {error}") from None
-    raise ValueError(
-        f"{word!r} is no fault; expected kind@attempt, kind@attemptxtimes or kind~rate"
-    )
+    raise ValueError(f"fault: expected kind@attempt, kind@attemptxtimes or kind~rate, got {word!r}")
 
 
 @dataclass(slots=True)

@@ -321,9 +321,9 @@ def test_own_schedules_are_checked():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = schedules.StepLR(optimizer, 2)
-    with pytest.raises(TypeError, match=r"own_schedulers\[0\] is str"):
+    with pytest.raises(TypeError, match=r"own_schedulers\[0\]: expected .* got str"):
         Healer(model, optimizer, own_schedulers=["cosine"])
-    with pytest.raises(ValueError, match=r"own_schedulers\[0\], StepLR, is given as scheduler too"):
+    with pytest.raises(ValueError, match=r"own_schedulers\[0\]: expected .* got StepLR, which"):
         Healer(model, optimizer, scheduler, own_schedulers=scheduler)
 
 
