@@ -40,6 +40,7 @@ from heal.monitor import Monitor
 from heal.policy import MAX_CONSECUTIVE_DATA_ERRORS
 from heal.recovery import Recovery
 from heal.run import TorchRun
+from heal.settings import shown
 from heal.snapshots import NEVER, Snapshot, next_due
 from heal.training_state import RngState, TrainingState
 
@@ -76,8 +77,9 @@ class Remedy:
         try:
             remedy = cls(**page)
             numbers = [remedy.step, remedy.rank, *remedy.batches, *remedy.micro.values()]
-            if not all(isinstance(number, int) for number in numbers):
-                raise TypeError("expected whole numbers")
+            odd = [number for number in numbers if not isinstance(number, int)]
+            if odd:
+                raise TypeError(f"expected whole numbers, got {shown(odd[0])}")
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not a remedy: {error}") from None
         return remedy
@@ -153,7 +155,7 @@ class HealingMemory:
         """
         version = state.get("version", 1)  # that of Lightning had none
         if version != MEMORY_VERSION:
-            raise ValueError(f"healing state is of version {version}; expected {MEMORY_VERSION}")
+            raise ValueError(f"healing state: expected version {MEMORY_VERSION}, got {version}")
         before = copy.deepcopy(self.state_dict())
         try:
             self._load(state)

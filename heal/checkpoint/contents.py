@@ -261,9 +261,9 @@ def _check_optimizers(state: TrainingState, values: Mapping[str, Any]) -> None:
     if saved is not None:
         if saved != here:
             raise StateMismatch(
-                f"the checkpoint is of {', '.join(saved)}, this run has {', '.join(here)}; "
-                "expected the same optimizers in the same order. To go on with another optimizer, "
-                "load the weights alone and start a new checkpoint_dir"
+                f"optimizers of the checkpoint: expected {', '.join(here)}, as in this run, got "
+                f"{', '.join(saved)}; to go on with another optimizer, load the weights alone and "
+                "start a new checkpoint_dir"
             )
         return
     groups = values["training"]["groups"]  # of one of the first checkpoints
@@ -272,8 +272,9 @@ def _check_optimizers(state: TrainingState, values: Mapping[str, Any]) -> None:
             lacking = sorted(set(optimizer.inner.defaults) - set(group) - {"lr"})  # may be a tensor
             if lacking:
                 raise StateMismatch(
-                    f"the checkpoint has no {', '.join(lacking)} for {kind}: it is of another "
-                    "optimizer; expected the same one"
+                    f"optimizer of the checkpoint: expected {kind}, as in this run, got one with "
+                    f"no {', '.join(lacking)}; to go on with another optimizer, load the weights "
+                    "alone and start a new checkpoint_dir"
                 )
 
 

@@ -44,7 +44,7 @@ class Restored:
         lacking = [name for name in needs if name not in found]
         if lacking:
             raise CheckpointRefused(
-                f"its values have no {', '.join(lacking)}; expected a checkpoint of a healed run"
+                f"expected a checkpoint of a healed run, got values without {', '.join(lacking)}"
             )
 
     def restore_rng(self, rank: int) -> None:

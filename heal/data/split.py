@@ -128,7 +128,10 @@ def entries_of(batch: Any) -> Iterable[Any]:
         CannotSplit: samples are packed.
     """
     if isinstance(batch, PackedSequence):
-        raise CannotSplit("a PackedSequence cannot be cut: its rows are steps in time; pad instead")
+        raise CannotSplit(
+            "expected samples along the first axis, got a PackedSequence, whose rows are steps in "
+            "time; pad instead"
+        )
     names: Iterable[Any] = ()
     entries: Iterable[Any] = ()
     if isinstance(batch, Mapping):
@@ -141,8 +144,8 @@ def entries_of(batch: Any) -> Iterable[Any]:
     for name in names:
         if isinstance(name, str) and PACKED_NAMES.search(name):
             raise CannotSplit(
-                f"samples packed one behind the other cannot be cut: {name!r} holds where they "
-                "begin; expected samples along the first axis of every tensor"
+                "expected samples along the first axis of every tensor, got samples packed one "
+                f"behind the other ({name!r} holds where they begin); pad instead"
             )
     return entries
 
@@ -290,9 +293,9 @@ def _hold_samples(entries: Sequence[Any]) -> bool:
     answer = guess(entries)
     if answer is None:
         raise CannotSplit(
-            f"a {type(entries).__name__} of {len(entries)} entries of the type "
-            f"{type(entries[0]).__name__} may be samples or fields; expected a tensor beside "
-            "it that has the number of samples, or one tensor for all samples"
+            f"expected samples or fields, got a {type(entries).__name__} of {len(entries)} "
+            f"entries of the type {type(entries[0]).__name__}, which may be either; put a tensor "
+            "beside it that has the number of samples, or all samples into one tensor"
         )
     return answer
 
@@ -342,8 +345,8 @@ def _cut(value: Any, total: int, part: slice, *, is_outermost: bool = False) -> 
     if isinstance(value, (str, bytes)) or not _may_hold_samples(value):
         return value
     raise CannotSplit(
-        f"a {_name(value)} cannot be cut into samples; expected tensors, arrays, texts and "
-        "numbers in lists, tuples, dicts and dataclasses"
+        "expected tensors, arrays, texts and numbers in lists, tuples, dicts and dataclasses, "
+        f"got a {_name(value)}"
     )
 
 
@@ -365,14 +368,14 @@ def _cut_sequence(value: list[Any] | tuple[Any, ...], total: int, part: slice) -
         return _cut_fields(value, total, part)
     if kinds == {float} and total <= MOST_CHANNELS:
         raise CannotSplit(
-            f"{value} may be a number for each of {total} samples, or a size that all have; "
-            "expected a tensor in the first case, and the size outside of the batch in the "
-            "second"
+            f"expected a number for each of {total} samples, or a size that all have, got {value}, "
+            "which may be either; use a tensor in the first case, and keep the size outside of "
+            "the batch in the second"
         )
     if has_tensors(value) and all(rows(v) == {total} for v in value if v is not None):
         raise CannotSplit(
-            f"a {_name(value)} of {total} entries with tensors of length {total} may be samples or "
-            "fields"
+            f"expected samples or fields, got a {_name(value)} of {total} entries with tensors of "
+            f"length {total}, which may be either"
         )
     return value[part]
 

@@ -170,14 +170,14 @@ def check_start(config: HealingConfig, trainer: Any) -> None:
     strategy = type(trainer.strategy).__name__
     if strategy in FOREIGN_STEPS:
         raise ValueError(
-            f"strategy is {strategy}, which keeps gradients to itself; expected a single device, "
-            "DDPStrategy or ModelParallelStrategy (FSDP2)"
+            "strategy: expected a single device, DDPStrategy or ModelParallelStrategy (FSDP2), "
+            f"got {strategy}, whose gradients cannot be measured"
         )
     if len(trainer.optimizers) != 1:
         raise ValueError(
-            f"{len(trainer.optimizers)} optimizers step by themselves in manual optimization, and "
-            "a rollback between them has no meaning; expected one optimizer. To clip and skip "
-            "without rollback return zclip.wrap(optimizer) from configure_optimizers"
+            "optimizers: expected one, because a rollback between the steps of several in manual "
+            f"optimization has no meaning, got {len(trainer.optimizers)}; to clip and skip without "
+            "rollback, return zclip.wrap(optimizer) from configure_optimizers"
         )
     callbacks = [type(c).__name__ for c in trainer.callbacks]
     if "ZClipLightningCallback" in callbacks and config.zclip_enabled:
@@ -185,8 +185,12 @@ def check_start(config: HealingConfig, trainer: Any) -> None:
             "ZClipLightningCallback would clip a second time; leave it out, or set "
             "zclip_enabled=False"
         )
-    if callbacks.count("SelfHealingLightningCallback") > 1:
-        raise ValueError("SelfHealingLightningCallback is there twice; expected one")
+    num_healing = callbacks.count("SelfHealingLightningCallback")
+    if num_healing > 1:
+        raise ValueError(
+            f"callbacks: expected one SelfHealingLightningCallback, got {num_healing}; leave out "
+            "all but one"
+        )
 
 
 class LoggersTracker:

@@ -94,7 +94,7 @@ def _made(tracker: Any, settings: dict[str, Any]) -> Tracker:
     known = ", ".join(KNOWN)
     if isinstance(tracker, str):
         if tracker not in KNOWN:
-            raise ValueError(f"tracker {tracker!r} is not known; expected one of {known}")
+            raise ValueError(f"tracker: expected one of {known}, got {tracker!r}")
         if find_spec(tracker) is None:
             raise ImportError(
                 f"tracker {tracker!r} needs the package {tracker}, which is not installed: "
@@ -105,8 +105,8 @@ def _made(tracker: Any, settings: dict[str, Any]) -> Tracker:
     if missing or isinstance(tracker, type):
         lacks = f"lacks {', '.join(missing)}" if missing else "is a class, not an object of it"
         raise TypeError(
-            f"tracker {tracker!r} {lacks}; expected an object with {', '.join(METHODS)}, or one of "
-            f"the names {known}"
+            f"tracker: expected an object with {', '.join(METHODS)}, or one of the names {known}, "
+            f"got {tracker!r}, which {lacks}"
         )
     made: Tracker = tracker
     return made

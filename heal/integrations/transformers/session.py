@@ -296,8 +296,8 @@ def inner_optimizer(trainer: Any) -> Optimizer:
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"the trainer's optimizer is {type(optimizer).__name__}; expected a torch Optimizer, "
-            "whose steps can be skipped. DeepSpeed steps by itself and cannot be healed"
+            "the trainer's optimizer: expected a torch Optimizer, whose steps can be skipped, got "
+            f"{type(optimizer).__name__}; DeepSpeed steps by itself and cannot be healed"
         )
     return optimizer
 

@@ -192,8 +192,8 @@ class SelfHealingCallback(TrainerCallback):
     ) -> None:
         if plateau_lr_factor is not None and not 1.0 < plateau_lr_factor <= LARGEST_LR_RAISE:
             raise ValueError(
-                f"plateau_lr_factor is {plateau_lr_factor!r}; expected more than 1 and at most "
-                f"{LARGEST_LR_RAISE}"
+                f"plateau_lr_factor: expected more than 1 and at most {LARGEST_LR_RAISE}, got "
+                f"{plateau_lr_factor!r}"
             )
         self._plateau_lr_factor = plateau_lr_factor
         self.config = checked_config(config)
@@ -364,12 +364,13 @@ def checked_trainer(trainer: Any) -> Any:
         TypeError: it is a class, or lacks what healing needs.
     """
     if isinstance(trainer, type):
-        raise TypeError(f"trainer is the class {trainer.__name__}; expected one that is built")
+        name = trainer.__name__
+        raise TypeError(f"trainer: expected an instance, got the class {name}; pass {name}(...)")
     missing = [name for name in NEEDED if not hasattr(trainer, name)]
     if missing:
         raise TypeError(
-            f"trainer is {type(trainer).__name__}, which lacks {', '.join(missing)}; expected a "
-            "transformers.Trainer or a trainer of TRL"
+            "trainer: expected a transformers.Trainer or a trainer of TRL, got "
+            f"{type(trainer).__name__}, which lacks {', '.join(missing)}"
         )
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise TypeError("the trainer uses DeepSpeed, whose engine steps by itself: not supported")
@@ -436,7 +437,7 @@ def dry_run(trainer: Any, num_steps: int) -> DryRunReport:
     keep are as before; the trainer's callbacks are not called, and no file is written.
     """
     if num_steps < 1:
-        raise ValueError(f"num_steps is {num_steps}; expected at least 1")
+        raise ValueError(f"num_steps: expected at least 1, got {num_steps}")
     model, training_step = trainer.model, trainer.training_step
     num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     parts: dict[int, list[Tensor]] = {}  # losses, by step

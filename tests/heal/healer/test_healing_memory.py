@@ -65,7 +65,7 @@ def test_what_was_saved_does_not_change_when_the_run_goes_on():
 def test_another_version_is_refused_before_anything_is_changed():
     old, (_, _, new) = healed_run(), build()
     before = plain(new.memory.state_dict())
-    with pytest.raises(ValueError, match="version 1; expected 2"):
+    with pytest.raises(ValueError, match="expected version 2, got 1"):
         new.memory.load_state_dict({**old.memory.state_dict(), "version": 1})
     assert plain(new.memory.state_dict()) == before
 

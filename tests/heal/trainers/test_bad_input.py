@@ -10,12 +10,12 @@ from tests.heal.trainers.runs import Healed, assert_same, weights
 
 
 def test_a_class_instead_of_a_trainer():
-    with pytest.raises(TypeError, match="is the class Trainer; expected one that is built"):
+    with pytest.raises(TypeError, match=r"trainer: expected an instance, got the class Trainer; "):
         SelfHealingTrainer(Trainer)
 
 
 def test_something_that_is_no_trainer():
-    with pytest.raises(TypeError, match=r"trainer is dict, which lacks train, args"):
+    with pytest.raises(TypeError, match=r"trainer: expected .* got dict, which lacks train, args"):
         SelfHealingTrainer({})
 
 

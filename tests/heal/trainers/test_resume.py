@@ -83,7 +83,7 @@ def test_healing_state_of_another_version_is_noted_and_training_goes_on(tmp_path
     torch.save({"version": 1, "clip": torch.load(path)["clip"]}, path)
     resumed = Healed(tiny.plain(tmp_path, **SAVING), resume=str(tmp_path / "checkpoint-4"))
     assert resumed.output.global_step == 10
-    assert "version 1; expected 2" in resumed.healer.notes[0]
+    assert "expected version 2, got 1" in resumed.healer.notes[0]
 
 
 def test_a_checkpoint_knows_of_every_step_that_could_be_polled(tmp_path):

@@ -56,5 +56,5 @@ def test_a_tracker_of_ours_gets_every_decision(tmp_path):
 
 
 def test_a_tracker_that_is_not_known_is_an_error_before_training(tmp_path):
-    with pytest.raises(ValueError, match="'trakio' is not known; expected one of trackio"):
+    with pytest.raises(ValueError, match=r"tracker: expected one of trackio.*, got 'trakio'"):
         SelfHealingTrainer(tiny.plain(tmp_path), trackers="trakio")

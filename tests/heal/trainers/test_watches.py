@@ -52,7 +52,7 @@ def test_the_learning_rate_is_raised_at_a_plateau_on_request(tmp_path):
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 6.0])
 def test_a_factor_that_makes_no_sense_is_an_error(factor, tmp_path):
-    with pytest.raises(ValueError, match="expected more than 1 and at most 5"):
+    with pytest.raises(ValueError, match="plateau_lr_factor: expected more than 1 and at most 5"):
         Healed(tiny.plain(tmp_path), plateau_lr_factor=factor)
 
 
