@@ -60,9 +60,9 @@ class Lobby:
                 return name
             if time.monotonic() > until:
                 raise RanksMissing(
-                    f"{waits_for} within {self._seconds:g} s, expected {self._size} ranks; check "
-                    "the logs of the others, and that MASTER_ADDR and MASTER_PORT are the same "
-                    "everywhere"
+                    f"expected {self._size} ranks within {self._seconds:g} s, got fewer: "
+                    f"{waits_for}; check the logs of the others, and that MASTER_ADDR and "
+                    "MASTER_PORT are the same everywhere"
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE)

@@ -64,7 +64,7 @@ class AttachedProbes:
             ValueError: the name is taken or empty, or ``every`` is below 1.
         """
         if not probe.name or probe.name in self._probes:
-            raise ValueError(f"a probe is called {probe.name!r}; expected a name that no other has")
+            raise ValueError(f"probe: expected a name that no other probe has, got {probe.name!r}")
         if probe.every < 1:
             raise ValueError(f"every: expected at least 1 step, got {probe.every}")
         self._probes[probe.name] = probe
@@ -138,7 +138,7 @@ def numbers_of(found: Any) -> dict[str, float]:
         named = {k: getattr(found, k) for k in (*(f.name for f in fields(found)), *properties)}
     else:
         raise TypeError(
-            f"look() returned {type(found).__name__}; expected a number, a mapping or a dataclass"
+            f"look(): expected a number, a mapping or a dataclass, got {type(found).__name__}"
         )
     return {name: float(value) for name, value in named.items() if _is_number(value)}
 

@@ -139,7 +139,7 @@ def from_json(content: Mapping[str, Any]) -> Model:
         names = tuple(str(name) for name in content["names"])
         unknown = [name for name in names if name not in NAMES]
         if unknown:
-            raise ModelError(f"feature {unknown[0]!r} is unknown; expected of {', '.join(NAMES)}")
+            raise ModelError(f"feature: expected one of {', '.join(NAMES)}, got {unknown[0]!r}")
         layers = tuple(
             (tuple(_numbers(row) for row in layer["weights"]), _numbers(layer["biases"]))
             for layer in content["layers"]
@@ -178,7 +178,7 @@ def read(path: str | Path = SHIPPED) -> Model:
     except ValueError as error:
         raise ModelError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected a JSON object")
+        raise ModelError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return from_json(content)
 
 
@@ -192,10 +192,18 @@ def _check_shapes(layers: Sequence[Layer], features: int, means: int, scales: in
     width = features
     for depth, (weights, biases) in enumerate(layers):
         if len(biases) != len(weights) or any(len(row) != width for row in weights):
-            raise ModelError(f"layer {depth}: expected rows of {width} weights and as many biases")
+            widths = sorted({len(row) for row in weights})
+            raise ModelError(
+                f"layer {depth}: expected rows of {width} weights and as many biases as rows, got "
+                f"{len(weights)} rows of {widths} weights and {len(biases)} biases"
+            )
         width = len(weights)
     if width != 1 or not layers or means != features or scales != features:
-        raise ModelError("expected one mean and one scale per feature, and one number at the end")
+        raise ModelError(
+            f"expected one mean and one scale per feature ({features}) and layers that end in one "
+            f"number, got {means} means, {scales} scales and {len(layers)} layers that end in "
+            f"{width}"
+        )
 
 
 def _check_table(levels: Sequence[float], chances: Sequence[float]) -> None:
@@ -203,10 +211,13 @@ def _check_table(levels: Sequence[float], chances: Sequence[float]) -> None:
     never_falls = all(low <= high for low, high in pairwise(chances))
     if not levels or len(levels) != len(chances) or not rises or not never_falls:
         raise ModelError(
-            "calibration: expected levels that rise, and a chance for each, never less"
+            "calibration: expected levels that rise, and a chance for each, never less, got "
+            f"{str(levels)[:100]} and {str(chances)[:100]}"
         )
     if not 0.0 <= chances[0] <= chances[-1] <= 1.0:
-        raise ModelError(f"calibration: chances {chances[0]:g} to {chances[-1]:g}; expected 0 to 1")
+        raise ModelError(
+            f"calibration: expected chances from 0 to 1, got {chances[0]:g} to {chances[-1]:g}"
+        )
 
 
 def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
@@ -248,8 +259,8 @@ def limit(highest: Sequence[float], share: float) -> float:
     if rank > len(highest):
         fewest = math.ceil(1.0 / share) - 1
         raise ValueError(
-            f"{len(highest)} healthy runs cannot promise a share of {share:g}; "
-            f"expected at least {fewest}"
+            f"healthy runs: expected at least {fewest} to promise a share of {share:g}, got "
+            f"{len(highest)}"
         )
     return sorted(highest)[rank - 1]
 

@@ -17,7 +17,10 @@ from heal.verdict import HealthRow, Record
 FIRST_STEP = 20  # levels and noise are guesses before it
 TOLD_SHARE = 1.0 / 16  # weight of a step in the share of steps that told a loss
 LEAST_TOLD = 0.5  # of that share: with fewer losses there are eight times the false warnings
-SILENT = "the forecast is silent: it needs the loss of every step; expected healer.step(loss)"
+SILENT = (
+    "forecast: expected the loss of every step, got few or none, so that the forecast is silent; "
+    "call healer.step(loss)"
+)
 
 
 class State(str, Enum):

@@ -154,7 +154,10 @@ def _problems(health: OptimizerHealth, stale: int) -> list[str]:
     if health.unstepped:
         found.append(f"{health.unstepped} parameters have moments and a step count below 1")
     if health.update_max > LARGE_UPDATE:
-        found.append(f"an update of {health.update_max:.3g} learning rates; expected at most 10")
+        found.append(
+            f"expected updates of at most {LARGE_UPDATE:g} learning rates, got one of "
+            f"{health.update_max:.3g}"
+        )
     if stale:
         found.append(f"{stale} second moments do not know of gradients as large as the present")
     return found

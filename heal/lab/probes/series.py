@@ -261,7 +261,9 @@ def noise_scale(
         parts = pieces_of(batch, pieces)
         count, samples = len(parts), num_samples(batch)
         if count < 2:
-            raise ValueError("one piece tells nothing of noise; expected at least 2 samples")
+            raise ValueError(
+                f"batch: expected at least 2 pieces to measure noise with, got {count}"
+            )
         total: list[torch.Tensor] | None = None
         squares = 0.0
         for part in parts:

@@ -69,10 +69,10 @@ def pieces_of(batch: Any, count: int | None) -> list[Any]:
     """
     samples = num_samples(batch)
     if samples < 1:
-        raise ValueError("the batch is empty; expected samples along the first axis of its tensors")
+        raise ValueError("batch: expected samples along the first axis of its tensors, got none")
     count = samples if count is None else count
     if count < 1 or samples % count:
-        raise ValueError(f"{samples} samples do not make {count} equal pieces")
+        raise ValueError(f"pieces: expected a number that divides {samples} samples, got {count}")
     return [piece for piece, _ in split(batch, count)]
 
 

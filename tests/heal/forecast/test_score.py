@@ -83,11 +83,11 @@ def spoiled(**changes):
     [
         ({}, "format: expected 2, got None"),
         (spoiled(format=99), "format: expected 2, got 99"),
-        (spoiled(names=["charm"]), "feature 'charm' is unknown"),
-        (spoiled(means=[0.0, 1.0]), "one mean and one scale per feature"),
+        (spoiled(names=["charm"]), "feature: expected one of .*, got 'charm'"),
+        (spoiled(means=[0.0, 1.0]), "one mean and one scale per feature .* got 2 means, 1 scales"),
         (
             spoiled(layers=[{"weights": [[1.0, 2.0]], "biases": [0.0]}]),
-            "layer 0: expected rows of 1",
+            r"layer 0: expected rows of 1 .* got 1 rows of \[2\] weights and 1 biases",
         ),
         (spoiled(layers=[{"weights": [[math.nan]], "biases": [0.0]}]), "a weight is NaN or Inf"),
         (spoiled(layers=7), "not a model of heal"),
@@ -101,12 +101,12 @@ def spoiled(**changes):
         ),
         (
             spoiled(calibration={"levels": [0.0, 1.0], "chances": [0.5, 0.4]}),
-            "a chance for each, never less",
+            r"a chance for each, never less, got \(0.0, 1.0\) and \(0.5, 0.4\)",
         ),
         (spoiled(calibration={"levels": [], "chances": []}), "expected levels that rise"),
         (
             spoiled(calibration={"levels": [0.0, 1.0], "chances": [0.0, 1.5]}),
-            "chances 0 to 1.5; expected 0 to 1",
+            "expected chances from 0 to 1, got 0 to 1.5",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_file_that_is_not_json_is_refused(tmp_path):
     with pytest.raises(ModelError, match="not JSON"):
         read(path)
     path.write_text("[1]")
-    with pytest.raises(ModelError, match="expected a JSON object"):
+    with pytest.raises(ModelError, match="expected a JSON object, got list"):
         read(path)
 
 

@@ -175,7 +175,7 @@ def test_a_hook_may_make_something_of_an_alarm():
     [
         (lambda: 1 / 0, None, "ZeroDivisionError"),
         (lambda: 1.0, lambda found: found.nothing, "AttributeError"),
-        (lambda: "much", None, "look() returned str; expected a number"),
+        (lambda: "much", None, "look(): expected a number, a mapping or a dataclass, got str"),
     ],
     ids=["look", "alarm", "word"],
 )
@@ -262,9 +262,9 @@ def test_a_step_that_was_taken_back_is_not_looked_at():
 def test_names_and_intervals_are_checked():
     healer = regression().healer()
     healer.add_probe("a", lambda: 1.0, every=1)
-    with pytest.raises(ValueError, match="called 'a'; expected a name that no other has"):
+    with pytest.raises(ValueError, match="expected a name that no other probe has, got 'a'"):
         healer.add_probe("a", lambda: 1.0, every=1)
-    with pytest.raises(ValueError, match="called ''"):
+    with pytest.raises(ValueError, match="no other probe has, got ''"):
         healer.add_probe("", lambda: 1.0, every=1)
     with pytest.raises(ValueError, match="every: expected at least 1 step, got 0"):
         healer.add_probe("b", lambda: 1.0, every=0)

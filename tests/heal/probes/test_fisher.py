@@ -70,5 +70,7 @@ def test_batch_norm_does_not_keep_a_sample_from_being_looked_at_alone():
 
 def test_a_batch_that_does_not_divide_is_refused():
     model, (x, y) = line(samples=10)
-    with pytest.raises(ValueError, match="10 samples do not make 3 equal pieces"):
+    with pytest.raises(
+        ValueError, match="pieces: expected a number that divides 10 samples, got 3"
+    ):
         fisher_diagonal(model, model.loss, (x, y), pieces=3)

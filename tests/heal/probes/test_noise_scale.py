@@ -54,7 +54,7 @@ def test_without_noise_it_is_zero_and_without_signal_infinite():
 
 def test_one_sample_is_refused():
     model, batch = known(0.5, [1.0])
-    with pytest.raises(ValueError, match="one piece tells nothing"):
+    with pytest.raises(ValueError, match="expected at least 2 pieces to measure noise with, got 1"):
         noise_scale(model, model.loss, batch[:1])
 
 

@@ -58,7 +58,10 @@ def test_a_wrapped_optimizer_is_looked_through():
         (lambda s: s["exp_avg"].fill_(math.nan), "are NaN or Inf"),
         (lambda s: s["exp_avg_sq"].neg_(), "below zero"),
         (lambda s: s["step"].zero_(), "1 parameters have moments and a step count below 1"),
-        (lambda s: s["exp_avg_sq"].mul_(1e-6), "learning rates; expected at most 10"),
+        (
+            lambda s: s["exp_avg_sq"].mul_(1e-6),
+            "expected updates of at most 10 learning rates, got one of",
+        ),
         (lambda s: s["exp_avg_sq"].mul_(1e-6), "do not know of gradients as large"),
     ],
 )
