@@ -82,7 +82,7 @@ def subjects():
 
 def forecast_step():
     """What a healer calls for each record, on the noisy stream of a healthy run."""
-    watch = ForecastWatch.of(HealingConfig(forecast=True))
+    watch = ForecastWatch()
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(5000, 3, generator=generator).tolist()
     records = itertools.cycle(

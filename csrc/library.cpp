@@ -12,10 +12,11 @@
 namespace {
 
 // Bits of zclip::native_features, read by zclip/backends/native.py.
-enum Feature : int64_t { kUsesAvx2 = 1, kHasCuda = 2 };
+enum Feature : int64_t { kUsesAvx2 = 1, kHasCuda = 2, kUsesAvx512 = 4 };
 
 int64_t native_features() {
   int64_t features = zclip::cpu::use_avx2() ? kUsesAvx2 : 0;
+  features |= zclip::cpu::use_avx512() ? kUsesAvx512 : 0;
 #ifdef ZCLIP_WITH_CUDA
   features |= kHasCuda;
 #endif

@@ -7,7 +7,7 @@ returns with it, so that after a rollback nothing is remembered of steps that di
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import ConfigError, HealingConfig
@@ -21,8 +21,10 @@ from heal.detectors.progress import NotLearning, OverfittingGap, Plateau
 from heal.detectors.rewards import KlBlowUp, RewardCollapse
 from heal.detectors.telemetry import ForeignWrites
 from heal.detectors.weights import StateHealth
-from heal.lab.forecast.watch import ForecastWatch
 from heal.verdict import HealthRow, Record
+
+if TYPE_CHECKING:
+    from heal.lab.forecast.watch import ForecastWatch
 
 __all__ = ["CalmLimits", "Detector", "Finding", "LogWatch", "Watch"]
 
@@ -89,9 +91,11 @@ class Watch:
             if name not in {*self.detectors, "health"}:
                 known = ", ".join([*self.detectors, "health"])
                 raise ConfigError(f"expected detectors among {known}, got {name!r}")
-        self.forecast = ForecastWatch() if config.forecast else None
-        if self.forecast is not None:
-            self.detectors["forecast"] = self.forecast
+        self.forecast: ForecastWatch | None = None
+        if config.forecast:
+            from heal.lab.forecast import watch  # the laboratory is imported when used
+
+            self.detectors["forecast"] = self.forecast = watch.ForecastWatch()
 
     def observe(self, record: Record) -> list[Finding]:
         """Return what the detectors find in the record of a step; records come in order."""

@@ -8,7 +8,7 @@ import statistics
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ import zclip
 from heal.buffers import BufferCopies
 from heal.config import HealingConfig
 from heal.integrity import MEASURED
-from heal.lab.weight_anchor import Pull
 from heal.ranks import HAS_FAILED, NUM_LANES, HostFacts, Ranks
 from heal.verdict import Flag
 from zclip import ClippedOptimizer
@@ -43,6 +42,9 @@ from zclip.layout import (
 from zclip.optim import FusedOptimizer, Guard, StepResult
 from zclip.schemas import wide_dtype
 from zclip.unscaling import adopt_unscaling
+
+if TYPE_CHECKING:
+    from heal.lab.weight_anchor import Pull
 
 Groups = list[dict[str, Any]]
 
@@ -69,7 +71,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
     """
 
     note: Callable[[str], None] = staticmethod(lambda text: None)
-    pull: Pull | None = None
+    pull: "Pull | None" = None
     _unguarded: tuple[Tensor, ...] = ()  # a copy finds out by itself
     _measured: tuple[list[tuple[int, int]], Groups] = [], []  # of which groups, and what remains
 

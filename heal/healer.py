@@ -36,8 +36,6 @@ from heal.extra_state import note_rewriting, note_stateless
 from heal.guarded_step import JUDGED, GuardedStep, judgeable
 from heal.integrations.trackers import attach
 from heal.journal import LEFT_OUT, Journal, Notes
-from heal.lab.attached_probes import AttachedProbe, AttachedProbes
-from heal.lab.forecast.watch import SILENT
 from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, TrainStep
 from heal.monitor import Monitor
@@ -51,6 +49,9 @@ from heal.training_state import TrainingState
 from heal.undone_steps import DryRunReport, Recomputation, dry_run, recompute
 from heal.verdict import Flag, Record
 from zclip import ClippedOptimizer
+
+if TYPE_CHECKING:
+    from heal.lab.attached_probes import AttachedProbes
 
 METRICS_INTERVAL = 10  # steps between lines of metrics.jsonl
 
@@ -217,7 +218,7 @@ class Healer:
             self.monitor.report,
         )
         self.memory = HealingMemory(self.training, self.guarded, self.monitor, self.recovery)
-        self.probes = AttachedProbes(model, ranks, self.recovery, self.journal, self._notes)
+        self.probes: AttachedProbes | None = None
 
         self._wants_snapshot = self._owes_checkpoint = self._is_stepping = False
         self._busy_at = 0  # the next step after which something is due
@@ -346,7 +347,9 @@ class Healer:
             due.append(step - step % METRICS_INTERVAL + METRICS_INTERVAL)
         if self.durable is not None:
             due.append(self.durable.next_due(step))
-        return min(due + self.probes.next_due(step))
+        if self.probes is not None:
+            due += self.probes.next_due(step)
+        return min(due)
 
     def _maintain(self, step: int) -> None:
         """Take snapshots, save checkpoints and run probes that are due."""
@@ -356,7 +359,7 @@ class Healer:
             self._owes_checkpoint = self.training.has_added_states and self.stream.is_open
             if not self._owes_checkpoint:
                 self.durable.save_if_due(step, self.memory.values)
-        if self.probes.are_due(step):
+        if self.probes is not None and self.probes.are_due(step):
             with self.monitor.clock_stopped():  # else the step would seem slow
                 self.probes.look(step)
 
@@ -389,7 +392,7 @@ class Healer:
             return
         forecast = self.monitor.watch.forecast
         if forecast is not None and forecast.is_silent:
-            self.note(SILENT)
+            self.note(forecast.silent)
         if self.journal.has_readers:
             latest = self.latest
             seen = {} if latest is None else {"seen_at": latest.step, "loss": latest.loss}
@@ -711,6 +714,13 @@ class Healer:
             ...     alarm=lambda found: found.eigenvalue * lr > 2,
             ... )
         """
+        from heal.lab.attached_probes import AttachedProbe, AttachedProbes  # imported when used
+
+        if self.probes is None:
+            ranks = self.guarded.ranks
+            self.probes = AttachedProbes(
+                self.model, ranks, self.recovery, self.journal, self._notes
+            )
         self.probes.add(AttachedProbe(name, look, every, alarm))
         self._busy_at = 0
 
@@ -979,7 +989,7 @@ class Healer:
             "healing/nan_count": float(history.nan_count),
             "healing/snapshot_bytes": float(self.training.ring.held_bytes()),
             **self.monitor.watch.metrics(self.monitor.pending),
-            **self.probes.metrics(),
+            **({} if self.probes is None else self.probes.metrics()),
         }
         if latest is not None:
             metrics |= {

@@ -17,7 +17,6 @@ from heal.experiment import Answer, Experiment, Settled
 from heal.guarded_step import NO_LOSS_SCALE, TOGETHER, GuardedStep
 from heal.integrity import HealthCheck
 from heal.journal import LEFT_OUT
-from heal.lab.forecast.features import CHECK_INTERVAL
 from heal.lr_schedules import Schedules
 from heal.ranks import HostFacts
 from heal.run import TorchRun
@@ -336,8 +335,8 @@ class Monitor:
 
     def _check_interval(self, step: int) -> int:
         interval = self._config.check_interval
-        if self._has_forecast:
-            interval = min(interval, CHECK_INTERVAL)
+        if self.watch.forecast is not None:
+            interval = min(interval, self.watch.forecast.check_interval)
         if step < self._run.close_watch_until:
             interval = math.ceil(interval / CLOSE_WATCH)
         return interval

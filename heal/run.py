@@ -18,7 +18,6 @@ from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
 from heal.guarded_step import ClipLimits, GuardedStep
 from heal.integrity import Constants, find_corruption
-from heal.lab.weight_anchor import WeightAnchor
 from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, checkpoint_activations
 from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
@@ -26,6 +25,7 @@ from heal.training_state import RestoreFailed, RngState, StateMismatch, Training
 
 if TYPE_CHECKING:
     from heal.checkpointing import Durable
+    from heal.lab.weight_anchor import WeightAnchor
 
 TRIES = 2  # to write a snapshot before an older one is used
 
@@ -43,7 +43,7 @@ class TorchRun:
         micro: cuts batches into pieces.
         buffers: copies of those that steps write.
         clip_limits: tightens clipping for some steps.
-        anchor: holds weights near those of a snapshot, for some steps after a rollback.
+        anchor: holds weights near those of a snapshot; None until a plan asks for it.
         lr_limit: at which the learning rate is held; None if it is not.
     """
 
@@ -85,7 +85,7 @@ class TorchRun:
         self._lr_limit_until = 0
         self.clip_limits = ClipLimits(guarded.optimizers, config.lr_ramp_steps, note)
         self.close_watch_until = 0
-        self.anchor = WeightAnchor(guarded.optimizers, guarded.ranks)
+        self.anchor: WeightAnchor | None = None
         self._constants = Constants(state, note)
         self._signature = state.signature()
         self.is_between_steps = False
@@ -242,7 +242,7 @@ class TorchRun:
             "lr_limit": self.lr_limit,
             "micro_batches": self.micro_batches,
             "micro": self.micro.state(),
-            "anchor_steps": self.anchor.steps_left,
+            "anchor_steps": self.anchor_steps,
             **self.clip_limits.state(),
         }
 
@@ -323,7 +323,8 @@ class TorchRun:
     def _returned(self, snapshot: Snapshot, changed: Sequence[Key]) -> None:
         """Bring everything else to the state that was written."""
         self._guarded.mailbox.clear()
-        self.anchor.release()
+        if self.anchor is not None:
+            self.anchor.release()
         self._unfinished, self._returned_to = None, snapshot
         self.is_between_steps = True
         if self._config.after_rollback == "replay_data":
@@ -409,7 +410,7 @@ class TorchRun:
         """Count a step; the learning rate ramps back towards its schedule."""
         self.step += 1
         self.calls += 1
-        if self.anchor.steps_left:
+        if self.anchor is not None:
             self.anchor.count_step()
         if self.clip_limits.steps_left:
             self.clip_limits.count_step()
@@ -462,7 +463,16 @@ class TorchRun:
                 param.add_(noise * param.std() * std)
 
     def anchor_weights(self, strength: float, steps: int) -> bool:
+        from heal.lab.weight_anchor import WeightAnchor  # the laboratory is imported when used
+
+        if self.anchor is None:
+            self.anchor = WeightAnchor(self._guarded.optimizers, self._guarded.ranks)
         return self.anchor.hold(strength, steps)
+
+    @property
+    def anchor_steps(self) -> int:
+        """How many steps an anchor still holds the weights."""
+        return 0 if self.anchor is None else self.anchor.steps_left
 
     def _verified(self, step: int) -> Iterator[Snapshot]:
         """Yield snapshots of ``step`` and before that are intact on every rank, newest first."""

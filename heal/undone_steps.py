@@ -288,9 +288,9 @@ def _snapshot_before(run: TorchRun, num_steps: int) -> Snapshot:
             f"healing has the learning rate at {run.lr_scale:g} of its schedule, and had it "
             "elsewhere in these steps; wait until it is back"
         )
-    if run.anchor.steps_left:
+    if run.anchor_steps:
         raise CannotRecompute(
-            f"healing holds the weights for {run.anchor.steps_left} more steps, and may not have "
+            f"healing holds the weights for {run.anchor_steps} more steps, and may not have "
             "in all of these; wait until it is over"
         )
     return snapshot

@@ -33,6 +33,9 @@ def test_the_page_names_every_operator_backend_and_version():
 def test_it_says_which_cpu_path_is_taken():
     assert "portable" in page(ZCLIP_CPU="portable")
     assert "AVX2" in page(ZCLIP_CPU="avx2")
+    widest = torch.backends.cpu.get_cpu_capability()  # by the same bits of cpuid
+    path = {"AVX512": "AVX-512", "AVX2": "AVX2"}.get(widest, "portable")
+    assert f"CPU path {path}" in page(ZCLIP_CPU="auto")
 
 
 def test_a_forced_backend_is_said_to_be_forced():

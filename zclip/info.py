@@ -46,7 +46,7 @@ def collect() -> Info:
         machine={
             "cpu": f"{platform.machine()}, torch uses {torch.backends.cpu.get_cpu_capability()}",
             "threads": str(torch.get_num_threads()),
-            "cpu path": "AVX2" if features & native.USES_AVX2 else "portable",
+            "cpu path": native.cpu_path(),
             "extension has CUDA": "yes" if features & native.HAS_CUDA else "no",
             "torch has CUDA": torch.version.cuda or torch.version.hip or "no",
             "GPUs": str(torch.cuda.device_count()),

@@ -1,6 +1,8 @@
 """The loop can be read: few files a step, no hands in another object, public seams only."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,3 +106,14 @@ def test_an_integration_is_at_most_four_files():
     assert (places / "lightning.py").is_file()
     files = [p.stem for p in (places / "transformers").glob("*.py")]
     assert 1 <= len(set(files) - {"__init__"}) <= 4
+
+
+def test_the_laboratory_is_imported_only_when_used():
+    source = (
+        "import sys, torch; from heal import Healer; m = torch.nn.Linear(2, 1); "
+        "h = Healer(m, torch.optim.AdamW(m.parameters())); "
+        "m(torch.ones(1, 2)).sum().backward(); h.step(torch.tensor(1.0)); "
+        "print([name for name in sys.modules if name.startswith('heal.lab')])"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -8,7 +8,7 @@ import torch
 from zclip.backends import local_build
 from zclip.kernel_build import BuildError
 
-USES_AVX2, HAS_CUDA = 1, 2
+USES_AVX2, HAS_CUDA, USES_AVX512 = 1, 2, 4
 """Bits of ``zclip::native_features``, as in csrc/library.cpp."""
 
 HINT = "install a C++ compiler (such as g++), then run: python -m zclip.build"
@@ -57,9 +57,16 @@ def devices_without_image() -> list[int]:
     return missing
 
 
+def cpu_path() -> str:
+    """Return the widest instructions that the kernels for the CPU use here."""
+    features = torch.ops.zclip.native_features()
+    if features & USES_AVX512:
+        return "AVX-512"
+    return "AVX2" if features & USES_AVX2 else "portable"
+
+
 def describe() -> str:
     """Return one line about what the loaded extension can do here."""
     features = torch.ops.zclip.native_features()
-    cpu = "AVX2" if features & USES_AVX2 else "portable"
     cuda = "with" if features & HAS_CUDA else "without"
-    return f"CPU path {cpu}, built {cuda} CUDA"
+    return f"CPU path {cpu_path()}, built {cuda} CUDA"

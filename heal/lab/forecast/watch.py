@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
-from heal.lab.forecast.features import Features
+from heal.lab.forecast.features import CHECK_INTERVAL, Features
 from heal.lab.forecast.score import DEFAULT_SHARE, QUIET_STEPS, Hysteresis, Model, shipped
 from heal.verdict import HealthRow, Record
 
@@ -47,6 +47,9 @@ class ForecastWatch:
         told: running share of the steps that told a loss; the watch is silent without.
         moves: transitions since the last :meth:`take_moves`: step, from, to.
     """
+
+    check_interval = CHECK_INTERVAL  # steps between checks of the weights in its corpus
+    silent = SILENT
 
     def __init__(self, share: float = DEFAULT_SHARE, model: Model | None = None) -> None:
         self.model = shipped() if model is None else model

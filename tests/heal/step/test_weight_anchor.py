@@ -50,7 +50,7 @@ def test_a_rollback_anchors_the_run_and_the_journal_tells_so(model, tmp_path):
     healer = anchored(setup.healer(run_dir=tmp_path), 15)
     chaos = Chaos(healer, [Fault("corrupt_weight", at=50)])
     held = []
-    noted = lambda step: held.append(healer.training.anchor.steps_left)  # noqa: E731
+    noted = lambda step: held.append(healer.training.anchor_steps)  # noqa: E731
     healer.run(chaos.wrap(setup.train_step), setup.loader, 120, progress=False, on_step=noted)
     entry = next(e for e in healer.recoveries if "rollback" in e["actions"])
     assert "anchor_weights" in entry["actions"]
@@ -73,7 +73,7 @@ def test_each_rollback_sets_one_anchor_anew():
     pulls, held = [], []
 
     def noted(step):
-        held.append(healer.training.anchor.steps_left)
+        held.append(healer.training.anchor_steps)
         pull = healer.optimizers[0].pull
         if pull is not None and not any(pull is known for known in pulls):
             pulls.append(pull)
@@ -195,7 +195,7 @@ def test_a_new_anchor_takes_the_place_of_the_old():
         weight += 1.0
     stepped(weight, healer, 0.0)
     torch.testing.assert_close(weight.grad, torch.ones_like(weight))
-    assert healer.training.anchor.steps_left == 3
+    assert healer.training.anchor_steps == 3
 
 
 def test_a_rollback_lets_go():
@@ -204,7 +204,7 @@ def test_a_rollback_lets_go():
     healer.training.anchor_weights(0.5, 10)
     healer.training.restore(0)
     assert healer.optimizers[0].pull is None
-    assert healer.training.anchor.steps_left == 0
+    assert healer.training.anchor_steps == 0
 
 
 def test_a_hand_written_loop_is_anchored_and_released():
@@ -302,5 +302,5 @@ def test_with_nothing_to_train_there_is_no_anchor():
     weight, healer = one_weight()
     weight.requires_grad_(False)
     assert not AnchorWeights(1.0, 10).apply(healer.training)
-    assert healer.training.anchor.steps_left == 0
+    assert healer.training.anchor_steps == 0
     assert math.isfinite(float(weight.detach().sum()))
