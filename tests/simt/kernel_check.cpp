@@ -8,6 +8,7 @@
 
 #include "kernel_memory.h"
 
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <functional>
@@ -574,19 +575,26 @@ struct Updated {
   GuardedTensor p, g, m, v, largest;
   float step = 3.0f;
 
-  // At any alignment, or at one that allows wide loads.
-  Updated(Format format, Format grad_format, int64_t numel, simt::Random& random, bool is_aligned)
-      : p(format, numel, is_aligned ? 0 : random.below(3)),
-        g(grad_format, numel, is_aligned ? 0 : random.below(3)),
-        m(wide(format), numel, is_aligned ? 0 : random.below(3)),
-        v(wide(format), numel, is_aligned ? 0 : random.below(3)),
-        largest(wide(format), numel, is_aligned ? 0 : random.below(3)) {
+  // `past` is how many elements each of them lies past an address that allows wide loads.
+  Updated(Format format, Format grad_format, int64_t numel, simt::Random& random,
+          const std::array<int64_t, 5>& past)
+      : p(format, numel, past[0]),
+        g(grad_format, numel, past[1]),
+        m(wide(format), numel, past[2]),
+        v(wide(format), numel, past[3]),
+        largest(wide(format), numel, past[4]) {
     for (GuardedTensor* tensor : {&p, &g, &m, &v, &largest}) fill(*tensor, random);
     for (int64_t i = 0; i < numel; ++i) v.set(i, std::fabs(v.get(i)));
   }
   Updated(Format format, int64_t numel, simt::Random& random)
-      : Updated(format, format, numel, random, random.below(2) == 0) {}
+      : Updated(format, format, numel, random,
+                random.below(2) == 0 ? std::array<int64_t, 5>{} : anywhere(random)) {}
 
+  static std::array<int64_t, 5> anywhere(simt::Random& random) {
+    std::array<int64_t, 5> past;
+    for (int64_t& elements : past) elements = random.below(3);
+    return past;
+  }
   static Format wide(Format format) {
     return format == Format::kFloat64 ? Format::kFloat64 : Format::kFloat32;
   }
@@ -741,14 +749,21 @@ void check_update_loops(simt::Random& random) {
       simt::Random same(seed);
       std::vector<Updated> list;
       for (const auto& [param, grad] : formats) {
-        for (const int64_t numel : {int64_t{2}, int64_t{9}, int64_t{4} * cuda::kThreads + 7}) {
-          list.emplace_back(param, grad, numel, same, numel > 9);
+        const auto add = [&](int64_t numel, const std::array<int64_t, 5>& past) {
+          list.emplace_back(param, grad, numel, same, past);
           Updated& t = list.back();
           if (kind.flags & kDropNonFinite) t.g.set(numel - 1, INFINITY);
-          if (numel < 9) continue;
+          if (numel < 9) return;
           t.p.set(0, NAN);
           t.m.set(3, -INFINITY);
           t.v.set(numel - 2, INFINITY);
+        };
+        add(2, Updated::anywhere(same));
+        add(int64_t{4} * cuda::kThreads + 7, {});
+        for (int astray = 0; astray < 5; ++astray) {  // one of them alone forbids wide loads
+          std::array<int64_t, 5> past = {};
+          past[astray] = 1;
+          add(9, past);
         }
       }
       return list;
