@@ -239,8 +239,9 @@ def matched(
             continue
         if there.shape != saved[key].shape or there.dtype != saved[key].dtype:
             raise StateMismatch(
-                f"parameter {name!r} is {there.dtype} {tuple(there.shape)} and was "
-                f"{saved[key].dtype} {tuple(saved[key].shape)} when it was saved"
+                f"parameter {name!r}: expected {there.dtype} {tuple(there.shape)} as in this run, "
+                f"got {saved[key].dtype} {tuple(saved[key].shape)} in the checkpoint; build the "
+                "model as it was when it was saved"
             )
         if not is_trained:
             frozen.append((param, saved.pop(key)))
@@ -289,7 +290,10 @@ def _check_counts(state: TrainingState, training: Mapping[str, Any]) -> None:
         counts[f"parameter groups of optimizer {o}"] = (saved, len(optimizer.param_groups))
     for what, (saved, here) in counts.items():
         if saved != here:
-            raise StateMismatch(f"the checkpoint has {saved} {what}, this run {here}")
+            raise StateMismatch(
+                f"{what}: expected {here} as in this run, got {saved} in the checkpoint; give the "
+                "Healer what it had when the checkpoint was saved"
+            )
 
 
 def _make_sharded_state(names: Names, saved: Mapping[Key, Tensor]) -> None:

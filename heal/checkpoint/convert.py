@@ -151,7 +151,8 @@ def _take_over(
     found = _first(tree, MODEL_KEYS)
     weights = tree if found is None and _is_weights(tree) else found
     if weights is None:
-        raise CheckpointError(f"{source} has none of {', '.join(MODEL_KEYS)}; has {list(tree)}")
+        keys = ", ".join(MODEL_KEYS)
+        raise CheckpointError(f"{source}: expected one of {keys}, got {list(tree)}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     schedulers = listed(scheduler)
     saved_optimizers = _listed(_first(tree, OPTIMIZER_KEYS))
@@ -161,7 +162,7 @@ def _take_over(
         ("schedulers", schedulers, saved_schedulers),
     ):
         if len(given) > len(saved):
-            raise CheckpointError(f"{source} has {len(saved)} {what}; {len(given)} were given")
+            raise CheckpointError(f"{source}: expected {len(given)} {what}, got {len(saved)}")
     own = {plain_name(name): str(name) for name in model.state_dict()}
     plain = {own.get(plain_name(name), str(name)): tensor for name, tensor in weights.items()}
     model.load_state_dict(plain)

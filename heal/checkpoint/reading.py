@@ -158,8 +158,8 @@ class CheckpointReader:
             if entry is not None and chunk is not None:
                 if chunk.whole != needed.whole:
                     raise CannotReshard(
-                        f"{self.folder}: {name!r} was {chunk.whole} when it was saved and is "
-                        f"{needed.whole}"
+                        f"{self.folder}: {name!r}: expected {needed.whole} as in this run, got "
+                        f"{chunk.whole} in the checkpoint"
                     )
                 parts.setdefault(chunk, entry)
         dtype = next((torch_dtype(entry.dtype) for entry in parts.values()), torch.float32)

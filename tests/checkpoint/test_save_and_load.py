@@ -132,12 +132,12 @@ def test_a_step_saved_twice_gets_a_folder_of_its_own_and_the_newer_one_is_loaded
     assert_same(again.bits(), bits)
 
 
-def test_another_model_is_refused_by_name_and_nothing_changes(tmp_path):
+def test_another_model_raises_by_name_and_nothing_changes(tmp_path):
     run().train(1).save(tmp_path, 1)
     for change, why in [
         (lambda r: r.model.append(nn.Linear(2, 2)), "'4.weight' is not in the checkpoint"),
         (lambda r: r.model.register_buffer("new", torch.ones(1)), ""),
-        (lambda r: r.model.__setitem__(3, nn.Linear(8, 3)), r"\(3, 8\) and was .*\(2, 8\)"),
+        (lambda r: r.model.__setitem__(3, nn.Linear(8, 3)), r"\(3, 8\) as in this run, got .*\(2, 8\)"),
         (lambda r: r.model.__setitem__(3, nn.Identity()), "'unnamed"),
     ]:
         other = run(seed=1)
@@ -164,7 +164,7 @@ def test_another_number_of_groups_is_refused(tmp_path):
     other.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(StateMismatch, match="unnamed"):
         other.load(tmp_path)
-    with pytest.raises(StateMismatch, match="1 schedulers, this run 0"):
+    with pytest.raises(StateMismatch, match="schedulers: expected 0 as in this run, got 1"):
         checkpoint.load(tmp_path, (fresh := run()).model, fresh.optimizer)
 
 
