@@ -37,7 +37,7 @@ def test_a_worker_that_crashes_fails_the_run_and_does_not_hang_it(tmp_path):
         (tmp_path / f"test_{name}.py").write_text(PASSES)
     words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options_of_make_test()]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
+    assert done.returncode in (1, 3)  # 3: xdist fails while it stops the other worker
     assert "crashed while running 'test_a.py::test_crash'" in done.stdout
 
 

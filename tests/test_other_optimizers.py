@@ -78,7 +78,7 @@ def test_a_good_step_moves_what_it_should(kind):
 def test_only_what_reads_the_flag_is_trusted_with_it():
     assert zclip.wrap(LikeTorch([one_parameter()])).guards_on_device
     assert not zclip.wrap(LikeApex([one_parameter()])).guards_on_device
-    with pytest.raises(ValueError, match="needs an optimizer built with fused=True"):
+    with pytest.raises(ValueError, match="expected an optimizer built with fused=True"):
         zclip.wrap(LikeApex([one_parameter()]), apply="grad_scale")
 
 

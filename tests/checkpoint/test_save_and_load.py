@@ -137,7 +137,10 @@ def test_another_model_raises_by_name_and_nothing_changes(tmp_path):
     for change, why in [
         (lambda r: r.model.append(nn.Linear(2, 2)), "'4.weight' is not in the checkpoint"),
         (lambda r: r.model.register_buffer("new", torch.ones(1)), ""),
-        (lambda r: r.model.__setitem__(3, nn.Linear(8, 3)), r"\(3, 8\) as in this run, got .*\(2, 8\)"),
+        (
+            lambda r: r.model.__setitem__(3, nn.Linear(8, 3)),
+            r"\(3, 8\) as in this run, got .*\(2, 8\)",
+        ),
         (lambda r: r.model.__setitem__(3, nn.Identity()), "'unnamed"),
     ]:
         other = run(seed=1)
