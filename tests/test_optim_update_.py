@@ -171,6 +171,21 @@ def test_all_cpu_paths_have_the_same_bits(algorithm, flags, dtype, damage):
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(results, found[0], strict=True))
 
 
+def test_squares_of_gradients_of_any_size_are_rounded_once(backend):
+    """Also those that round to zero, which the vectors of AVX-512 never compute."""
+    exponents = torch.arange(255, dtype=torch.int32) << 23  # all but those of NaN and Inf
+    ends = torch.tensor([0, 1, 0x3504F3, 0x3504F4, 0x7FFFFF], dtype=torch.int32)
+    magnitudes = (exponents[:, None] + ends).flatten().view(torch.float32)
+    case = Case(ADAM, DECOUPLED, (2 * len(magnitudes),))
+    case.grads = [torch.cat([magnitudes, -magnitudes])]
+    case.seconds[0].zero_()
+    case.settings[2] = 0.0  # beta2: the second moment becomes the square
+    case.run(backend)
+    squares = case.grads[0].double().square().float()
+    assert torch.equal(case.seconds[0], squares)
+    assert 0 < int((squares == 0).sum()) < len(squares)
+
+
 def test_threads_change_no_bit():
     def run(threads):
         torch.set_num_threads(threads)

@@ -125,31 +125,35 @@ ZCLIP_HD UpdateScalars<value_t> scalars_of(Algorithm algorithm, const double* se
   return s;
 }
 
-// Specialised for every type of elements. A square root is exact to the last bit, whatever computes
-// it.
+// Specialised for every type of elements. A square and a square root are exact to the last bit,
+// whatever computes them.
 template <typename value_t>
-struct SquareRoot;
+struct Powers;
 template <>
-struct SquareRoot<float> {
-  ZCLIP_HD static void take(float* x) { *x = sqrtf(*x); }
+struct Powers<float> {
+  ZCLIP_HD static void square(float* x) { *x = *x * *x; }
+  ZCLIP_HD static void take_root(float* x) { *x = sqrtf(*x); }
 };
 template <>
-struct SquareRoot<double> {
-  ZCLIP_HD static void take(double* x) { *x = sqrt(*x); }
+struct Powers<double> {
+  ZCLIP_HD static void square(double* x) { *x = *x * *x; }
+  ZCLIP_HD static void take_root(double* x) { *x = sqrt(*x); }
 };
 
 // Moments move by a fraction of the way instead of being multiplied by beta: beta itself, rounded
 // to float32, would be off by 1e-8 in every step and by 1e-5 after a thousand.
 //
 // The type of the elements is that of the scalars, or a vector of them that has their operators and
-// a SquareRoot of its own.
+// Powers of its own.
 //
 // Adam, arXiv 1412.6980, and AdamW, 1711.05101. Returns what to subtract from the parameter.
 template <bool kAms, typename value_t, typename scalar_t>
 ZCLIP_HD value_t adam_update(value_t g, value_t p, value_t& m, value_t& v, value_t& largest,
                              const UpdateScalars<scalar_t>& s) {
   m = m + (g - m) * s.weight1;
-  const value_t gap = g * g - v;
+  value_t squared = g;
+  Powers<value_t>::square(&squared);
+  const value_t gap = squared - v;
   // An infinite v stays what it is and stops its element, as in torch; Inf - Inf would be NaN.
   const value_t least = value_t{} + s.least;
   const value_t bounded = gap < least ? least : gap;
@@ -159,7 +163,7 @@ ZCLIP_HD value_t adam_update(value_t g, value_t p, value_t& m, value_t& v, value
     largest = largest >= v ? largest : v;  // a NaN in either becomes, or stays, one
     second = largest;
   }
-  SquareRoot<value_t>::take(&second);
+  Powers<value_t>::take_root(&second);
   const value_t denominator = second * s.root + s.eps;
   return s.decay * p + s.rate * m / denominator;
 }
