@@ -285,7 +285,7 @@ class HealingConfig:
         least=0,
     )
 
-    # What nobody had to change: settings of version 0.1 that are fixed.
+    # Settings of version 0.1 that are fixed: no example changed them.
     grad_norm_limit: ClassVar[float] = 100.0
     """A norm before clipping of more than this many times its recent upper range explodes."""
     grad_norm_patience: ClassVar[int] = 3

@@ -25,7 +25,7 @@ from zclip.ops import by_device
 
 MEASURED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # by grad_stats
 HALF = (torch.bfloat16, torch.float16)  # whose own range a sum may leave
-LEAST_BYTES = 4 << 20  # hashed with every snapshot, be it ever so small: half a millisecond
+LEAST_BYTES = 4 << 20  # hashed with every snapshot, however small it is: half a millisecond
 NOTHING = -1.0  # stands for a moment or a step count that the optimizer does not keep (yet)
 KINDS = ("parameter", "buffer", "state")  # of corrupt tensors; the first explains the others
 

@@ -135,7 +135,7 @@ def translated(values: Mapping[str, Any], old: Old, stacklevel: int = 3) -> dict
 
 
 def accepts_old(old: Old) -> Callable[[Class], Class]:
-    """Decorate a dataclass of settings: old names are translated, unknown ones refused by name."""
+    """Decorate a dataclass of settings: old names are translated, unknown ones raise by name."""
 
     def decorate(kind: Class) -> Class:
         init = kind.__init__  # type: ignore[misc]

@@ -90,7 +90,7 @@ class UpdatePlan {
   std::vector<std::vector<int64_t>> strides_;  // of parameters that are not contiguous
   std::vector<Watched> watched_;               // each parameter, followed by its state
   std::vector<int64_t> first_watched_;         // of each parameter in that list, with the end last
-  std::vector<Row> rows_;                      // these two are filled anew in every step
+  std::vector<Row> rows_;                      // these two are filled in every step
   std::vector<UpdateSlot> slots_;
 };
 
