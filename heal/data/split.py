@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["CannotSplit", "count_samples", "num_samples", "own_copy", "split"]
+__all__ = ["CannotSplit", "count_samples", "num_samples", "own_copy", "rebuilt", "split"]
 
 
 class CannotSplit(TypeError):
@@ -80,7 +80,7 @@ def own_copy(batch: Any) -> Any:
 def _copied(value: Any) -> Any:
     if isinstance(value, Mapping) and not isinstance(value, (dict, UserDict)):
         return value
-    return _rebuilt(value, _copied)
+    return rebuilt(value, _copied)
 
 
 # What a batch is made of: its tensors and lists, through whatever containers hold them.
@@ -94,7 +94,7 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a container of the same kind with changed entries; anything else as it is."""
     if isinstance(value, Mapping):
         entries = {key: change(entry) for key, entry in value.items()}
@@ -353,7 +353,7 @@ def _cut(value: Any, total: int, part: slice, *, is_outermost: bool = False) -> 
 def _cut_fields(value: Any, total: int, part: slice) -> Any:
     entries_of(value)  # raises for what is packed
     try:
-        return _rebuilt(value, lambda entry: _cut(entry, total, part))
+        return rebuilt(value, lambda entry: _cut(entry, total, part))
     except CannotSplit:
         raise
     except Exception as error:

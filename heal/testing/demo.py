@@ -4,6 +4,7 @@ It is trained three times from one seed: undisturbed; with faults and no protect
 dies; and with the same faults under a Healer.
 """
 
+import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -106,9 +107,7 @@ class Demonstration:
     num_not_struck: int
     healed_loss: float
     undisturbed_loss: float
-    first_loss: float
     unprotected: str
-    seconds: float
 
 
 def settings() -> HealingConfig:
@@ -132,35 +131,32 @@ def demonstrate(
     """Run all three, print what happens, and write journal and plot to ``run_dir``."""
     began = time.monotonic()
     faults = standard_faults(steps)
+
+    def trained(faults: list[Fault], run_dir: Path | None) -> tuple[Drill, float, float]:
+        model, optimizer, scheduler, loader = build(seed, steps)
+        healer = Healer(model, optimizer, scheduler, settings(), run_dir=run_dir)
+        drill, first = Drill(healer, faults, seed), evaluate(model, loader)
+        drill.run(model.loss, loader, steps, progress)
+        return drill, first, evaluate(model, loader)
+
     console.rule("undisturbed")
-    model, optimizer, scheduler, loader = build(seed, steps)
-    first = evaluate(model, loader)
-    calm = Drill(Healer(model, optimizer, scheduler, settings()), [], seed)
-    calm.run(model.loss, loader, steps, progress)
-    undisturbed = evaluate(model, loader)
+    calm, first, undisturbed = trained([], None)
     console.rule("the same faults, no protection")
     unprotected = _without_protection(steps, seed, faults)
     console.print(unprotected)
     console.rule(f"{len(faults)} faults, healed")
-    model, optimizer, scheduler, loader = build(seed, steps)
-    healer = Healer(model, optimizer, scheduler, settings(), run_dir=run_dir)
-    drill = Drill(healer, faults, seed)
-    drill.run(model.loss, loader, steps, progress)
-    healed = evaluate(model, loader)
-    found = Demonstration(
-        drill.outcomes,
-        len(drill.not_struck),
-        healed,
-        undisturbed,
-        first,
-        unprotected,
-        time.monotonic() - began,
-    )
+    drill, _, healed = trained(faults, run_dir)
     console.print(outcome_table(drill.outcomes))
-    _print_losses(console, found)
+    table = Table(title="loss on the same text, in nats per character")
+    for name in ("before training", "undisturbed", "healed", "unprotected"):
+        table.add_column(name)
+    table.add_row(f"{first:.3f}", f"{undisturbed:.3f}", f"{healed:.3f}", unprotected)
+    console.print(table)
+    seconds = time.monotonic() - began
+    console.print(f"{seconds:.0f} seconds in all")
     console.print(_plot(run_dir / PLOT, calm, drill))
     console.print(f"the whole run on one page: heal report {run_dir}", soft_wrap=True)
-    return found
+    return Demonstration(drill.outcomes, len(drill.not_struck), healed, undisturbed, unprotected)
 
 
 def outcome_table(outcomes: list[Outcome]) -> Table:
@@ -171,13 +167,10 @@ def outcome_table(outcomes: list[Outcome]) -> Table:
     table = Table(title="faults and their cures", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column(COLUMNS[0], overflow="fold", min_width=FAULT_WIDTH)
     for name in COLUMNS[1:]:
-        is_text = name in ("diagnosis", "action")
-        table.add_column(
-            name,
-            overflow="fold" if is_text else "ellipsis",
-            justify="left" if is_text else "right",
-            no_wrap=not is_text,
-        )
+        if name in ("diagnosis", "action"):
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(*(cell.replace("_", " ") for cell in outcome.row()))
     table.add_section()
@@ -187,21 +180,6 @@ def outcome_table(outcomes: list[Outcome]) -> Table:
     return table
 
 
-def _print_losses(console: Console, found: Demonstration) -> None:
-    table = Table(title="loss on the same text, in nats per character")
-    losses = {
-        "before training": f"{found.first_loss:.3f}",
-        "undisturbed": f"{found.undisturbed_loss:.3f}",
-        "healed": f"{found.healed_loss:.3f}",
-        "unprotected": found.unprotected,
-    }
-    for name in losses:
-        table.add_column(name)
-    table.add_row(*losses.values())
-    console.print(table)
-    console.print(f"{found.seconds:.0f} seconds in all")
-
-
 def _without_protection(steps: int, seed: int, faults: list[Fault]) -> str:
     """Train the bare loop until a fault ends it; return how."""
     model, optimizer, scheduler, loader = build(seed, steps)
@@ -209,20 +187,18 @@ def _without_protection(steps: int, seed: int, faults: list[Fault]) -> str:
     bystander.exits.dismiss()
     chaos = Chaos(bystander, faults, seed)
     train_step, broken = chaos.wrap(model.loss), chaos.wrap_loader(loader)
+    epochs = (batch for _ in itertools.count() for batch in broken)
     step = 0
     try:
-        while True:
-            for batch in broken:
-                optimizer.zero_grad()
-                loss = train_step(batch)
-                loss.backward()
-                optimizer.step()
-                scheduler.step()
-                if not math.isfinite(float(loss.detach())):
-                    return f"every loss is NaN from step {step} on"
-                step += 1
-                if step == steps:
-                    return f"reached step {step}"
+        for step, batch in enumerate(itertools.islice(epochs, steps)):
+            optimizer.zero_grad()
+            loss = train_step(batch)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            if not math.isfinite(float(loss.detach())):
+                return f"every loss is NaN from step {step} on"
+        return f"reached step {steps}"
     except Exception as error:
         return f"died at step {step}: {type(error).__name__}"
 
@@ -241,18 +217,10 @@ def _plot(path: Path, calm: Drill, drill: Drill) -> str:
         finite = [loss for _, loss in losses if math.isfinite(loss)]
         axes.set_ylim(min(finite) - 0.1, 1.1 * finite[0])  # some faults go through the roof
     for outcome in drill.outcomes:
-        at = outcome.strike.attempt
+        at, kind = outcome.strike.attempt, outcome.strike.fault.kind
         axes.axvline(at, color="gray", linewidth=0.5)
-        axes.annotate(
-            outcome.strike.fault.kind,
-            (at, 1),
-            xycoords=("data", "axes fraction"),
-            rotation=90,
-            va="top",
-            ha="right",
-            fontsize=7,
-            color="gray",
-        )
+        style: Any = {"rotation": 90, "va": "top", "ha": "right", "fontsize": 7, "color": "gray"}
+        axes.annotate(kind, (at, 1), xycoords=("data", "axes fraction"), **style)
     axes.set_xlabel("attempted steps")
     axes.set_ylabel("loss, nats per character")
     axes.legend(loc="upper right")

@@ -1,5 +1,6 @@
 """A drill: break a run on purpose, watch it heal, and tabulate what that cost."""
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from heal.healer import Healer
 
 
-# A standard drill: kind, when as a share of the run, how often in a row.
 STANDARD = (
     ("nan_gradient", 0.10, 1),
     ("loader_error", 0.16, 1),
@@ -32,6 +32,7 @@ STANDARD = (
     ("network_error", 0.90, 1),
     ("oom_step", 0.94, 1),
 )
+"""A standard drill: kind, when as a share of the run, how often in a row."""
 
 
 def standard_faults(steps: int, optimizers: Sequence[Optimizer] = ()) -> list[Fault]:
@@ -73,17 +74,17 @@ def parse_fault(word: str) -> Fault:
     Raises:
         ValueError: the word is none of these.
     """
-    kind, at, number = word.partition("@")
+    parts = re.fullmatch(r"([^@~]*)(?:@([^x]*)(?:x(.*))?|~(.*))", word)
+    if parts is None:
+        expected = "kind@attempt, kind@attemptxtimes or kind~rate"
+        raise ValueError(f"fault: expected {expected}, got {word!r}")
+    kind, at, times, rate = parts.groups()
     try:
-        if at:
-            first, _, times = number.partition("x")
-            return Fault(kind, int(first), int(times or 1))
-        kind, tilde, number = word.partition("~")
-        if tilde:
-            return Fault(kind, rate=float(number))
+        return (
+            Fault(kind, rate=float(rate)) if at is None else Fault(kind, int(at), int(times or 1))
+        )
     except ValueError as error:
         raise ValueError(f"{word!r}: {error}") from None
-    raise ValueError(f"fault: expected kind@attempt, kind@attemptxtimes or kind~rate, got {word!r}")
 
 
 @dataclass(slots=True)
@@ -145,7 +146,6 @@ class Drill:
     """
 
     def __init__(self, healer: "Healer", faults: Sequence[Fault], seed: int = 0) -> None:
-        self.outcomes: list[Outcome] = []
         self.losses: list[tuple[int, Any]] = []
         self._healer = healer
         self._chaos = Chaos(healer, faults, seed)
@@ -172,16 +172,18 @@ class Drill:
             self.losses.append((self._healer.attempts - 1, loss.detach()))
             return loss
 
+        broken, loader = self._chaos.wrap(noted), self._chaos.wrap_loader(loader)
         try:
-            self._healer.run(
-                self._chaos.wrap(noted), self._chaos.wrap_loader(loader), steps, progress=progress
-            )
+            self._healer.run(broken, loader, steps, progress=progress)
         finally:
-            self._collect()
             seconds = time.monotonic() - began
-            for outcome in self.outcomes:
+            for outcome in self._note_strikes().values():
                 outcome.seconds += outcome.lost_steps * seconds / max(1, self._healer.attempts)
         return seconds
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return list(self._by_fault.values())
 
     @property
     def missed(self) -> list[str]:
@@ -191,19 +193,18 @@ class Drill:
     def not_struck(self) -> list[Fault]:
         return self._chaos.not_struck
 
-    def _collect(self) -> None:
+    def _note_strikes(self) -> dict[int, Outcome]:
         """Make an outcome of every fault that struck, noticed or not."""
         for strike in self._chaos.strikes:
-            if id(strike.fault) not in self._by_fault:
-                self._by_fault[id(strike.fault)] = Outcome(strike)
-                self.outcomes.append(self._by_fault[id(strike.fault)])
+            self._by_fault.setdefault(id(strike.fault), Outcome(strike))
+        return self._by_fault
 
     def _attribute(self, diagnosis: Diagnosis, plan: Plan) -> None:
         """Be the hook: agree with every plan, and attribute it to the newest fault."""
-        self._collect()
-        if not self._chaos.strikes:
+        outcomes = self._note_strikes()
+        if not outcomes:
             return
-        outcome = self._by_fault[id(self._chaos.strikes[-1].fault)]
+        outcome = outcomes[id(self._chaos.strikes[-1].fault)]
         here = self._healer.last_step + 1
         if outcome.detected_at is None:
             outcome.detected_at = here

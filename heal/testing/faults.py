@@ -1,53 +1,38 @@
-"""The faults: what each does to a run. When they strike is in :mod:`heal.testing.chaos`.
+"""Breaks a run on purpose: faults by step or by rate, seeded, for drills and tests.
 
 A fault strikes where the real one would: in the loader, in forward or backward, between two steps
-or in the memory of a snapshot. Creeping ones strike at many attempts in a row, a little harder
-every time; the corpus of ``tools/forecast`` has the same, and a test compares the two.
+or in the memory of a snapshot. It strikes a set number of times, by the count of attempts, so that
+a step which is repeated after a rollback is not hit again. Creeping ones strike at many attempts in
+a row, a little harder every time; the corpus of ``tools/forecast`` has the same, and a test
+compares the two.
 """
 
-import copy
-import dataclasses
 import math
 import os
+import random
 import signal
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from heal.actions import check_number
 from heal.buffers import Key
+from heal.data.split import rebuilt
+from heal.micro_batch import TrainStep
 
 if TYPE_CHECKING:
-    from heal.testing.chaos import Chaos
+    from heal.healer import Healer
 
 LARGEST_FACTOR = 1e4  # growth stops somewhere; by then every run has diverged
 DRIFT_RAMP = 100  # attempts in which a drift grows to its full rate
 PERIOD = 20.0  # attempts of one swing of an oscillation
 LARGEST_SWING = 9.0  # nats
-
-NAN = float("nan")
-SIZES = {
-    "nan_gradient": NAN,
-    "inf_gradient": float("inf"),
-    "exploding_gradient": 1e6,
-    "nan_loss": NAN,
-    "loss_spike": 100.0,
-    "corrupt_weight": NAN,
-    "weight_drift": 4.0,
-    "lr_spike": 1000.0,
-    "slow_step": 0.2,
-    "slow_rank": 0.2,
-    "growing_lr": 0.03,
-    "oscillating_lr": 0.02,
-    "creeping_scale": 0.03,
-    "creeping_noise": 0.04,
-    "creeping_drift": 0.01,
-}
-"""What ``size`` is by default: a factor, a value, seconds, or growth per attempt."""
+RESET = "injected: connection reset by peer"
+NAN, INF = math.nan, math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +74,7 @@ class Fault:
     @property
     def strength(self) -> float:
         """How hard: ``size``, or the default of its kind."""
-        return SIZES.get(self.kind, 0.0) if self.size is None else self.size
+        return KINDS[self.kind].size if self.size is None else self.size
 
     def __str__(self) -> str:
         """As the command line has it."""
@@ -112,57 +97,147 @@ class Strike:
     seconds: float = field(default_factory=time.monotonic)
 
 
-LossChange = Callable[[Tensor], Tensor]
+class BrokenLoader:
+    """Passes on what a loader gives, except where ``check_batch`` raises."""
+
+    def __init__(self, loader: Any, check_batch: Callable[[Any], Any]) -> None:
+        self._loader = loader
+        self._check_batch = check_batch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unlike a generator, ``map`` goes on after an error, as DataLoader's iterators do."""
+        return map(self._check_batch, iter(self._loader))
+
+    def __getattr__(self, name: str) -> Any:
+        """Samplers, generators and the like are the loader's own."""
+        return getattr(self._loader, name)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchFault:
-    """A change to every tensor of the batch, instead of to the loss."""
+class Chaos:
+    """Strikes a run that is trained by a Healer.
 
-    change: Callable[[Tensor], Tensor]
+    Args:
+        healer: whose run is broken.
+        faults: what to do, and when.
+        seed: of the choice of tensors, elements and attempts; the run's own generators are not
+            touched.
 
-    def apply(self, batch: Any) -> Any:
-        """Return the batch with the change; raises NothingToBreak if that changes nothing."""
-        hit: list[Tensor] = []
+    Attributes:
+        healer: the same.
+        batch: what this attempt trains on; a fault may put another in its place.
+        strikes: what happened so far. A fault that found nothing to change did not happen, nor did
+            one after a fault that raised at the same attempt.
 
-        def note(tensor: Tensor) -> Tensor:
-            changed = self.change(tensor)
-            if changed is not tensor:
-                hit.append(tensor)
-            return changed
+    Example:
+        >>> chaos = Chaos(healer, [Fault("nan_gradient", at=100), Fault("bad_batch", rate=0.01)])
+        >>> healer.run(chaos.wrap(train_step), chaos.wrap_loader(loader), steps=1000)
+    """
 
-        broken = change_tensors(batch, note)
-        if not hit:
-            raise NothingToBreak
+    def __init__(self, healer: "Healer", faults: Sequence[Fault], seed: int = 0) -> None:
+        self.strikes: list[Strike] = []
+        self.healer = healer
+        self.batch: Any = None
+        self._faults = list(faults)
+        self._random = random.Random(seed)
+        self._seed = seed
+        self._attempt = -1
+        self._batch = -1
+
+    def wrap(self, train_step: TrainStep) -> TrainStep:
+        """Return ``train_step`` with faults; those between steps strike before it runs."""
+
+        def broken(batch: Any) -> Tensor:
+            self.batch = batch
+            later: list[tuple[Strike, LossChange]] = []
+            for fault in self._due_now():
+                strike = self._note(fault, self._attempt)  # now, because it may raise
+                try:
+                    change = KINDS[fault.kind].strike(self, fault)
+                except NothingToBreak:
+                    self.strikes.pop()
+                    continue
+                if change is not None:
+                    self.strikes.pop()
+                    later.append((strike, change))
+            loss = train_step(self.batch)
+            for strike, change in later:
+                loss = change(loss)
+                self.strikes.append(strike)
+            return loss
+
         return broken
 
+    def wrap_loader(self, loader: Any) -> BrokenLoader:
+        """Return the loader with the faults of kind "loader_error"."""
+        return BrokenLoader(loader, self._check_batch)
 
-def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a batch with ``change`` applied to its tensors; containers stay what they are.
+    def _check_batch(self, batch: Any) -> Any:
+        """Count a batch that was drawn; one that should fail is lost, as a torn sample's would."""
+        self._batch += 1
+        for fault in self._due(self._batch, in_loader=True):
+            self._note(fault, self._batch)
+            raise ValueError(f"injected: sample of batch {self._batch} is torn ({fault.kind})")
+        return batch
 
-    Dicts, dataclasses, lists, tuples, named tuples and mappings like BatchEncoding; the batch that
-    was given is not touched, because a loader may give it again. What is not understood is left as
-    it is.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        entries = {name: change_tensors(entry, change) for name, entry in value.items()}
-        if not isinstance(value, MutableMapping):
-            return type(value)(entries)  # type: ignore[call-arg]
-        changed: Any = copy.copy(value)  # a constructor may need other arguments: BatchEncoding
-        changed.update(entries)
-        return changed
-    if isinstance(value, (list, tuple)):
-        items = [change_tensors(entry, change) for entry in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = copy.copy(value)
-        for field in dataclasses.fields(value):
-            entry = change_tensors(getattr(value, field.name), change)
-            object.__setattr__(changed, field.name, entry)  # past frozen
-        return changed
-    return value
+    @property
+    def not_struck(self) -> list[Fault]:
+        """The faults meant for this rank that did not happen, not even once."""
+        struck = {id(strike.fault) for strike in self.strikes}
+        return [f for f in self._faults if id(f) not in struck and self._is_here(f)]
+
+    def _due_now(self) -> list[Fault]:
+        """The faults of a new attempt; further pieces or batches of the same one have none."""
+        counted = self.healer.attempts
+        if not counted:  # a hand-written loop: every call is an attempt
+            self._attempt += 1
+        elif counted - 1 > self._attempt:
+            self._attempt = counted - 1
+        else:
+            return []
+        return self._due(self._attempt, in_loader=False)
+
+    def _due(self, attempt: int, in_loader: bool) -> list[Fault]:
+        """Those whose turn it is. All draw, whatever strikes: ranks draw the same numbers."""
+        due = []
+        for fault in self._faults:
+            if (fault.kind == "loader_error") is not in_loader:
+                continue
+            if fault.at is None:
+                strikes = self._random.random() < fault.rate
+            else:
+                strikes = fault.at <= attempt < fault.at + fault.times
+            if strikes and self._is_here(fault):
+                due.append(fault)
+        return due
+
+    def _note(self, fault: Fault, attempt: int) -> Strike:
+        self.strikes.append(Strike(fault, attempt, self.healer.last_step + 1))
+        return self.strikes[-1]
+
+    def _is_here(self, fault: Fault) -> bool:
+        """Ranks draw the same numbers; where a fault strikes is decided after."""
+        chosen = 0 if fault.rank is None and fault.kind == "slow_rank" else fault.rank
+        return chosen is None or chosen == self.healer.journal.rank
+
+    def parameter(self) -> Tensor:
+        """Choose a trainable parameter with more than one element."""
+        params = [p for p in self.healer.model.parameters() if p.requires_grad and p.numel() > 1]
+        return self._random.choice(params)
+
+    def element(self, tensor: Tensor) -> int:
+        """Choose an element."""
+        return self._random.randrange(tensor.numel())
+
+    def since(self, fault: Fault) -> int:
+        """Return how many attempts ago a fault struck first; 0 for one that strikes by rate."""
+        return 0 if fault.at is None else self._attempt - fault.at
+
+    def generator(self) -> torch.Generator:
+        """Return a generator for this attempt: the run's own are not touched."""
+        return torch.Generator().manual_seed((self._seed << 32) + self._attempt)
+
+
+LossChange = Callable[[Tensor], Tensor]
 
 
 class _Gradient(torch.autograd.Function):
@@ -184,23 +259,15 @@ def _on_the_way_back(factor: float, error: Exception | None = None) -> LossChang
     return lambda loss: _Gradient.apply(loss, factor, error)  # type: ignore[no-untyped-call]
 
 
-def _scale_gradient(chaos: "Chaos", fault: Fault) -> LossChange:
-    return _on_the_way_back(fault.strength)
-
-
-def _scale_loss(chaos: "Chaos", fault: Fault) -> LossChange:
-    return lambda loss: loss * fault.strength
-
-
 def _out_of_memory() -> Exception:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (injected)")
 
 
-def _oom_in_forward(chaos: "Chaos", fault: Fault) -> None:
-    raise _out_of_memory()
+def _raise(error: Exception) -> None:
+    raise error
 
 
-def _oom_in_step(chaos: "Chaos", fault: Fault) -> None:
+def _oom_in_step(chaos: Chaos, fault: Fault) -> None:
     """Let the optimizer update one parameter, then fail: the worst moment there is."""
     inner: Any = chaos.healer.optimizers[0].inner
 
@@ -214,21 +281,21 @@ def _oom_in_step(chaos: "Chaos", fault: Fault) -> None:
 
 
 @torch.no_grad()
-def _corrupt_weight(chaos: "Chaos", fault: Fault) -> None:
+def _corrupt_weight(chaos: Chaos, fault: Fault) -> None:
     """Overwrite one weight, as a flipped bit in its exponent would."""
     param = chaos.parameter()
     param.view(-1)[chaos.element(param)] = fault.strength
 
 
 @torch.no_grad()
-def _scale_weights(chaos: "Chaos", factor: float) -> None:
+def _scale_weights(chaos: Chaos, factor: float) -> None:
     """Silent, finite, and nothing an update could do."""
     for param in chaos.healer.model.parameters():
         if param.requires_grad:
             param.mul_(factor)
 
 
-def _reset_optimizer(chaos: "Chaos", fault: Fault) -> None:
+def _reset_optimizer(chaos: Chaos, fault: Fault) -> None:
     states = [optimizer.state for optimizer in chaos.healer.optimizers]
     if not any(entry for state in states for entry in state.values()):
         raise NothingToBreak  # plain SGD keeps nothing
@@ -237,7 +304,7 @@ def _reset_optimizer(chaos: "Chaos", fault: Fault) -> None:
 
 
 @torch.no_grad()
-def _corrupt_optimizer(chaos: "Chaos", fault: Fault) -> None:
+def _corrupt_optimizer(chaos: Chaos, fault: Fault) -> None:
     for optimizer in chaos.healer.optimizers:
         for state in optimizer.state.values():
             for name, value in state.items():
@@ -247,32 +314,42 @@ def _corrupt_optimizer(chaos: "Chaos", fault: Fault) -> None:
     raise NothingToBreak
 
 
-def _scale_lr(chaos: "Chaos", factor: float) -> None:
+def _scale_lr(chaos: Chaos, factor: float) -> None:
     for optimizer in chaos.healer.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * factor
 
 
-def _bad_batch(chaos: "Chaos", fault: Fault) -> BatchFault:
-    """Give the model a batch of another shape than it can use."""
-    return BatchFault(lambda t: t[..., :0] if t.dim() and t.numel() else t)
+def _break_batch(chaos: Chaos, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the tensors of the batch: of a copy, because a loader may give the same one again."""
+    hits = 0
+
+    def changed(value: Any) -> Any:
+        nonlocal hits
+        if not isinstance(value, Tensor):
+            return rebuilt(value, changed)
+        new = change(value)
+        hits += new is not value
+        return new
+
+    batch = changed(chaos.batch)
+    if not hits:
+        raise NothingToBreak
+    chaos.batch = batch
 
 
-def _nan_batch(chaos: "Chaos", fault: Fault) -> BatchFault:
-    """Give the model NaN for every float, as a broken decoder does; tokens are left as they are."""
-
-    def spoil(tensor: Tensor) -> Tensor:
-        is_float = tensor.is_floating_point() or tensor.is_complex()
-        return torch.full_like(tensor, NAN) if is_float else tensor
-
-    return BatchFault(spoil)
+def _emptied(tensor: Tensor) -> Tensor:
+    """Another shape than the model can use."""
+    return tensor[..., :0] if tensor.dim() and tensor.numel() else tensor
 
 
-def _network_error(chaos: "Chaos", fault: Fault) -> None:
-    raise ConnectionError("injected: connection reset by peer")
+def _spoiled(tensor: Tensor) -> Tensor:
+    """NaN for every float, as a broken decoder makes; tokens are left as they are."""
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    return torch.full_like(tensor, NAN) if is_float else tensor
 
 
-def _flip_bit(chaos: "Chaos", fault: Fault) -> None:
+def _flip_bit(chaos: Chaos, fault: Fault) -> None:
     """Flip one bit of the newest good snapshot, as a cosmic ray would."""
     snapshot = chaos.healer.newest_snapshot()
     if snapshot is None:
@@ -282,11 +359,7 @@ def _flip_bit(chaos: "Chaos", fault: Fault) -> None:
     data[chaos.element(data)] ^= 1 << 4
 
 
-def _slow_down(chaos: "Chaos", fault: Fault) -> None:
-    time.sleep(fault.strength)
-
-
-def _send_signal(chaos: "Chaos", fault: Fault) -> None:
+def _send_signal(chaos: Chaos, fault: Fault) -> None:
     os.kill(os.getpid(), getattr(signal, fault.kind.upper()))
 
 
@@ -311,24 +384,19 @@ def drift(since: float, rate: float) -> float:
     return 1.0 + rate * min(since / DRIFT_RAMP, 1.0)
 
 
-def grow_lr(chaos: "Chaos", fault: Fault) -> None:
+def _grow_lr(chaos: Chaos, fault: Fault) -> None:
     """Multiply the rate. A schedule that sets it at every step takes that back."""
     since, rate = chaos.since(fault), fault.strength
     _scale_lr(chaos, grown(since, rate) / grown(max(since - 1, 0), rate))
 
 
-def oscillate_lr(chaos: "Chaos", fault: Fault) -> None:
+def _swing_lr(chaos: Chaos, fault: Fault) -> None:
     """Let the rate swing, ever more widely, around what it was."""
     since, depth = chaos.since(fault), fault.strength
     _scale_lr(chaos, math.exp(swing(since, depth) - swing(max(since - 1, 0), depth)))
 
 
-def creep_scale(chaos: "Chaos", fault: Fault) -> LossChange:
-    """Multiply the gradient, not the loss."""
-    return _on_the_way_back(grown(chaos.since(fault), fault.strength))
-
-
-def creep_noise(chaos: "Chaos", fault: Fault) -> None:
+def _add_noise(chaos: Chaos, fault: Fault) -> None:
     """Add noise to the next gradient of every tensor, in norms of that gradient."""
     level = noise_level(chaos.since(fault), fault.strength)
     generator = chaos.generator()
@@ -346,37 +414,61 @@ def creep_noise(chaos: "Chaos", fault: Fault) -> None:
             handles[param] = param.register_post_accumulate_grad_hook(disturb)
 
 
-Kind = Callable[["Chaos", Fault], LossChange | BatchFault | None]
+class Kind(NamedTuple):
+    """What a kind of fault does; a change of the loss is returned and happens after forward.
+
+    ``size`` is how hard by default: a factor, a value, seconds, or growth per attempt.
+    """
+
+    strike: Callable[[Chaos, Fault], LossChange | None]
+    size: float = 0.0
+
+
+def _scale_gradient(chaos: Chaos, fault: Fault) -> LossChange:
+    return _on_the_way_back(fault.strength)
+
+
+def _scale_loss(chaos: Chaos, fault: Fault) -> LossChange:
+    return lambda loss: loss * fault.strength
+
+
+def _slow_down(chaos: Chaos, fault: Fault) -> None:
+    time.sleep(fault.strength)
+
+
+def _drift(chaos: Chaos, fault: Fault) -> None:
+    _scale_weights(chaos, drift(chaos.since(fault), fault.strength))
+
 
 KINDS: dict[str, Kind] = {
-    "nan_gradient": _scale_gradient,
-    "inf_gradient": _scale_gradient,
-    "exploding_gradient": _scale_gradient,
-    "nan_loss": _scale_loss,
-    "loss_spike": _scale_loss,
-    "corrupt_weight": _corrupt_weight,
-    "weight_drift": lambda chaos, fault: _scale_weights(chaos, fault.strength),
-    "corrupt_optimizer": _corrupt_optimizer,
-    "reset_optimizer": _reset_optimizer,
-    "lr_spike": lambda chaos, fault: _scale_lr(chaos, fault.strength),
-    "oom_forward": _oom_in_forward,
-    "oom_backward": lambda chaos, fault: _on_the_way_back(1.0, _out_of_memory()),
-    "oom_step": _oom_in_step,
-    "bad_batch": _bad_batch,
-    "nan_batch": _nan_batch,
-    "loader_error": lambda chaos, fault: None,  # BrokenLoader raises it
-    "network_error": _network_error,
-    "flip_snapshot_bit": _flip_bit,
-    "slow_step": _slow_down,
-    "slow_rank": _slow_down,
-    "growing_lr": grow_lr,
-    "oscillating_lr": oscillate_lr,
-    "creeping_scale": creep_scale,
-    "creeping_noise": creep_noise,
-    "creeping_drift": lambda chaos, fault: _scale_weights(
-        chaos, drift(chaos.since(fault), fault.strength)
+    "nan_gradient": Kind(_scale_gradient, NAN),
+    "inf_gradient": Kind(_scale_gradient, INF),
+    "exploding_gradient": Kind(_scale_gradient, 1e6),
+    "nan_loss": Kind(_scale_loss, NAN),
+    "loss_spike": Kind(_scale_loss, 100.0),
+    "corrupt_weight": Kind(_corrupt_weight, NAN),
+    "weight_drift": Kind(lambda chaos, fault: _scale_weights(chaos, fault.strength), 4.0),
+    "corrupt_optimizer": Kind(_corrupt_optimizer),
+    "reset_optimizer": Kind(_reset_optimizer),
+    "lr_spike": Kind(lambda chaos, fault: _scale_lr(chaos, fault.strength), 1000.0),
+    "oom_forward": Kind(lambda chaos, fault: _raise(_out_of_memory())),
+    "oom_backward": Kind(lambda chaos, fault: _on_the_way_back(1.0, _out_of_memory())),
+    "oom_step": Kind(_oom_in_step),
+    "bad_batch": Kind(lambda chaos, fault: _break_batch(chaos, _emptied)),
+    "nan_batch": Kind(lambda chaos, fault: _break_batch(chaos, _spoiled)),
+    "loader_error": Kind(lambda chaos, fault: None),  # the loader raises it
+    "network_error": Kind(lambda chaos, fault: _raise(ConnectionError(RESET))),
+    "flip_snapshot_bit": Kind(_flip_bit),
+    "slow_step": Kind(_slow_down, 0.2),
+    "slow_rank": Kind(_slow_down, 0.2),
+    "growing_lr": Kind(_grow_lr, 0.03),
+    "oscillating_lr": Kind(_swing_lr, 0.02),
+    "creeping_scale": Kind(
+        lambda chaos, fault: _on_the_way_back(grown(chaos.since(fault), fault.strength)), 0.03
     ),
-    "sigterm": _send_signal,
-    "sigkill": _send_signal,
+    "creeping_noise": Kind(_add_noise, 0.04),
+    "creeping_drift": Kind(_drift, 0.01),
+    "sigterm": Kind(_send_signal),
+    "sigkill": Kind(_send_signal),
 }
 """What can be done to a run, by name."""

@@ -55,7 +55,8 @@ def test_the_gradient_is_scaled_and_the_loss_is_not():
     weight = torch.tensor(2.0, requires_grad=True)
     chaos = Chaos(regression().healer(), [])
     chaos._attempt = ONSET + 3
-    change = slow_faults.creep_scale(chaos, Fault("creeping_scale", at=ONSET, size=0.5))
+    fault = Fault("creeping_scale", at=ONSET, size=0.5)
+    change = slow_faults.KINDS[fault.kind].strike(chaos, fault)
     loss = change(weight**2)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(4.0)
@@ -77,7 +78,7 @@ def test_noise_creeps_into_the_gradient_once_a_step_and_only_there():
     clean = gradient()
     before = torch.get_rng_state()
     chaos._attempt = ONSET + 5
-    slow_faults.creep_noise(chaos, Fault("creeping_noise", at=ONSET, size=0.2))
+    slow_faults.KINDS["creeping_noise"].strike(chaos, Fault("creeping_noise", at=ONSET, size=0.2))
     noisy = gradient()
     level = slow_faults.noise_level(5, 0.2)
     for one, other in zip(clean, noisy, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from heal.lab.forecast.score import Model
+from heal.lab.forecast.score import FORMAT, Model
 from tools.forecast.simulate import Streams
 
 SHOWN = ("detection", "detection_interval", "false_per_10k", "false_per_10k_interval")
@@ -39,9 +39,25 @@ def corpus_digest(streams: Streams) -> str:
     return digest.hexdigest()
 
 
+def to_json(model: Model) -> dict[str, Any]:
+    """Return the content of a model file; :func:`heal.lab.forecast.score.from_json` reads it."""
+    return {
+        "format": FORMAT,
+        "names": list(model.names),
+        "means": list(model.means),
+        "scales": list(model.scales),
+        "layers": [{"weights": [list(r) for r in w], "biases": list(b)} for w, b in model.layers],
+        "calibration": {"levels": list(model.levels), "chances": list(model.chances)},
+        "memory": model.memory,
+        "limits": {f"{share:g}": limit for share, limit in model.limits.items()},
+        "stretch_steps": model.stretch_steps,
+        "card": model.card,
+    }
+
+
 def digest(model: Model) -> str:
     """Return the SHA-256 of all that a model computes with; its card is left out."""
-    content = {name: part for name, part in model.to_json().items() if name != "card"}
+    content = {name: part for name, part in to_json(model).items() if name != "card"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -95,13 +95,13 @@ def trained(runs: Any, kind: str, seed: int, card: dict[str, Any] | None = None)
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from tools.forecast.card import origin
+    from tools.forecast import card
 
     streams = corpus_of(arguments, CORPUS_SEED, FULL)
     runs = dataset_of(arguments, streams)
-    card = origin(streams, CORPUS_SEED)
-    model = trained(runs, arguments.kind, arguments.seed, card)
-    _write(arguments.output or "model.json", model.to_json())
+    origin = card.origin(streams, CORPUS_SEED)
+    model = trained(runs, arguments.kind, arguments.seed, origin)
+    _write(arguments.output or "model.json", card.to_json(model))
     return 0
 
 
@@ -126,7 +126,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         _write(arguments.output, told)
     if arguments.card:
         path = Path(arguments.model or SHIPPED)
-        _write(path, card.with_metrics(model, told).to_json())
+        _write(path, card.to_json(card.with_metrics(model, told)))
     return 0
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.lab.forecast import score as conformal
 from heal.lab.forecast.features import NAMES
 from heal.lab.forecast.score import Model
+from tools.forecast import conformal
 from tools.forecast.calibration import HORIZON, steps_within, table
 from tools.forecast.dataset import Dataset
 from tools.forecast.judge import evidence
@@ -94,7 +94,6 @@ def _fit_steps(
     layers = _layers(x, y, kind, seed, passes)
     return Model(
         names=tuple(NAMES[i] for i in columns),
-        indices=tuple(columns),
         means=tuple(mean.tolist()),
         scales=tuple(scale.tolist()),
         layers=tuple(

@@ -6,14 +6,10 @@ Inf or missing leaves the numbers that need it as they were.
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from heal.detectors.robust import LARGEST
 from heal.verdict import Flag, Record
-
-# What the features are called, and what each says of a run.
-
 
 ABOUT: dict[str, str] = {
     "loss_rise": "Mean loss of 8 steps above that of 32, in deviations of its noise.",
@@ -49,7 +45,6 @@ ABOUT: dict[str, str] = {
 
 NAMES = tuple(ABOUT)
 
-
 FAST, MID, SLOW = 1.0 / 8, 1.0 / 32, 1.0 / 128
 NOISE_FAST, NOISE_SLOW, SHARE = 1.0 / 10, 1.0 / 100, 1.0 / 16
 DEVIATION = 0.886  # of normal noise, per mean distance of neighbours
@@ -61,67 +56,31 @@ CHECK_INTERVAL = 10  # steps between two norms of the weights: of more frequent 
 TINY = 1e-30
 WEIGHT_TINY = 1e-5  # per step: what weights change by in any training
 
-__all__ = ["ABOUT", "NAMES", "Features"]
 
-
-@dataclass(slots=True)
 class Features:
     """Follows one run; :meth:`observe` returns its features after each step, see :data:`NAMES`."""
 
-    n: float = 0.0
-    fast: float = 0.0
-    mid: float = 0.0
-    slow: float = 0.0
-    noise_fast: float = 0.0
-    noise_slow: float = 0.0
-    last_loss: float = 0.0
-    last_change: float = 0.0
-    last_residual: float = 0.0
-    leap: float = 0.0
-    first: float = 0.0
-    best: float = math.nan
-    trend: float = 0.0
-    reversals: float = 0.0
-    product: float = 0.0
-    square: float = 0.0
-    m: float = 0.0
-    norm_fast: float = 0.0
-    norm_mid: float = 0.0
-    norm_slow: float = 0.0
-    norm_noise_fast: float = 0.0
-    norm_noise_slow: float = 0.0
-    last_norm: float = 0.0
-    norm_peak: float = math.nan
-    z_run: float = 0.0
-    clip_fast: float = 0.0
-    clip_slow: float = 0.0
-    refused: float = 0.0
-    k: float = 0.0
-    lr_mid: float = 0.0
-    lr_slow: float = 0.0
-    lr_change: float = 0.0
-    last_lr: float = 0.0
-    lr_leap: float = 0.0
-    lr_peak: float = math.nan
-    lr_path: float = 0.0
-    lr_top: float = math.nan
-    lr_top_age: float = 0.0
-    lr_held: float = math.nan
-    override: float = 0.0
-    j: float = 0.0
-    step_fast: float = 0.0
-    step_slow: float = 0.0
-    i: float = 0.0
-    w: float = 0.0
-    weight_last: float = 0.0
-    weight_slow: float = 0.0
-    weight_rate: float = 0.0
-    weight_habit: float = 0.0
-    weight_surge: float = 0.0
-    since_check: float = 0.0
-    second_fast: float = 0.0
-    second_slow: float = 0.0
-    steps: float = 0.0
+    def __init__(self) -> None:
+        self.steps = self.since_check = 0.0
+        # Losses: how many, their levels, the noise from step to step, and what was best.
+        self.n = self.fast = self.mid = self.slow = self.noise_fast = self.noise_slow = 0.0
+        self.last_loss = self.last_change = self.last_residual = self.leap = self.first = 0.0
+        self.trend = self.reversals = self.product = self.square = 0.0
+        self.best = math.nan
+        # Logs of gradient norms: the same.
+        self.m = self.norm_fast = self.norm_mid = self.norm_slow = self.last_norm = 0.0
+        self.norm_noise_fast = self.norm_noise_slow = self.z_run = 0.0
+        self.norm_peak = math.nan
+        self.clip_fast = self.clip_slow = self.refused = 0.0
+        # Logs of learning rates, and of updates over weights.
+        self.k = self.lr_mid = self.lr_slow = self.lr_change = self.last_lr = self.lr_leap = 0.0
+        self.lr_path = self.lr_top_age = self.override = 0.0
+        self.lr_peak = self.lr_top = self.lr_held = math.nan
+        self.j = self.step_fast = self.step_slow = 0.0
+        # Logs of seconds, and of the norm of the weights.
+        self.i = self.second_fast = self.second_slow = 0.0
+        self.w = self.weight_last = self.weight_slow = 0.0
+        self.weight_rate = self.weight_habit = self.weight_surge = 0.0
 
     def observe(self, record: Record) -> list[float]:
         """Hear of a step, in order."""
@@ -314,13 +273,13 @@ class Features:
 
     def state(self) -> dict[str, Any]:
         """Return all that is remembered, as values that JSON has."""
-        return {n: value if value == value else None for n, value in asdict(self).items()}
+        return {name: value if value == value else None for name, value in vars(self).items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Remember what :meth:`state` returned, and nothing else."""
-        for field in fields(self):
-            value = state[field.name]
-            setattr(self, field.name, math.nan if value is None else float(value))
+        for name in vars(self):
+            value = state[name]
+            setattr(self, name, math.nan if value is None else float(value))
 
 
 def _compressed(value: float) -> float:

@@ -1,13 +1,11 @@
 """Models whose verdict is known: of one feature, with one weight."""
 
-from heal.lab.forecast.features import NAMES
 from heal.lab.forecast.score import Model
 
 
 def model_of(feature="loss_climb", weight=6.0, bias=-2.0, limit=2.0, **changes):
     values = {
         "names": (feature,),
-        "indices": (NAMES.index(feature),),
         "means": (0.0,),
         "scales": (1.0,),
         "layers": ((((weight,),), (bias,)),),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from heal.lab.forecast import score as conformal
+from tools.forecast import conformal
 
 
 @pytest.mark.parametrize("share", conformal.SHARES)

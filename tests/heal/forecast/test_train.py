@@ -9,6 +9,7 @@ import torch
 from heal.lab.forecast.features import NAMES
 from heal.lab.forecast.score import from_json
 from tools.forecast import calibration, corpus, dataset, evaluate, judge, results, train
+from tools.forecast.card import to_json
 
 pytest.importorskip("sklearn")
 
@@ -52,7 +53,7 @@ def test_both_models_find_most_slow_failures_of_runs_they_have_not_seen(tiny):
 def test_a_model_is_calibrated_on_runs_and_survives_json(tiny):
     model = train.calibrate(train.fit(tiny), tiny)
     assert list(model.limits) == [0.2, 0.1, 0.05, 0.02]  # 84 healthy runs cannot promise 1 %
-    again = from_json(json.loads(json.dumps(model.to_json(), allow_nan=False)))
+    again = from_json(json.loads(json.dumps(to_json(model), allow_nan=False)))
     assert np.array_equal(
         judge.logits(again, tiny.features[:2]), judge.logits(model, tiny.features[:2])
     )
