@@ -10,15 +10,14 @@ from heal.settings import (
     Removed,
     Renamed,
     accepts_old,
-    check_names,
     checked,
     parsed,
+    present_names,
     read_settings,
     setting,
     settings_of,
     shown,
     text_of,
-    translated,
     write_settings,
 )
 
@@ -28,10 +27,11 @@ TABLE = "heal"
 """The table of a TOML file that is ours, where the file has others."""
 
 
+WAITS = "eight waits of 30 seconds to ten minutes are fixed; a hook may plan Backoff(seconds)"
+
 OLD: dict[str, Renamed | Removed] = {
     "data": Renamed("after_rollback", {"skip": "skip_data", "replay": "replay_data"}),
     "max_consecutive": Renamed("max_consecutive_skips"),
-    "micro_batch_min": Renamed("micro_batch_min_samples"),
     "snapshot_memory_fraction": Renamed("snapshot_memory_factor"),
     "snapshot_count": Removed("snapshot_memory_factor limits the number of snapshots"),
     "divergence_patience": Removed("an experiment decides whether a run has diverged"),
@@ -46,9 +46,10 @@ OLD: dict[str, Renamed | Removed] = {
     "plateau_improvement": Removed("it is fixed; use plateau_steps"),
     "throughput_factor": Removed('it is fixed; use disabled_detectors="throughput_collapse"'),
     "throughput_patience": Removed('it is fixed; use disabled_detectors="throughput_collapse"'),
-    "backoff_cap_seconds": Removed("it is fixed; use backoff_seconds"),
-    "max_backoffs": Removed("it is fixed; use backoff_seconds"),
-    "backoff_budget_seconds": Removed("eight waits are the limit; use backoff_seconds"),
+    "backoff_seconds": Removed(WAITS),
+    "backoff_cap_seconds": Removed(WAITS),
+    "max_backoffs": Removed(WAITS),
+    "backoff_budget_seconds": Removed(WAITS),
     "attempts_reset_steps": Removed("it is fixed; use max_recovery_attempts"),
     "skip_window": Removed("it is fixed; a hook may plan SkipBatches"),
     "skip_window_batches": Removed("it is fixed; a hook may plan SkipBatches"),
@@ -62,6 +63,11 @@ OLD: dict[str, Renamed | Removed] = {
     "max_consecutive_data_errors": Removed("it is fixed; use max_data_errors"),
     "nccl_timeout_seconds": Removed("it is fixed; use nccl_health_check_interval"),
     "gpu_health_check_interval": Removed("it is fixed"),
+    "eval_gap": Removed('it is fixed at 2; use disabled_detectors="overfitting_gap"'),
+    "chance_loss": Removed("it is fixed at ln 2, the loss of guessing in DPO"),
+    "micro_batch_min": Removed("1, or 2 where the model has a BatchNorm1d"),
+    "micro_batch_min_samples": Removed("1, or 2 where the model has a BatchNorm1d"),
+    "micro_batch_grow_steps": Removed("pieces grow after ten times incident_steps"),
 }
 """Settings of version 0.1, accepted with a warning until 0.3: their new names, or what to use."""
 
@@ -85,25 +91,14 @@ class HealingConfig:
     incident_steps: int = setting(
         100,
         "Clean steps after trouble until it counts as over and the next starts with the mildest "
-        "plan.",
-        group="budget",
+        "plan; after ten times as many, batches cut for lack of memory are cut less.",
         least=1,
     )
     max_consecutive_skips: int = setting(
-        100,
-        "Skipped steps in a row that stop the run, whatever nan_action says.",
-        group="budget",
-        least=1,
+        100, "Skipped steps in a row that stop the run, whatever nan_action says.", least=1
     )
     max_data_errors: int = setting(
-        100, "Batches of the whole run that may fail to load or to run.", group="budget", least=0
-    )
-    backoff_seconds: float = setting(
-        30.0,
-        "First wait after a network error; each further wait is twice as long, up to ten minutes.",
-        group="budget",
-        least=0,
-        most=600,
+        100, "Batches of the whole run that may fail to load or to run.", least=0
     )
 
     # Detection: what is looked for, and when it is reported.
@@ -115,61 +110,36 @@ class HealingConfig:
         choices=("warn", "skip", "raise", "rollback"),
     )
     nan_patience: int = setting(
-        5, "Skipped steps in a row that start a check of the weights.", group="detection", least=1
+        5, "Skipped steps in a row that start a check of the weights.", least=1
     )
     zclip_enabled: bool = setting(
         True,
         "Clip gradients whose norm is unusually large for this run (ZClip); off: gradients are "
         "measured, never clipped.",
-        group="detection",
     )
     zclip_z_threshold: float = setting(
         2.5,
         "Standard deviations above its mean (z-score) from which a gradient norm is clipped.",
-        group="detection",
         above=0,
     )
     max_grad_norm: float = setting(
-        0.0,
-        "Fixed limit of the gradient norm, besides ZClip; 0: none.",
-        group="detection",
-        least=0,
+        0.0, "Fixed limit of the gradient norm, besides ZClip; 0: none.", least=0
     )
     loss_spike_factor: float = setting(
-        5.0,
-        "A loss of more than this many times its recent level is a spike.",
-        group="detection",
-        above=1,
-    )
-    eval_gap: float = setting(
-        2.0,
-        "Evaluation loss minus training loss that is reported as overfitting.",
-        group="detection",
-        above=0,
+        5.0, "A loss of more than this many times its recent level is a spike.", above=1
     )
     plateau_steps: int = setting(
-        1000,
-        "Steps without improvement of the loss that are reported; 0: never.",
-        group="detection",
-        least=0,
-    )
-    chance_loss: float = setting(
-        0.6931,
-        "The loss of guessing (DPO: ln 2); a plateau there is reported as such; 0: none.",
-        group="detection",
-        least=0,
+        1000, "Steps without improvement of the loss that are reported; 0: never.", least=0
     )
     check_interval: int = setting(
         50,
         "Steps between checks of weights and optimizer state for NaN, resets and leaps; 0: never.",
-        group="detection",
         least=0,
     )
     lag: int = setting(
         2,
         "Steps after which the measurements of a step are read, so that the host does not wait for "
         "the device.",
-        group="detection",
         least=0,
         most=64,
     )
@@ -178,18 +148,14 @@ class HealingConfig:
         "Detectors that are switched off, by name, separated by commas: host_news, skipped_steps, "
         "gradient_explosion, loss, lr, plateau, not_learning, overfitting_gap, "
         "throughput_collapse, health.",
-        group="detection",
     )
     alert_only_detectors: str = setting(
-        "",
-        "Detectors that report and change nothing, by name, separated by commas.",
-        group="detection",
+        "", "Detectors that report and change nothing, by name, separated by commas."
     )
     forecast: bool = setting(
         False,
         "Forecast slow failures; a warning takes a snapshot, tightens the clip and checks more "
         "often.",
-        group="detection",
     )
 
     # Cure: what a recovery does.
@@ -203,33 +169,15 @@ class HealingConfig:
     lr_factor: float = setting(
         0.5,
         "Factor on the learning rate, from the second rollback for the same trouble on.",
-        group="cure",
         above=0,
         most=1,
     )
     lr_ramp_steps: int = setting(
-        200,
-        "Steps over which a lowered learning rate returns to its schedule.",
-        group="cure",
-        least=0,
-    )
-    micro_batch_min_samples: int = setting(
-        1,
-        "Fewest samples of a piece, when memory runs out and batches are cut into pieces.",
-        group="cure",
-        least=1,
-    )
-    micro_batch_grow_steps: int = setting(
-        1000,
-        "Clean steps after which pieces of batches grow again; 0: never.",
-        group="cure",
-        least=0,
+        200, "Steps over which a lowered learning rate returns to its schedule.", least=0
     )
 
     # Durability: copies of the run, and the health of the job.
-    snapshot_interval: int = setting(
-        50, "Steps between snapshots in host memory.", group="durability", least=1
-    )
+    snapshot_interval: int = setting(50, "Steps between snapshots in host memory.", least=1)
     snapshot_memory_factor: float = setting(
         4.0,
         "Host memory for snapshots, as a multiple of the bytes of the trainable state: about the "
@@ -238,50 +186,36 @@ class HealingConfig:
         above=0,
     )
     quarantine_steps: int = setting(
-        10,
-        "Clean steps after which a snapshot counts as good and may be returned to.",
-        group="durability",
-        least=0,
+        10, "Clean steps after which a snapshot counts as good and may be returned to.", least=0
     )
     checkpoint_interval: int = setting(
         1000,
         "Steps between checkpoints on disk, in the checkpoint_dir of the healer; 0: only at the "
         "end.",
-        group="durability",
         least=0,
     )
     checkpoint_keep: int = setting(
-        3,
-        "Checkpoints to keep; the newest that was verified is never removed.",
-        group="durability",
-        least=1,
+        3, "Checkpoints to keep; the newest that was verified is never removed.", least=1
     )
-    checkpoint_async: bool = setting(
-        True, "Write checkpoints in a thread while training goes on.", group="durability"
-    )
+    checkpoint_async: bool = setting(True, "Write checkpoints in a thread while training goes on.")
     nccl_health_check_interval: int = setting(
         100,
         "Steps between checks across ranks: pings over any backend, and a comparison of the "
         "replicas of DDP and HSDP, bit by bit; 0: never.",
-        group="durability",
         least=0,
     )
     hang_timeout_seconds: float = setting(
         600.0,
         "Time without a step, in run() or with, after which all ranks dump their stacks; 0: never.",
-        group="durability",
         least=0,
     )
     hang_exit: bool = setting(
-        False,
-        "End a rank that hangs, with exit code 50, once its stacks are dumped.",
-        group="durability",
+        False, "End a rank that hangs, with exit code 50, once its stacks are dumped."
     )
     shutdown_timeout_sec: float = setting(
         600.0,
         "Time to save everything in after SIGTERM or SIGUSR1, before the process is ended; 0: no "
         "limit.",
-        group="durability",
         least=0,
     )
 
@@ -306,6 +240,17 @@ class HealingConfig:
     """Steps between checks of the GPU."""
     nccl_timeout_seconds: ClassVar[float] = 10.0
     """How long a ping may take."""
+    eval_gap: ClassVar[float] = 2.0
+    """Evaluation loss minus training loss that is reported as overfitting."""
+    chance_loss: ClassVar[float] = 0.6931
+    """The loss of guessing in DPO, ln 2; a plateau there is reported as such."""
+    backoff_seconds: ClassVar[float] = 30.0
+    """First wait after a network error; each further one is twice as long, up to ten minutes."""
+
+    @property
+    def micro_batch_grow_steps(self) -> int:
+        """Clean steps after which pieces of batches grow again."""
+        return 10 * self.incident_steps
 
     def __post_init__(self) -> None:
         for name, (kind, _, about) in settings_of(type(self)).items():
@@ -339,8 +284,7 @@ class HealingConfig:
         Raises:
             ConfigError: a name is unknown or a value is wrong.
         """
-        check_names(cls, values, OLD)
-        return cls(**translated(values, OLD))
+        return cls(**present_names(cls, values, OLD))
 
     @classmethod
     def from_toml(cls, path_or_text: str | os.PathLike[str]) -> "HealingConfig":
@@ -357,8 +301,7 @@ class HealingConfig:
         """
         text, where = text_of(path_or_text)
         values = read_settings(text, TABLE, where, cls)
-        check_names(cls, values, OLD)
-        return cls(**translated(values, OLD))
+        return cls(**present_names(cls, values, OLD))
 
     def to_toml(self) -> str:
         """Return the settings as TOML, each with a comment; :meth:`from_toml` reads it back."""
@@ -375,8 +318,7 @@ class HealingConfig:
             if not isinstance(word, str) or "=" not in word:
                 raise ConfigError(f"expected key=value, a str, got {shown(word)}")
             name, _, text = (part.strip() for part in word.partition("="))
-            check_names(type(self), {name: text}, OLD)
-            for present, value in translated({name: text}, OLD).items():
+            for present, value in present_names(type(self), {name: text}, OLD).items():
                 kind, _, about = settings_of(type(self))[present]
                 changes[present] = parsed(present, value, kind, about)
         return replace(self, **changes)

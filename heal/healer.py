@@ -37,7 +37,7 @@ from heal.guarded_step import JUDGED, GuardedStep, judgeable
 from heal.integrations.trackers import attach
 from heal.journal import LEFT_OUT, Journal, Notes
 from heal.lr_schedules import Schedules
-from heal.micro_batch import MicroBatcher, TrainStep
+from heal.micro_batch import MicroBatcher, TrainStep, fewest_samples
 from heal.monitor import Monitor
 from heal.postmortem import describe_machine, describe_training
 from heal.progress import Progress
@@ -164,7 +164,7 @@ class Healer:
         self.state = TrainingState(
             model, optimizers, self.schedules.all, self.guarded.scaler, rules, buffers, note
         )
-        least, grow_steps = config.micro_batch_min_samples, config.micro_batch_grow_steps
+        least, grow_steps = fewest_samples(model), config.micro_batch_grow_steps
         self.micro = MicroBatcher(model, self.state.parameters, least, grow_steps, None, buffers)
         self.stream = BatchStream(self._loader_failed, keeps_last=ranks.has_others, note=note)
         self.durable = None if checkpoint_dir is None else self._open(checkpoint_dir, process_group)

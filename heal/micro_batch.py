@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, ModuleList, Sequential
+from torch.nn import BatchNorm1d, Module, ModuleList, Sequential
 from torch.utils.checkpoint import checkpoint
 
 from heal.buffers import SMALL_BYTES, STATISTICS, BufferCopies
@@ -281,6 +281,11 @@ class MicroBatcher:
             for (piece, _), w in zip(pieces, weights, strict=True)
             if w or self.messages.are_in_every_forward
         ]
+
+
+def fewest_samples(model: Module) -> int:
+    """Return the fewest samples of a piece: BatchNorm1d cannot take the variance of one."""
+    return 2 if any(isinstance(module, BatchNorm1d) for module in model.modules()) else 1
 
 
 def _divided(samples: int, by: int) -> int:

@@ -12,9 +12,8 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -60,11 +59,16 @@ def setting(default: T, doc: str, **details: Any) -> T:
 
 
 def settings_of(kind: type) -> dict[str, tuple[type, Any, Setting]]:
-    """Return type, default and description of every setting of a dataclass, by name."""
-    return {
-        f.name: (cast(type, f.type), None if f.default is MISSING else f.default, f.metadata[_KEY])
-        for f in fields(kind)
-    }
+    """Return type, default and description of every setting of a dataclass, by name.
+
+    A group goes on until the next one begins.
+    """
+    group, found = "", {}
+    for f in fields(kind):
+        about: Setting = f.metadata[_KEY]
+        group = about.group or group
+        found[f.name] = cast(type, f.type), f.default, replace(about, group=group)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,39 +89,33 @@ class Removed:
 Old = Mapping[str, Renamed | Removed]
 
 
-def check_names(kind: type, values: Mapping[str, Any], old: Old = MappingProxyType({})) -> None:
-    """Refuse a setting that does not exist, and guess which one was meant.
+def present_names(
+    kind: type, values: Mapping[str, Any], old: Old, stacklevel: int = 3
+) -> dict[str, Any]:
+    """Return settings by their present names; warn once of all that are out of date.
 
     Raises:
-        ConfigError: there is no setting of that name, and there was none.
+        ConfigError: there is no setting of that name, and there was none, or a setting is given by
+            its old and by its new name.
     """
     known = settings_of(kind)
+    now: dict[str, Any] = {}
+    advice: list[str] = []
     for name, value in values.items():
         if not isinstance(name, str):
             raise ConfigError(
                 f"{shown(name)} = {shown(value)}: expected the name of a setting, a str, got "
                 f"{type(name).__name__}"
             )
-        if name not in known and name not in old:
+        entry = old.get(name)
+        if name in known:
+            now[name] = value
+        elif entry is None:
             near = difflib.get_close_matches(name, known, n=1)
             wanted = near[0] if near else f"one of {', '.join(known)}"
             raise ConfigError(
                 f"{name} = {shown(value)}: expected {wanted}, got no setting of that name"
             )
-
-
-def translated(values: Mapping[str, Any], old: Old, stacklevel: int = 3) -> dict[str, Any]:
-    """Return settings by their present names; warn once of all that are out of date.
-
-    Raises:
-        ConfigError: a setting is given by its old and by its new name.
-    """
-    now: dict[str, Any] = {}
-    advice: list[str] = []
-    for name, value in values.items():
-        entry = old.get(name)
-        if entry is None:
-            now[name] = value
         elif isinstance(entry, Removed):
             advice.append(f"{name} has no effect: {entry.instead}")
         elif entry.to in values:
@@ -142,8 +140,7 @@ def accepts_old(old: Old) -> Callable[[Class], Class]:
 
         @functools.wraps(init)
         def checked_init(self: Any, *values: Any, **settings: Any) -> None:
-            check_names(kind, settings, old)
-            init(self, *values, **translated(settings, old))
+            init(self, *values, **present_names(kind, settings, old))
 
         kind.__init__ = checked_init  # type: ignore[misc]
         return kind

@@ -52,7 +52,7 @@ def plateau(family: str, seed: int, strikes: bool) -> bool:
         return training.train_step([inputs, labels])
 
     chance = math.log(classes)
-    healer = _healer(training, plateau_steps=FLAT_STEPS, chance_loss=chance)
+    healer = _healer(training, plateau_steps=FLAT_STEPS)
     healer.run(train_step, training.loader, STEPS, progress=False)
     told = [d for _, d, _ in healer.history if d.cause is Cause.PLATEAU]
     # Those that end well lie flat as well, but lower.

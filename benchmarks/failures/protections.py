@@ -21,7 +21,6 @@ SETTINGS: dict[str, Any] = {
     "check_interval": 5,
     "lr_ramp_steps": 20,
     "incident_steps": 20,
-    "micro_batch_grow_steps": 20,
     "snapshot_memory_factor": 4.0,
 }
 """For runs of 120 steps; the default settings are for runs of a thousand times that."""

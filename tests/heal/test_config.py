@@ -25,14 +25,13 @@ def test_the_defaults_are_those_that_were_promised():
         "zclip_z_threshold": 2.5,
         "max_grad_norm": 0.0,
         "lr_factor": 0.5,
-        "eval_gap": 2.0,
-        "backoff_seconds": 30.0,
         "snapshot_memory_factor": 4.0,
         "lag": 2,
         "after_rollback": "skip_data",
-        "micro_batch_min_samples": 1,
     }
     assert promised.items() <= config.to_dict().items()
+    fixed = {"eval_gap": 2.0, "backoff_seconds": 30.0, "micro_batch_grow_steps": 1000}
+    assert {name: getattr(config, name) for name in fixed} == fixed
 
 
 def test_presets_differ_from_the_defaults_in_these_values_only():
@@ -98,8 +97,9 @@ def test_a_wrong_value_is_named_with_what_was_wanted(name):
 
 
 def test_numbers_of_other_libraries_are_taken_as_plain_ones():
-    config = HealingConfig(lag=np.int64(3), lr_factor=np.float32(0.25), eval_gap=3)
-    assert [type(v) for v in (config.lag, config.lr_factor, config.eval_gap)] == [int, float, float]
+    config = HealingConfig(lag=np.int64(3), lr_factor=np.float32(0.25), max_grad_norm=3)
+    values = config.lag, config.lr_factor, config.max_grad_norm
+    assert [type(value) for value in values] == [int, float, float]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_numbers_of_other_libraries_are_taken_as_plain_ones():
         HealingConfig(),
         HealingConfig.aggressive(),
         HealingConfig(
-            lr_factor=1 / 3, after_rollback="replay_data", zclip_enabled=False, backoff_seconds=1e-9
+            lr_factor=1 / 3, after_rollback="replay_data", zclip_enabled=False, max_grad_norm=1e-9
         ),
     ],
 )
@@ -292,7 +292,6 @@ PRESENT = {
     "nan_patience": 7,
     "after_rollback": "replay_data",
     "max_consecutive_skips": 50,
-    "micro_batch_min_samples": 2,
     "snapshot_memory_factor": 6.0,
 }
 
@@ -364,4 +363,4 @@ def test_settings_are_few_and_in_four_groups():
     groups = [about.group for _, _, about in SETTINGS.values()]
     assert list(dict.fromkeys(groups)) == ["budget", "detection", "cure", "durability"]
     assert groups == sorted(groups, key=list(dict.fromkeys(groups)).index)
-    assert len(SETTINGS) <= 44
+    assert len(SETTINGS) <= 29

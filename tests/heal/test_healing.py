@@ -198,7 +198,7 @@ def test_weights_that_break_in_the_first_steps_return_to_the_beginning(at):
 
 
 def test_memory_that_was_short_once_is_tried_again_later():
-    setup = regression(micro_batch_grow_steps=10)
+    setup = regression(incident_steps=1)
     healer = setup.healer()
     strike(setup, [Fault("oom_forward", at=20, times=2)], 23, healer)
     assert healer.training.micro_batches == 4

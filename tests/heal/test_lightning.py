@@ -315,14 +315,15 @@ def test_a_bad_batch_is_passed_over():
     assert module.seen == STEPS + 1
 
 
-def test_a_network_error_is_waited_for_and_the_run_is_the_undisturbed_one():
+def test_a_network_error_is_waited_for_and_the_run_is_the_undisturbed_one(monkeypatch):
     """The same batch again, with the same dropout and the same statistics of BatchNorm."""
 
     def fail(module, batch):
         module.loss(batch)
         raise ConnectionError("no route to host")
 
-    callback = healing(backoff_seconds=0.0)
+    monkeypatch.setattr(HealingConfig, "backoff_seconds", 0.0)
+    callback = healing()
     module, bare = Module(faults={9: fail}), Module()
     assert_same(outcome(module, fit(module, callback)), outcome(bare, fit(bare)))
 
@@ -349,8 +350,9 @@ def out_of_memory(module, batch):
     return module.loss(batch)
 
 
-def test_out_of_memory_is_healed_in_smaller_pieces():
-    callback = healing(micro_batch_grow_steps=3)
+def test_out_of_memory_is_healed_in_smaller_pieces(monkeypatch):
+    monkeypatch.setattr(HealingConfig, "micro_batch_grow_steps", 3)
+    callback = healing()
     module = Module(faults={n: out_of_memory for n in range(10, 13)})
     trainer = fit(module, callback)
     assert {d.cause.value for _, d, _ in callback.healer.history} == {"oom"}
@@ -359,12 +361,13 @@ def test_out_of_memory_is_healed_in_smaller_pieces():
     assert last_losses(module) < 1.2 * bare_loss()
 
 
-def test_a_batch_that_the_first_attempt_took_apart_is_whole_in_the_second():
+def test_a_batch_that_the_first_attempt_took_apart_is_whole_in_the_second(monkeypatch):
     def pops(module, batch):
         loss = module.loss((batch.pop(0), batch.pop(0)))
         raise ConnectionError("no route to host") if loss.isfinite() else ValueError(loss)
 
-    callback = healing(backoff_seconds=0.0)
+    monkeypatch.setattr(HealingConfig, "backoff_seconds", 0.0)
+    callback = healing()
     module, bare = Module(faults={9: pops}), Module()
     assert_same(outcome(module, fit(module, callback)), outcome(bare, fit(bare)))
 

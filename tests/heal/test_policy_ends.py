@@ -25,7 +25,6 @@ CONFIGS = st.builds(
     nan_patience=st.integers(1, 10),
     nan_action=st.sampled_from(["warn", "skip", "raise", "rollback"]),
     after_rollback=st.sampled_from(["skip_data", "replay_data"]),
-    backoff_seconds=st.sampled_from([0.0, 30.0, 600.0]),
     max_data_errors=st.integers(0, 10),
 )
 

@@ -139,12 +139,12 @@ def test_what_was_found_while_saving_is_treated_after_the_resume():
 
 
 def test_batches_in_pieces_grow_back_when_they_would_have():
-    _, _, healer = build(micro_batch_grow_steps=3)
-    _, _, new = build(micro_batch_grow_steps=3)
+    _, _, healer = build(incident_steps=1)
+    _, _, new = build(incident_steps=1)
     old, young = healer.micro, new.micro
     assert old.shrink()
     assert old.shrink()
-    for _ in range(5):  # three for the first growth, of six for the second
+    for _ in range(26):  # ten for the first growth, of twenty for the second
         old.note_clean()
     new.memory.resume(5, healer.memory.values())
     counts = []

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from heal import ExitCode, Healer, HealingError
 from heal.micro_batch import MicroBatcher
 
 torch.set_num_threads(1)
@@ -231,3 +232,18 @@ def test_beside_a_batch_that_cannot_be_cut_others_are():
     micro.undo()
     micro.backward([packed, X], train_step, lambda loss: loss)
     assert seen[2:] == ["PackedSequence", "Tensor", "Tensor"]
+
+
+@pytest.mark.parametrize(("norm", "fewest"), [(False, 1), (True, 2)])
+def test_no_piece_is_too_small_for_batch_norm(norm, fewest):
+    model, seen = make(norm=norm), []
+    healer = Healer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train_step(batch):
+        seen.append(len(batch))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with pytest.raises(HealingError) as ended:
+        healer.run(train_step, [torch.randn(8, 2)], 1, progress=False)
+    assert ended.value.exit_code == ExitCode.OUT_OF_MEMORY
+    assert min(seen) == fewest

@@ -73,11 +73,11 @@ def test_a_healthy_run_of_any_trainer_raises_no_alarm(name, tmp_path):
     assert healed.decisions == []
 
 
-@pytest.mark.parametrize(("name", "chance"), [("rewards/accuracies", 0.0), ("accuracy", 0.69)])
+@pytest.mark.parametrize(("name", "chance"), [("rewards/accuracies", 0.0), ("accuracy", 0.6931)])
 def test_a_log_of_preferences_speaks_for_chance_in_place_of_the_loss(name, chance, tmp_path):
     class Tells(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             logs[name] = 0.5
 
-    healed = Healed(tiny.plain(tmp_path, callbacks=[Tells()], max_steps=3), chance_loss=0.69)
+    healed = Healed(tiny.plain(tmp_path, callbacks=[Tells()], max_steps=3))
     assert healed.healer.monitor.watch.detectors["plateau"].chance == chance
