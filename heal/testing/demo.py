@@ -153,7 +153,7 @@ def demonstrate(
     table.add_row(f"{first:.3f}", f"{undisturbed:.3f}", f"{healed:.3f}", unprotected)
     console.print(table)
     seconds = time.monotonic() - began
-    console.print(f"{seconds:.0f} seconds in all")
+    console.print(f"{seconds:.0f} seconds in all; waits are shortened to a sixtieth")
     console.print(_plot(run_dir / PLOT, calm, drill))
     console.print(f"the whole run on one page: heal report {run_dir}", soft_wrap=True)
     return Demonstration(drill.outcomes, len(drill.not_struck), healed, undisturbed, unprotected)
