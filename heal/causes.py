@@ -6,6 +6,7 @@ tables of the documentation read the row; a row that lacks a column is an error 
 
 from dataclasses import asdict, dataclass
 from enum import Enum, IntEnum
+from functools import partial
 from typing import Any
 
 from heal.exit_codes import ExitCode, ExitReason
@@ -128,6 +129,44 @@ EDGE = "Cohen et al. 2021, arXiv:2103.00065"
 DISPLACEMENT = "Razin et al. 2024, arXiv:2410.08847"
 
 
+# fmt: off
+# What the rows of one kind have in common; a row may say otherwise.
+_stops = partial(  # ends the run at once
+    About,
+    family=Family.STOP, severity=Severity.FATAL, onset=Onset.AT_ONCE, needs_snapshot=False,
+    explains=(), exit_reason=None,
+)
+_raised = partial(  # an exception: the step was not taken
+    About,
+    severity=Severity.ERROR, is_fact=False, onset=Onset.AT_ONCE, needs_snapshot=False,
+    explains=(),
+)
+_damage = partial(  # found by a check of weights and optimizer state
+    About,
+    family=Family.NUMERIC, blames=Blames.STATE, onset=Onset.CHECKED, explains=(),
+    sent_as=Flag.UNKNOWN_ERROR, exit_code=ExitCode.UNRECOVERABLE, exit_reason=None,
+    reference=SILENT_ERRORS,
+)
+_skipped = partial(  # the device skips the step
+    About,
+    family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, onset=Onset.SKIPPED,
+    needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR, reference=ZCLIP,
+)
+_symptom = partial(  # of damage, or of other data: an experiment decides
+    About,
+    family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=False,
+    onset=Onset.GRADUAL, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+    exit_code=ExitCode.UNRECOVERABLE, exit_reason=ExitReason.DIVERGENCE,
+)
+_alert = partial(  # reported, never acted upon
+    About,
+    family=Family.ALERT, severity=Severity.WARN, is_fact=False, onset=Onset.AT_ONCE,
+    needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
+    exit_code=ExitCode.UNRECOVERABLE, exit_reason=None,
+)
+# fmt: on
+
+
 class Cause(str, Enum):
     """Why a run is in trouble.
 
@@ -145,233 +184,167 @@ class Cause(str, Enum):
         return cause
 
     # fmt: off
-    PREEMPTED = "preempted", About(
-        title="The job was asked to stop",
-        summary="The job received a signal to stop.",
-        family=Family.STOP, severity=Severity.FATAL, blames=Blames.SCHEDULER, is_fact=True,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.PREEMPTED, exit_reason=None, reference="",
+    PREEMPTED = "preempted", _stops(
+        title="The job was asked to stop", summary="The job received a signal to stop.",
+        blames=Blames.SCHEDULER, is_fact=True, sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.PREEMPTED, reference="",
     )
-    DEVICE_ERROR = "device_error", About(
-        title="The device failed",
-        summary="The device reported an error that poisons the process.",
-        family=Family.STOP, severity=Severity.FATAL, blames=Blames.DEVICE, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=None,
-        exit_code=ExitCode.HARDWARE, exit_reason=None, reference=UNICRON,
+    DEVICE_ERROR = "device_error", _stops(
+        title="The device failed", summary="The device reported an error that poisons the process.",
+        blames=Blames.DEVICE, is_fact=False, sent_as=None, exit_code=ExitCode.HARDWARE,
+        reference=UNICRON,
     )
-    COLLECTIVE_ERROR = "collective_error", About(
+    COLLECTIVE_ERROR = "collective_error", _stops(
         title="Ranks lost contact",
         summary="A collective failed or timed out; the process group is broken.",
-        family=Family.STOP, severity=Severity.FATAL, blames=Blames.RANKS, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=None,
-        exit_code=ExitCode.DISTRIBUTED, exit_reason=None, reference=UNICRON,
+        blames=Blames.RANKS, is_fact=False, sent_as=None, exit_code=ExitCode.DISTRIBUTED,
+        reference=UNICRON,
     )
-    UNKNOWN = "unknown", About(
-        title="An unknown error",
-        summary="An error that healing has no cure for.",
-        family=Family.STOP, severity=Severity.FATAL, blames=Blames.UNKNOWN, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference="",
+    UNKNOWN = "unknown", _stops(
+        title="An unknown error", summary="An error that healing has no cure for.",
+        blames=Blames.UNKNOWN, is_fact=False, sent_as=Flag.UNKNOWN_ERROR,
+        exit_code=ExitCode.UNRECOVERABLE, reference="",
     )
-    OUT_OF_MEMORY = "oom", About(
-        title="Memory ran out",
-        summary="Out of memory: the micro-batch exceeds what is free.",
-        family=Family.MEMORY, severity=Severity.ERROR, blames=Blames.MEMORY, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.OUT_OF_MEMORY,
+    OUT_OF_MEMORY = "oom", _raised(
+        title="Memory ran out", summary="Out of memory: the micro-batch exceeds what is free.",
+        family=Family.MEMORY, blames=Blames.MEMORY, sent_as=Flag.OUT_OF_MEMORY,
         exit_code=ExitCode.OUT_OF_MEMORY, exit_reason=ExitReason.OOM, reference=UNICRON,
     )
     DESYNC = "desync", About(
-        title="Ranks fell out of step",
-        summary="Ranks that should be at the same step are not.",
+        title="Ranks fell out of step", summary="Ranks that should be at the same step are not.",
         family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.RANKS, is_fact=True,
         onset=Onset.AT_ONCE, needs_snapshot=True, explains=(), sent_as=Flag.UNKNOWN_ERROR,
         exit_code=ExitCode.DISTRIBUTED, exit_reason=None, reference=SILENT_ERRORS,
     )
-    WEIGHT_CORRUPTION = "weight_corruption", About(
+    WEIGHT_CORRUPTION = "weight_corruption", _damage(
         title="Weights were damaged",
         summary="Weights hold NaN or Inf, or changed as no update could change them.",
-        family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.STATE, is_fact=False,
-        onset=Onset.CHECKED, needs_snapshot=True, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=SILENT_ERRORS,
+        severity=Severity.ERROR, is_fact=False, needs_snapshot=True,
     )
-    OPTIMIZER_CORRUPTION = "optimizer_corruption", About(
+    OPTIMIZER_CORRUPTION = "optimizer_corruption", _damage(
         title="The optimizer's state was damaged",
         summary="The optimizer's state holds NaN or Inf.",
-        family=Family.NUMERIC, severity=Severity.ERROR, blames=Blames.STATE, is_fact=True,
-        onset=Onset.CHECKED, needs_snapshot=True, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=SILENT_ERRORS,
+        severity=Severity.ERROR, is_fact=True, needs_snapshot=True,
     )
-    OPTIMIZER_RESET = "optimizer_reset", About(
+    OPTIMIZER_RESET = "optimizer_reset", _damage(
         title="The optimizer lost its state",
         summary="The optimizer lost its moments or its step count.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.STATE, is_fact=False,
-        onset=Onset.CHECKED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=SILENT_ERRORS,
+        severity=Severity.WARN, is_fact=False, needs_snapshot=False,
     )
-    INSTABILITY_AHEAD = "instability_ahead", About(
+    INSTABILITY_AHEAD = "instability_ahead", _alert(
         title="Instability was forecast",
         summary="The forecast expects the loss to double soon; nothing is damaged yet.",
-        family=Family.WARNING, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference="",
+        family=Family.WARNING, blames=Blames.MODEL, reference="",
     )
-    LR_SPIKE = "lr_spike", About(
+    LR_SPIKE = "lr_spike", _symptom(
         title="The learning rate jumped",
-        summary="The learning rate is not what the schedule says, or far above all before and "
-        "the loss suffers.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.LEARNING_RATE, is_fact=False,
-        onset=Onset.GRADUAL, needs_snapshot=False,
-        explains=("divergence", "loss_spike", "gradient_explosion"), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=OPT,
+        summary="The learning rate is not what the schedule says, or far above all before and the "
+        "loss suffers.",
+        blames=Blames.LEARNING_RATE, explains=("divergence", "loss_spike", "gradient_explosion"),
+        exit_reason=None, reference=OPT,
     )
-    NONFINITE_LOSS = "nonfinite_loss", About(
+    NONFINITE_LOSS = "nonfinite_loss", _skipped(
         title="The loss was NaN or Inf",
         summary="The loss is NaN or Inf; the device skipped the step.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=True,
-        onset=Onset.SKIPPED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.NONFINITE, exit_reason=ExitReason.NAN, reference=ZCLIP,
+        is_fact=True, exit_code=ExitCode.NONFINITE, exit_reason=ExitReason.NAN,
     )
-    NONFINITE_GRADIENT = "nonfinite_gradient", About(
+    NONFINITE_GRADIENT = "nonfinite_gradient", _skipped(
         title="Gradients held NaN or Inf",
         summary="NaN or Inf in the gradients; the device skipped the step.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=True,
-        onset=Onset.SKIPPED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.NONFINITE, exit_reason=ExitReason.NAN, reference=ZCLIP,
+        is_fact=True, exit_code=ExitCode.NONFINITE, exit_reason=ExitReason.NAN,
     )
-    DIVERGENCE = "divergence", About(
-        title="The loss kept rising",
-        summary="The loss rises above the best level it had.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=False,
-        onset=Onset.GRADUAL, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=ExitReason.DIVERGENCE, reference=OPT,
+    DIVERGENCE = "divergence", _symptom(
+        title="The loss kept rising", summary="The loss rises above the best level it had.",
+        reference=OPT,
     )
-    LOSS_SPIKE = "loss_spike", About(
-        title="The loss jumped",
-        summary="The loss jumped far above its level.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=False,
-        onset=Onset.GRADUAL, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=ExitReason.DIVERGENCE, reference=PALM,
+    LOSS_SPIKE = "loss_spike", _symptom(
+        title="The loss jumped", summary="The loss jumped far above its level.",
+        reference=PALM,
     )
-    GRADIENT_EXPLOSION = "gradient_explosion", About(
+    GRADIENT_EXPLOSION = "gradient_explosion", _symptom(
         title="Gradients exploded",
         summary="Gradient norms far above all before, and the loss suffers.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=False,
-        onset=Onset.GRADUAL, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=ExitReason.DIVERGENCE, reference=ADAGC,
+        reference=ADAGC,
     )
-    GRADIENT_SPIKE = "gradient_spike", About(
+    GRADIENT_SPIKE = "gradient_spike", _skipped(
         title="A gradient was unusually large",
         summary="A gradient norm out of the ordinary; the clip rule dealt with it.",
-        family=Family.NUMERIC, severity=Severity.WARN, blames=Blames.DATA, is_fact=False,
-        onset=Onset.SKIPPED, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=ZCLIP,
+        is_fact=False, exit_code=ExitCode.UNRECOVERABLE, exit_reason=None,
     )
-    DATA_ERROR = "data_error", About(
-        title="A batch of data could not be used",
-        summary="A batch could not be read or used.",
-        family=Family.DATA, severity=Severity.ERROR, blames=Blames.DATA, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.DATA_ERROR,
+    DATA_ERROR = "data_error", _raised(
+        title="A batch of data could not be used", summary="A batch could not be read or used.",
+        family=Family.DATA, blames=Blames.DATA, sent_as=Flag.DATA_ERROR,
         exit_code=ExitCode.BAD_DATA, exit_reason=None,
         reference="Deep Researcher, arXiv:2604.05854",
     )
-    NETWORK_ERROR = "network_error", About(
-        title="The network did not answer",
-        summary="A service or network did not answer.",
-        family=Family.WAIT, severity=Severity.ERROR, blames=Blames.SERVICE, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.NETWORK_ERROR,
+    NETWORK_ERROR = "network_error", _raised(
+        title="The network did not answer", summary="A service or network did not answer.",
+        family=Family.WAIT, blames=Blames.SERVICE, sent_as=Flag.NETWORK_ERROR,
         exit_code=ExitCode.NETWORK, exit_reason=None, reference=UNICRON,
     )
-    STORAGE_ERROR = "storage_error", About(
-        title="The disk could not be written",
-        summary="The disk is full or cannot be written.",
-        family=Family.WAIT, severity=Severity.ERROR, blames=Blames.SERVICE, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.NETWORK_ERROR,
+    STORAGE_ERROR = "storage_error", _raised(
+        title="The disk could not be written", summary="The disk is full or cannot be written.",
+        family=Family.WAIT, blames=Blames.SERVICE, sent_as=Flag.NETWORK_ERROR,
         exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=UNICRON,
     )
-    MEMORY_PRESSURE = "memory_pressure", About(
-        title="Memory was nearly used up",
-        summary="Memory is nearly used up.",
-        family=Family.MEMORY, severity=Severity.WARN, blames=Blames.MEMORY, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=UNICRON,
+    MEMORY_PRESSURE = "memory_pressure", _raised(
+        title="Memory was nearly used up", summary="Memory is nearly used up.",
+        family=Family.MEMORY, severity=Severity.WARN, blames=Blames.MEMORY,
+        sent_as=Flag.UNKNOWN_ERROR, exit_code=ExitCode.UNRECOVERABLE, exit_reason=None,
+        reference=UNICRON,
     )
-    SCALER_OVERFLOW = "scaler_overflow", About(
+    SCALER_OVERFLOW = "scaler_overflow", _alert(
         title="Gradients overflowed in half precision",
         summary="Gradients overflowed under a loss scale that is still being searched.",
-        family=Family.ALERT, severity=Severity.INFO, blames=Blames.LOSS_SCALE, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference="",
+        severity=Severity.INFO, blames=Blames.LOSS_SCALE, reference="",
     )
-    PLATEAU = "plateau", About(
-        title="The loss stopped improving",
-        summary="The loss has stopped improving.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=DPO,
+    PLATEAU = "plateau", _alert(
+        title="The loss stopped improving", summary="The loss has stopped improving.",
+        blames=Blames.MODEL, reference=DPO,
     )
-    NOT_LEARNING = "not_learning", About(
+    NOT_LEARNING = "not_learning", _alert(
         title="Nothing was learned",
         summary="The weights do no better than those the run began with.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=OPT,
+        blames=Blames.MODEL, reference=OPT,
     )
-    OVERFITTING = "overfitting", About(
+    OVERFITTING = "overfitting", _alert(
         title="Evaluation fell behind training",
         summary="The evaluation loss is far above the training loss.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference="",
+        blames=Blames.MODEL, reference="",
     )
-    THROUGHPUT_COLLAPSE = "throughput_collapse", About(
-        title="Steps became slow",
-        summary="Steps take much longer than they used to.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.DEVICE, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=UNICRON,
+    THROUGHPUT_COLLAPSE = "throughput_collapse", _alert(
+        title="Steps became slow", summary="Steps take much longer than they used to.",
+        blames=Blames.DEVICE, reference=UNICRON,
     )
-    WEIGHT_DRIFT = "weight_drift", About(
+    WEIGHT_DRIFT = "weight_drift", _alert(
         title="A weight left its course",
         summary="A weight norm left its course faster than before.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.STATE, is_fact=False,
-        onset=Onset.CHECKED, needs_snapshot=False, explains=("divergence", "loss_spike"),
-        sent_as=Flag.UNKNOWN_ERROR, exit_code=ExitCode.UNRECOVERABLE, exit_reason=None,
+        blames=Blames.STATE, onset=Onset.CHECKED, explains=("divergence", "loss_spike"),
         reference=SILENT_ERRORS,
     )
-    REWARD_COLLAPSE = "reward_collapse", About(
+    REWARD_COLLAPSE = "reward_collapse", _alert(
         title="Rewards collapsed",
         summary="Rewards of a group are all alike, or fell: nothing is learned.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=DAPO,
+        blames=Blames.MODEL, reference=DAPO,
     )
-    KL_BLOWUP = "kl_blowup", About(
-        title="The policy left its reference",
-        summary="The policy ran away from its reference.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=GRPO,
+    KL_BLOWUP = "kl_blowup", _alert(
+        title="The policy left its reference", summary="The policy ran away from its reference.",
+        blames=Blames.MODEL, reference=GRPO,
     )
-    PREFERENCE_INVERSION = "preference_inversion", About(
+    PREFERENCE_INVERSION = "preference_inversion", _alert(
         title="The model prefers rejected answers",
         summary="The model prefers the rejected answers to the chosen ones.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=ORPO,
+        blames=Blames.MODEL, reference=ORPO,
     )
-    LIKELIHOOD_COLLAPSE = "likelihood_collapse", About(
+    LIKELIHOOD_COLLAPSE = "likelihood_collapse", _alert(
         title="Chosen answers became unlikely",
         summary="Chosen answers become far less likely than they were.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=DISPLACEMENT,
+        blames=Blames.MODEL, reference=DISPLACEMENT,
     )
-    PROBE_ALARM = "probe_alarm", About(
+    PROBE_ALARM = "probe_alarm", _alert(
         title="A probe raised its alarm",
         summary="A probe that was attached to the run found what it should warn of.",
-        family=Family.ALERT, severity=Severity.WARN, blames=Blames.MODEL, is_fact=False,
-        onset=Onset.AT_ONCE, needs_snapshot=False, explains=(), sent_as=Flag.UNKNOWN_ERROR,
-        exit_code=ExitCode.UNRECOVERABLE, exit_reason=None, reference=EDGE,
+        blames=Blames.MODEL, reference=EDGE,
     )
     # fmt: on
 
