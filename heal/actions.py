@@ -9,9 +9,9 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from heal.exit_codes import ExitCode
 from heal.json_lines import encodable, plain
@@ -138,14 +138,28 @@ RANGES = {
 
 
 class BuiltIn:
-    """An action of this library; it checks its fields, because a hook may have computed them."""
+    """An action of this library: one call of the run, with the fields of a dataclass as arguments.
+
+    It checks its fields, because a hook may have computed them.
+
+    Attributes:
+        calls: the method of :class:`Run`; what it returns is the effect, and nothing means "yes".
+        is_harmless: whether weights, learning rate, clipping, batches and data stay as they are.
+    """
 
     __slots__ = ()
+    calls: ClassVar[Callable[..., object]]
+    is_harmless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
             if field.type in (int, float):
                 check_number(self, field.name, field.type, *RANGES.get(field.name, ()))
+
+    def apply(self, run: Run) -> bool:
+        """Do it; return whether it had an effect."""
+        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return getattr(run, type(self).calls.__name__)(*values) is not False
 
 
 def check_number(
@@ -172,6 +186,8 @@ def check_number(
 class Skip(BuiltIn):
     """Do nothing: the device has skipped the step already and the state is clean."""
 
+    is_harmless = True
+
     def apply(self, run: Run) -> bool:
         return True
 
@@ -180,11 +196,8 @@ class Skip(BuiltIn):
 class TightenClip(BuiltIn):
     """Multiply the thresholds of clipping by ``factor``, for gradients that keep exploding."""
 
+    calls = Run.tighten_clip
     factor: float
-
-    def apply(self, run: Run) -> bool:
-        run.tighten_clip(self.factor)
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +207,7 @@ class RelearnClip(BuiltIn):
     A rule that learns only from the steps it accepts never accepts a new level by itself.
     """
 
-    def apply(self, run: Run) -> bool:
-        run.relearn_clip()
-        return True
+    calls = Run.relearn_clip
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +235,8 @@ class HoldLr(BuiltIn):
     For a rate that something other than a schedule has changed, and changes again after a rollback.
     """
 
+    calls = Run.hold_lr
     limit: float
-
-    def apply(self, run: Run) -> bool:
-        run.hold_lr(self.limit)
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,12 +263,9 @@ class Rollback(BuiltIn):
 class SkipBatches(BuiltIn):
     """Do not feed the batches of these steps again, both ends included."""
 
+    calls = Run.skip_batches
     first_step: int
     last_step: int
-
-    def apply(self, run: Run) -> bool:
-        run.skip_batches(self.first_step, self.last_step)
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,59 +285,50 @@ class ShrinkBatch(BuiltIn):
 class CheckpointActivations(BuiltIn):
     """Trade time for memory: recompute activations in the backward pass."""
 
-    def apply(self, run: Run) -> bool:
-        return run.checkpoint_activations()
+    calls = Run.checkpoint_activations
 
 
 @dataclass(frozen=True, slots=True)
 class ClearCache(BuiltIn):
     """Give unused memory back before the retry, so that it is not lost to fragments."""
 
-    def apply(self, run: Run) -> bool:
-        run.clear_cache()
-        return True
+    calls = Run.clear_cache
+    is_harmless = True
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff(BuiltIn):
     """Wait for a service or a network to come back."""
 
+    calls = Run.sleep
+    is_harmless = True
     seconds: float
-
-    def apply(self, run: Run) -> bool:
-        run.sleep(self.seconds)
-        return True
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot(BuiltIn):
     """Keep the state as it is now, because trouble is expected."""
 
-    def apply(self, run: Run) -> bool:
-        return run.take_snapshot()
+    calls = Run.take_snapshot
+    is_harmless = True
 
 
 @dataclass(frozen=True, slots=True)
 class WatchClosely(BuiltIn):
     """Check weights and optimizer state more often for a while."""
 
+    calls = Run.watch_closely
+    is_harmless = True
     steps: int
-
-    def apply(self, run: Run) -> bool:
-        run.watch_closely(self.steps)
-        return True
 
 
 @dataclass(frozen=True, slots=True)
 class PerturbWeights(BuiltIn):
     """Nudge the weights off a point that fails every time; off unless asked for."""
 
+    calls = Run.perturb_weights
     std: float
     seed: int
-
-    def apply(self, run: Run) -> bool:
-        run.perturb_weights(self.std, self.seed)
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,17 +338,16 @@ class AnchorWeights(BuiltIn):
     Elastic weight consolidation (arXiv:1612.00796): the important weights are held most.
     """
 
+    calls = Run.anchor_weights
     strength: float
     steps: int
-
-    def apply(self, run: Run) -> bool:
-        return run.anchor_weights(self.strength, self.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Halt(BuiltIn):
     """Stop the run and give the reason."""
 
+    is_harmless = True
     reason: str
     exit_code: int = ExitCode.UNRECOVERABLE
 
@@ -360,23 +355,10 @@ class Halt(BuiltIn):
         raise HealingError(self.reason, self.exit_code)
 
 
-ACTIONS: tuple[type[Any], ...] = (
-    Skip,
-    TightenClip,
-    RelearnClip,
-    ScaleLr,
-    HoldLr,
-    Rollback,
-    SkipBatches,
-    ShrinkBatch,
-    CheckpointActivations,
-    ClearCache,
-    Backoff,
-    TakeSnapshot,
-    WatchClosely,
-    PerturbWeights,
-    AnchorWeights,
-    Halt,
+ACTIONS: tuple[type[BuiltIn], ...] = tuple(
+    kind
+    for kind in globals().values()
+    if isinstance(kind, type) and issubclass(kind, BuiltIn) and kind is not BuiltIn
 )
 """The actions of this library."""
 
@@ -445,5 +427,4 @@ def action_in_words(name: str) -> str:
 
 def changes_training(plan: Plan) -> bool:
     """Return whether a plan touches weights, learning rate, clipping, batches or data."""
-    harmless = (Skip, ClearCache, Backoff, TakeSnapshot, WatchClosely, Halt)
-    return any(not isinstance(action, harmless) for action in plan)
+    return not all(isinstance(action, BuiltIn) and action.is_harmless for action in plan)

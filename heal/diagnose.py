@@ -61,17 +61,10 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Return what the journal writes."""
-        return {
-            "cause": self.cause.value,
-            "summary": self.summary,
-            "severity": self.severity.name,
-            "confidence": self.confidence,
-            "reference": self.reference,
-            "step": self.step,
-            "bad_step": self.bad_step,
-            "streak": self.streak,
-            "evidence": dict(self.evidence),
-        }
+        words = {"cause": self.cause.value, "summary": self.summary, "severity": self.severity.name}
+        counts = {"step": self.step, "bad_step": self.bad_step, "streak": self.streak}
+        sure = {"confidence": self.confidence, "reference": self.reference}
+        return {**words, **sure, **counts, "evidence": dict(self.evidence)}
 
 
 def diagnose(findings: Sequence[Finding], history: History) -> Diagnosis | None:
@@ -89,7 +82,7 @@ def diagnose(findings: Sequence[Finding], history: History) -> Diagnosis | None:
     evidence: dict[str, Any] = dict(chosen.evidence)
     if others:
         evidence["also"] = {other.cause.value: dict(other.evidence) for other in others}
-    bad_step = min([chosen.bad_step, *(o.bad_step for o in others if o.severity == worst)])
+    bad_step = min(finding.bad_step for finding in candidates)
     suspect = _suspect(chosen, history) if worst >= Severity.ERROR else None
     if suspect is not None:
         evidence["suspect"], evidence["suspect_step"] = suspect
@@ -99,15 +92,8 @@ def diagnose(findings: Sequence[Finding], history: History) -> Diagnosis | None:
         confidence = MEASURED
     elif suspect is not None or any(o.severity >= Severity.WARN for o in others):
         confidence = SUPPORTED
-    return Diagnosis(
-        cause=chosen.cause,
-        evidence=evidence,
-        confidence=confidence,
-        severity=worst,
-        bad_step=bad_step,
-        step=chosen.step,
-        streak=chosen.streak,
-    )
+    seen = chosen.step, chosen.streak
+    return Diagnosis(chosen.cause, evidence, confidence, worst, bad_step, *seen)
 
 
 def diagnose_exception(
@@ -133,14 +119,7 @@ def diagnose_exception(
     severity = cause.about.severity
     if phase == "step":  # raised within the update, after which a warning is not enough
         severity = max(severity, Severity.ERROR)
-    return Diagnosis(
-        cause=cause,
-        evidence=evidence,
-        confidence=confidence,
-        severity=severity,
-        bad_step=step,
-        step=step,
-    )
+    return Diagnosis(cause, evidence, confidence, severity, bad_step=step, step=step)
 
 
 def may_be_the_weights(diagnosis: Diagnosis, patience: int, most: int) -> bool:
@@ -180,14 +159,7 @@ def diagnose_corruption(diagnosis: Diagnosis, found: Mapping[str, Any], step: in
     seen: dict[str, Any] = {k: v for k, v in diagnosis.evidence.items() if k in raised}
     evidence: dict[str, Any] = {**found, "measured": True, "seen_as": diagnosis.cause.value, **seen}
     cause = Cause(evidence.pop("cause"))
-    return Diagnosis(
-        cause=cause,
-        evidence=evidence,
-        confidence=MEASURED,
-        severity=Severity.ERROR,
-        bad_step=step,
-        step=step,
-    )
+    return Diagnosis(cause, evidence, MEASURED, Severity.ERROR, bad_step=step, step=step)
 
 
 def _suspect(finding: Finding, history: History) -> tuple[str, int] | None:

@@ -6,6 +6,7 @@ are counted over all incidents, so that healing always ends.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from heal.actions import (
     Action,
@@ -24,6 +25,7 @@ from heal.actions import (
     TakeSnapshot,
     TightenClip,
     WatchClosely,
+    newest_snapshot,
 )
 from heal.causes import Blames, Cause, Family, Severity
 from heal.config import HealingConfig
@@ -70,151 +72,145 @@ def decide(
     Returns:
         The actions in order; empty if there is nothing to do but to log it.
     """
-    if diagnosis.family is Family.STOP:
-        return (_halt(diagnosis, "", diagnosis.cause.about.exit_code),)
-    if diagnosis.family is Family.MEMORY:
-        return _make_room(diagnosis, history, config, snapshots)
-    if diagnosis.family is Family.WAIT:
-        return _wait(diagnosis, history, config)
-    if diagnosis.family is Family.DATA:
-        return _skip_bad_batch(diagnosis, history, config, snapshots)
-    if diagnosis.family is Family.NUMERIC:
-        return _heal_numbers(diagnosis, history, config, snapshots)
-    if diagnosis.family is Family.WARNING:
-        return _brace(history, config)
-    return ()
+    family = diagnosis.family
+    case = _Case(diagnosis, history, config, snapshots, history.open_incident(family))
+    cures = {
+        Family.STOP: lambda case: case.halt("", diagnosis.cause.about.exit_code),
+        Family.MEMORY: _make_room,
+        Family.WAIT: _wait,
+        Family.DATA: _skip_bad_batch,
+        Family.NUMERIC: _heal_numbers,
+        Family.WARNING: _brace,
+    }
+    return cures[family](case) if family in cures else ()
 
 
-def _halt(diagnosis: Diagnosis, why: str, code: ExitCode) -> Halt:
-    evidence = diagnosis.evidence
-    what = evidence.get("blames") or evidence.get("type") or evidence.get("tensor")
-    where = f" ({what})" if what else ""
-    at = f" at step {diagnosis.step}" if diagnosis.step >= 0 else ""
-    at += f", call {evidence['call']}" if "call" in evidence else ""
-    at += f", epoch {evidence['epoch']} batch {evidence['batch']}" if "batch" in evidence else ""
-    reason = f"{diagnosis.cause.value}{at}{where}"
-    reason += f"; {evidence['hint']}" if "hint" in evidence else ""
-    return Halt(f"{why}; last trouble: {reason}" if why else reason, int(code))
+class _Case(NamedTuple):
+    """What a decision depends on."""
+
+    diagnosis: Diagnosis
+    history: History
+    config: HealingConfig
+    snapshots: Sequence[int]
+    incident: Incident | None  # of the same family, that is not over yet
+
+    def count(self, action: type[Action]) -> int:
+        """Return how many plans of the incident had such an action."""
+        return 0 if self.incident is None else self.incident.count(action)
+
+    @property
+    def known(self) -> Sequence[str]:
+        """The causes that the incident had so far."""
+        return () if self.incident is None else self.incident.causes
+
+    @property
+    def is_earlier(self) -> bool:
+        """Whether the step ran before the last plan of the incident took effect.
+
+        After a rollback there is no such record, and the steps count on from the snapshot.
+        """
+        if self.incident is None:
+            return False
+        rolled_back = any(a["action"] == Rollback.__name__ for a in self.incident.plans[-1])
+        first = self.incident.resume_step + self.config.lag
+        return not rolled_back and self.diagnosis.step < first
+
+    @property
+    def is_late_record(self) -> bool:
+        """Whether it is of a record, not an exception, from before the last plan."""
+        return "flag" in self.diagnosis.evidence and self.is_earlier
+
+    @property
+    def last_good(self) -> Plan:
+        """How a run that must end gets back the newest state that is known to be good."""
+        target = newest_snapshot(self.snapshots, self.diagnosis.bad_step)
+        return () if target is None else (Rollback(target),)
+
+    def halt(self, why: str, code: ExitCode) -> Plan:
+        """End the run: because of ``why``, and of what the diagnosis says."""
+        cause, step, evidence = self.diagnosis.cause, self.diagnosis.step, self.diagnosis.evidence
+        reason = cause.value + (f" at step {step}" if step >= 0 else "")
+        reason += f", call {evidence['call']}" if "call" in evidence else ""
+        if "batch" in evidence:
+            reason += f", epoch {evidence['epoch']} batch {evidence['batch']}"
+        what = evidence.get("blames") or evidence.get("type") or evidence.get("tensor")
+        reason += f" ({what})" if what else ""
+        reason += f"; {evidence['hint']}" if "hint" in evidence else ""
+        return (Halt(f"{why}; last trouble: {reason}" if why else reason, int(code)),)
 
 
-def _brace(history: History, config: HealingConfig) -> Plan:
+def _brace(case: _Case) -> Plan:
     """Return what a forecast may do: nothing that cannot be undone, never a rollback."""
-    watch = WatchClosely(config.incident_steps)
-    incident = history.open_incident(Family.WARNING)
-    if incident is not None and incident.count(TightenClip):  # once: limits multiply
+    watch = WatchClosely(case.config.incident_steps)
+    if case.count(TightenClip):  # once: limits multiply
         return (TakeSnapshot(), watch)
     return (TakeSnapshot(), TightenClip(CLIP_FACTOR), watch)
 
 
-def _heal_numbers(
-    diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
-) -> Plan:
-    is_proven = diagnosis.severity >= Severity.ERROR
-    if diagnosis.cause.about.is_skipped and not is_proven:
-        gentle = _contained(diagnosis, config)
+def _heal_numbers(case: _Case) -> Plan:
+    diagnosis, history, config = case.diagnosis, case.history, case.config
+    about = diagnosis.cause.about
+    if diagnosis.severity < Severity.ERROR:  # not proven
+        gentle = _contained(case) if about.is_skipped else ()
         if gentle is not None:
             return gentle
-    elif not is_proven:
-        return ()
-    incident = history.open_incident(Family.NUMERIC)
-    if incident is not None and _ran_before_plan(diagnosis, incident, config):
-        return (Skip(),) if diagnosis.cause.about.is_skipped else ()
-    known = () if incident is None else incident.causes
-    if diagnosis.cause is Cause.DESYNC and Cause.DESYNC.value in known:
+    if case.is_earlier:
+        return (Skip(),) if about.is_skipped else ()
+    if diagnosis.cause is Cause.DESYNC and Cause.DESYNC.value in case.known:
         why = "ranks are at different steps again after all returned to one"
-        return (_halt(diagnosis, why, ExitCode.DISTRIBUTED),)
+        return case.halt(why, ExitCode.DISTRIBUTED)
     if history.attempts >= config.max_recovery_attempts:
-        spent = f"{history.attempts} recovery attempts did not help"
-        halt = _halt(diagnosis, spent, ExitCode.BUDGET_SPENT)
-        return (*_last_good(diagnosis, snapshots), halt)
-    return _next_rung(diagnosis, incident, config, snapshots)
+        why = f"{history.attempts} recovery attempts did not help"
+        return (*case.last_good, *case.halt(why, ExitCode.BUDGET_SPENT))
+    for plan in _rungs(case):  # the lowest that was not tried in this incident
+        if case.incident is None or not case.incident.was_tried(plan):
+            return plan
+    if case.last_good:
+        return (*case.last_good, *case.halt("nothing is left to try", ExitCode.UNRECOVERABLE))
+    why = f"no good snapshot from before step {diagnosis.bad_step}"
+    is_desync = diagnosis.cause is Cause.DESYNC
+    return case.halt(why, ExitCode.DISTRIBUTED if is_desync else ExitCode.NO_SNAPSHOT)
 
 
-def _contained(diagnosis: Diagnosis, config: HealingConfig) -> Plan | None:
+def _contained(case: _Case) -> Plan | None:
     """Return the plan for a skipped step by itself; None once patience is spent."""
-    is_nonfinite = diagnosis.cause.about.is_nonfinite
-    if is_nonfinite and config.nan_action == "raise":
-        return (_halt(diagnosis, 'nan_action is "raise"', ExitCode.NONFINITE),)
-    if diagnosis.streak >= config.max_consecutive_skips:
-        why = f"{diagnosis.streak} steps in a row were skipped"
-        return (_halt(diagnosis, why, ExitCode.NONFINITE),)
+    streak = case.diagnosis.streak
+    is_nonfinite = case.diagnosis.cause.about.is_nonfinite
+    if is_nonfinite and case.config.nan_action == "raise":
+        return case.halt('nan_action is "raise"', ExitCode.NONFINITE)
+    if streak >= case.config.max_consecutive_skips:
+        return case.halt(f"{streak} steps in a row were skipped", ExitCode.NONFINITE)
     # The state is clean whatever the streak: no rollback could help against NaN in the data.
-    is_patient = is_nonfinite or diagnosis.streak % SPIKE_PATIENCE
+    is_patient = is_nonfinite or streak % SPIKE_PATIENCE
     return (Skip(),) if is_patient else None
 
 
-def _last_good(diagnosis: Diagnosis, snapshots: Sequence[int]) -> Plan:
-    """Return how a run that must end gets back the newest state that is known to be good."""
-    usable = [step for step in snapshots if step <= diagnosis.bad_step]
-    return (Rollback(max(usable)),) if usable else ()
-
-
-def _ran_before_plan(diagnosis: Diagnosis, incident: Incident, config: HealingConfig) -> bool:
-    """Return whether the step ran before the last plan took effect.
-
-    After a rollback there is no such record, and the steps count on from the snapshot.
-    """
-    newest = incident.plans[-1]
-    rolled_back = any(action["action"] == Rollback.__name__ for action in newest)
-    return not rolled_back and diagnosis.step < incident.resume_step + config.lag
-
-
-def _is_late_record(diagnosis: Diagnosis, incident: Incident, config: HealingConfig) -> bool:
-    """Return whether it is of a record, not an exception, from before the last plan."""
-    return "flag" in diagnosis.evidence and _ran_before_plan(diagnosis, incident, config)
-
-
-def _next_rung(
-    diagnosis: Diagnosis,
-    incident: Incident | None,
-    config: HealingConfig,
-    snapshots: Sequence[int],
-) -> Plan:
-    """Return the lowest rung that was not tried in this incident."""
-    for plan in _rungs(diagnosis, incident, config, snapshots):
-        if incident is None or not incident.was_tried(plan):
-            return plan
-    if any(step <= diagnosis.bad_step for step in snapshots):
-        halt = _halt(diagnosis, "nothing is left to try", ExitCode.UNRECOVERABLE)
-        return (*_last_good(diagnosis, snapshots), halt)
-    why = f"no good snapshot from before step {diagnosis.bad_step}"
-    is_desync = diagnosis.cause is Cause.DESYNC
-    code = ExitCode.DISTRIBUTED if is_desync else ExitCode.NO_SNAPSHOT
-    return (_halt(diagnosis, why, code),)
-
-
-def _rungs(
-    diagnosis: Diagnosis,
-    incident: Incident | None,
-    config: HealingConfig,
-    snapshots: Sequence[int],
-) -> Iterator[Plan]:
+def _rungs(case: _Case) -> Iterator[Plan]:
     """Yield plans from mild to drastic."""
+    diagnosis, config, snapshots = case.diagnosis, case.config, case.snapshots
+    about = diagnosis.cause.about
     scale = ScaleLr(config.lr_factor, LR_FLOOR, config.lr_ramp_steps)
     soft: Plan = (TightenClip(CLIP_FACTOR), scale)
-    usable = sorted((step for step in snapshots if step <= diagnosis.bad_step), reverse=True)
-    oldest = [min(snapshots)] if snapshots else []
-    if not usable and diagnosis.cause.about.is_found_late:
-        usable = oldest
-    tried = incident.rollbacks if incident is not None else 0
     if diagnosis.cause is Cause.GRADIENT_SPIKE:
         # Finite, skipped and clean: the state is fine, the baseline of the clip rule is not.
         yield (RelearnClip(), scale)
         yield soft
-        usable = []
-    was_applied = bool(diagnosis.evidence.get("applied"))
-    if not usable and not diagnosis.cause.about.needs_snapshot and not was_applied:
-        yield soft
-    if usable:
-        target = usable[min(tried, len(usable) - 1)]
-        back: tuple[Action, ...] = (Rollback(target), *_skip(diagnosis, config, target, tried))
-        back += _held_rate(diagnosis)
-        known = () if incident is None else incident.causes
-        is_new_fact = diagnosis.cause.about.is_found_late and diagnosis.cause.value not in known
-        if not tried or is_new_fact:  # a transient fault or bad data needs no lower rate
-            yield back
-        yield (*back, scale)
-        yield (*back, scale, TightenClip(CLIP_FACTOR))
+        return
+    usable = sorted((step for step in snapshots if step <= diagnosis.bad_step), reverse=True)
+    if not usable and about.is_found_late:
+        usable = [min(snapshots)] if snapshots else []
+    if not usable:
+        if not about.needs_snapshot and not diagnosis.evidence.get("applied"):
+            yield soft
+        return
+    tried = case.count(Rollback)
+    target = usable[min(tried, len(usable) - 1)]
+    back: Plan = (Rollback(target), *_skip(case, target, tried), *_held_rate(diagnosis))
+    is_new_fact = about.is_found_late and diagnosis.cause.value not in case.known
+    if not tried or is_new_fact:  # a transient fault or bad data needs no lower rate
+        yield back
+    yield (*back, scale)
+    yield (*back, scale, TightenClip(CLIP_FACTOR))
 
 
 def _held_rate(diagnosis: Diagnosis) -> Plan:
@@ -226,84 +222,76 @@ def _held_rate(diagnosis: Diagnosis) -> Plan:
     return (HoldLr(held),)
 
 
-def _skip(diagnosis: Diagnosis, config: HealingConfig, target: int, tried: int) -> Plan:
+def _skip(case: _Case, target: int, tried: int) -> Plan:
     """Return which batches to skip: all since the snapshot, or the offending ones.
 
     The window doubles with each rollback, up to a limit: a spike often comes from a stretch of data
     and the state together.
     """
+    diagnosis = case.diagnosis
     is_innocent = diagnosis.cause.about.blames is not Blames.DATA and not tried
     window = 0 if is_innocent else min(2**tried, MOST_SKIPPED)
     last = max(diagnosis.step, target) + window
-    if config.after_rollback == "skip_data":
+    if case.config.after_rollback == "skip_data":
         return (SkipBatches(target, last),)
     return () if is_innocent else (SkipBatches(max(diagnosis.bad_step, target), last),)
 
 
-def _make_room(
-    diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
-) -> Plan:
-    incident = history.open_incident(Family.MEMORY)
-    if incident is not None and _is_late_record(diagnosis, incident, config):
+def _make_room(case: _Case) -> Plan:
+    diagnosis = case.diagnosis
+    if case.is_late_record:
         return ()
     if diagnosis.cause is Cause.MEMORY_PRESSURE:
-        return (ClearCache(), ShrinkBatch()) if incident is None else ()
-    halving = incident.count(ShrinkBatch) + 1 if incident is not None else 1
-    is_smallest = incident is not None and incident.had_no_effect(ShrinkBatch)
+        return (ClearCache(), ShrinkBatch()) if case.incident is None else ()
+    halving = case.count(ShrinkBatch) + 1
+    is_smallest = case.incident is not None and case.incident.had_no_effect(ShrinkBatch)
     plan: Plan
     if not is_smallest and halving <= MAX_HALVINGS:
         plan = (ClearCache(), ShrinkBatch(halving))
-    elif incident is None or not incident.count(CheckpointActivations):
+    elif not case.count(CheckpointActivations):
         plan = (ClearCache(), CheckpointActivations())
     else:
         reason = diagnosis.evidence.get("cannot_be_cut")
         why = f"out of memory, and the batch cannot be cut: {reason}"
         why = why if reason else "out of memory at the smallest micro-batch"
-        return (_halt(diagnosis, why, ExitCode.OUT_OF_MEMORY),)
+        return case.halt(why, ExitCode.OUT_OF_MEMORY)
     if diagnosis.evidence.get("phase") != "step":
         return plan
-    target = _before_half_step(diagnosis, snapshots)
-    if isinstance(target, Halt):
-        return (target,)
-    return (*plan, Rollback(target), *_skip(diagnosis, config, target, 0))
+    target = newest_snapshot(case.snapshots, diagnosis.bad_step)
+    if target is None:
+        return _half_a_step(case)
+    return (*plan, Rollback(target), *_skip(case, target, 0))
 
 
-def _before_half_step(diagnosis: Diagnosis, snapshots: Sequence[int]) -> int | Halt:
-    """Return where to roll back to from an optimizer step that stopped half-way."""
-    usable = [step for step in snapshots if step <= diagnosis.bad_step]
-    if usable:
-        return max(usable)
+def _half_a_step(case: _Case) -> Plan:
+    """Return the end of a run whose optimizer stopped half-way, with nowhere to return to."""
     why = "the optimizer stopped within its step, and no snapshot exists to return to"
-    return _halt(diagnosis, why, ExitCode.NO_SNAPSHOT)
+    return case.halt(why, ExitCode.NO_SNAPSHOT)
 
 
-def _wait(diagnosis: Diagnosis, history: History, config: HealingConfig) -> Plan:
+def _wait(case: _Case) -> Plan:
     """Double the wait each time, without jitter: ranks must sleep alike."""
-    incident = history.open_incident(Family.WAIT)
-    if incident is not None and _is_late_record(diagnosis, incident, config):
+    if case.is_late_record:
         return ()
-    waits = incident.count(Backoff) if incident is not None else 0
-    waited = incident.waited_seconds if incident is not None else 0.0
-    seconds = min(config.backoff_seconds * 2.0**waits, LONGEST_WAIT_SECONDS)
+    waits = case.count(Backoff)
     if waits >= MAX_WAITS:
+        waited = 0.0 if case.incident is None else case.incident.waited_seconds
         why = f"waited {waits} times, {waited:g} seconds in all"
-        return (_halt(diagnosis, why, ExitCode.NETWORK),)
-    return (Backoff(seconds),)
+        return case.halt(why, ExitCode.NETWORK)
+    return (Backoff(min(case.config.backoff_seconds * 2.0**waits, LONGEST_WAIT_SECONDS)),)
 
 
-def _skip_bad_batch(
-    diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
-) -> Plan:
+def _skip_bad_batch(case: _Case) -> Plan:
     """Skip the batch, unless so many fail that it must be the model."""
+    diagnosis, history = case.diagnosis, case.history
     if history.consecutive_data_errors >= MAX_CONSECUTIVE_DATA_ERRORS:
         why = f"{history.consecutive_data_errors} batches in a row failed before this one"
-        return (_halt(diagnosis, why, ExitCode.BAD_DATA),)
-    if history.data_errors >= config.max_data_errors:
+        return case.halt(why, ExitCode.BAD_DATA)
+    if history.data_errors >= case.config.max_data_errors:
         why = f"{history.data_errors} batches failed before this one"
-        return (_halt(diagnosis, why, ExitCode.BAD_DATA),)
+        return case.halt(why, ExitCode.BAD_DATA)
     if diagnosis.evidence.get("phase") != "step":
         return (SkipBatches(diagnosis.step, diagnosis.step),)
-    target = _before_half_step(diagnosis, snapshots)
-    if isinstance(target, Halt):
-        return (target,)
-    return (Rollback(target), SkipBatches(diagnosis.bad_step, diagnosis.step))
+    if not case.last_good:
+        return _half_a_step(case)
+    return (*case.last_good, SkipBatches(diagnosis.bad_step, diagnosis.step))
