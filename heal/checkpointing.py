@@ -18,7 +18,6 @@ import torch
 
 from heal.actions import HealingError
 from heal.causes import Cause
-from heal.checkpoint import strict_json
 from heal.checkpoint.files import (
     CheckpointError,
     StillWriting,
@@ -27,8 +26,9 @@ from heal.checkpoint.files import (
     remove_file,
     write_file,
 )
-from heal.checkpoint.plan import Ranks
+from heal.checkpoint.manifest import from_bytes, to_bytes
 from heal.checkpoint.reading import Restored
+from heal.checkpoint.saving import Ranks
 from heal.checkpoint.store import CheckpointStore
 from heal.config import HealingConfig
 from heal.data.stream import BatchStream
@@ -100,7 +100,7 @@ def _read_remedies(directory: Path) -> list[Remedy]:
     for path in _remedy_files(directory):
         # One that is torn or forged is skipped: the run meets the batch again and leaves another.
         with suppress(CheckpointError, OSError, ValueError):
-            page = strict_json.from_bytes(read_file(path, MAX_REMEDY_BYTES), path)
+            page = from_bytes(read_file(path, MAX_REMEDY_BYTES), path)
             found.append(Remedy.from_json(page))
     return found
 
@@ -296,7 +296,7 @@ class Durable:
         path = directory / f"remedy-{remedy.step}-rank{remedy.rank}-{count}.json"
         try:
             make_folder(directory)
-            write_file(path, [strict_json.to_bytes(asdict(remedy))])
+            write_file(path, [to_bytes(asdict(remedy))])
         except OSError:
             return False
         return True

@@ -14,8 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from heal.checkpoint.files import CheckpointError, free_bytes
-from heal.checkpoint.folders import ABANDONED, NAME, StepFolder, committed, list_folders
+from heal.checkpoint.files import (
+    ABANDONED,
+    NAME,
+    CheckpointError,
+    StepFolder,
+    committed,
+    free_bytes,
+    list_folders,
+)
 from heal.cluster.slurm import get_slurm_info
 from heal.config import ConfigError, HealingConfig
 

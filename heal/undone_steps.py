@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from heal.buffers import Key
-from heal.checkpoint.plan import Ranks
+from heal.checkpoint.saving import Ranks
 from heal.data.loader_pass import loader_rewinder
 from heal.data.split import own_copy
 from heal.guarded_step import GuardedStep

@@ -1,9 +1,8 @@
 """Durable checkpoints: no crash can spoil them, and no damage goes unnoticed.
 
 Safetensors and JSON, a checksum for every byte, COMMIT last, no pickle: ``docs/checkpoints.md``.
-:mod:`~heal.checkpoint.store` saves and loads. :mod:`~heal.checkpoint.contents` names the tensors of
-a run, :mod:`~heal.checkpoint.plan` has the ranks agree, :mod:`~heal.checkpoint.writer` and
-:mod:`~heal.checkpoint.reading` move the bytes.
+:mod:`~heal.checkpoint.store` is what others use. :mod:`~heal.checkpoint.contents` names the tensors
+of a run, :mod:`~heal.checkpoint.saving` and :mod:`~heal.checkpoint.reading` move the bytes.
 """
 
 from importlib import import_module

@@ -7,7 +7,6 @@ not depend on the order of parameters, on wrappers around the model, or on the n
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -17,25 +16,14 @@ from torch import Tensor
 
 from heal.buffers import Key, local_part
 from heal.checkpoint.encode import encode
-from heal.checkpoint.files import CannotEncode, CheckpointError
-from heal.checkpoint.folders import committed
-from heal.checkpoint.manifest import Chunk, Entry
-from heal.checkpoint.reading import CheckpointReader
-from heal.checkpoint.shards import entry_of
+from heal.checkpoint.files import CannotEncode, newest_folder
+from heal.checkpoint.manifest import ITEM_BYTES, Chunk, Entry
+from heal.checkpoint.reading import CheckpointReader, checksum_text
 from heal.extra_state import plain_name
 from heal.training_state import StateMismatch, TrainingState
 
 NAMED = {"parameter": 0, "buffer": 0, "state": 1}
 """Kinds of keys that hold the name of a parameter or buffer, and where after the kind."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What one rank saves: tensors as they are in the run, their entries, and JSON values."""
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    entries: dict[str, Entry] = field(default_factory=dict)
-    values: Any = None
 
 
 class Names:
@@ -91,11 +79,7 @@ class Names:
         else:
             param = self._optimized[int(key[1])][str(key[2])]
             live = self.state.optimizers[int(key[1])].state.get(param, {}).get(key[3], param)
-        return chunk_of(live) or _all_of(live)
-
-
-def _all_of(tensor: Tensor) -> Chunk:
-    return Chunk(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
+        return chunk_of(live) or Chunk.all_of(live.shape)
 
 
 def chunk_of(tensor: Any) -> Chunk | None:
@@ -110,7 +94,7 @@ def chunk_of(tensor: Any) -> Chunk | None:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if all(isinstance(p, Replicate) for p in tensor.placements):
-        return _all_of(tensor)
+        return Chunk.all_of(tensor.shape)
     for placement in tensor.placements:
         if not isinstance(placement, (Replicate, Shard)):
             raise NotImplementedError(f"a tensor with placement {placement} is in no single place")
@@ -127,12 +111,29 @@ def chunk_of(tensor: Any) -> Chunk | None:
     return Chunk(tuple(tensor.shape), tuple(int(s) for s in start), tuple(local.shape))
 
 
-def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
+def entry_of(tensor: Tensor, name: str, chunk: Chunk | None = None) -> Entry:
+    """Return the entry of a tensor, without its checksum and place; raise if it cannot be saved."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES or tensor.layout is not torch.strided:
+        raise CannotEncode(
+            f"{name}: expected a dense tensor of numbers, got a {tensor.layout} one of "
+            f"{tensor.dtype}"
+        )
+    whole, start = (None, None) if chunk is None else (chunk.whole, chunk.start)
+    return Entry(0, dtype, tuple(tensor.shape), whole, start, checksum_text(0))
+
+
+def collect(
+    state: TrainingState, extra: Mapping[str, Any]
+) -> tuple[dict[str, Entry], dict[str, Tensor], Any]:
     """Return everything that a run needs to continue elsewhere; nothing is copied, nothing waits.
 
     Args:
         state: the run.
         extra: further plain values, such as the position in the data.
+
+    Returns:
+        What this rank has: entries, the tensors as they are in the run, and values as JSON.
 
     Raises:
         CannotEncode: a value or tensor has no safe form on disk; names it.
@@ -148,16 +149,13 @@ def collect(state: TrainingState, extra: Mapping[str, Any]) -> Contents:
     training = state.values()
     training["modules"] = _encodable(training["modules"])
     values, tensors = encode({"training": training, "names": _names_for_torch(names), **extra})
-    contents = Contents(values=values)
+    entries: dict[str, Entry] = {}
     for key, tensor in local.items():
         text, chunk = names.text(key), chunk_of(originals[key])
         is_part = chunk is not None and chunk.shape == tuple(tensor.shape)
-        contents.tensors[text] = tensor
-        contents.entries[text] = entry_of(tensor, text, chunk if is_part else None)
-    for text, tensor in tensors.items():
-        contents.tensors[text] = tensor
-        contents.entries[text] = entry_of(tensor, text)
-    return contents
+        entries[text] = entry_of(tensor, text, chunk if is_part else None)
+    entries |= {text: entry_of(tensor, text) for text, tensor in tensors.items()}
+    return entries, {names.text(key): tensor for key, tensor in local.items()} | tensors, values
 
 
 def _encodable(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -336,11 +334,7 @@ def state_dicts(directory: str | os.PathLike[str], step: int | None = None) -> d
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    found = [f for f in committed(Path(directory)) if step is None or f.step == step]
-    if not found:
-        which = "" if step is None else f" of step {step}"
-        raise CheckpointError(f"{directory} has no finished checkpoint{which}")
-    restored = CheckpointReader(found[-1].path).read_whole()
+    restored = CheckpointReader(newest_folder(Path(directory), step).path).read_whole()
     names, training = restored.values["names"], restored.values["training"]
     ordered = [[name for group in groups for name in group] for groups in names["groups"]]
     number = [{name: i for i, name in enumerate(params)} for params in ordered]

@@ -11,9 +11,8 @@ import dataclasses
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +40,50 @@ def encode(value: Any, where: str = "state") -> tuple[Any, dict[str, Tensor]]:
         CannotEncode: names the first value of another type, and where it is.
     """
     tensors: dict[str, Tensor] = {}
-    return _Encoder(tensors, where).encode(value), tensors
+
+    def encoded(value: Any, where: str, depth: int = 0) -> Any:
+        if depth > MAX_DEPTH:
+            raise CannotEncode(
+                f"{where} is nested more than {MAX_DEPTH} deep; does it hold itself?"
+            )
+        if _is_json(value):
+            return value
+        if type(value) is list:
+            return [encoded(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+        if _is_plain_dict(value):
+            return {k: encoded(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
+        tag = _tag_of(value)
+        if tag is None:
+            kind = type(value)
+            raise CannotEncode(
+                f"{where}: expected numbers, texts, tensors and plain containers of these, got a "
+                f"{kind.__module__}.{kind.__qualname__}, which has no safe form on disk; leave it "
+                "out of the state_dict, or save what makes it again"
+            )
+        made: dict[str, Any] = {TAG: tag}
+        for name, part in CODECS[tag].split(value).items():
+            if isinstance(part, Tensor):
+                made[name] = put_aside(part, where)
+            elif name == "pairs":  # named by their keys in messages
+                made["items"] = [
+                    [
+                        encoded(k, f"{where}: key {k!r}", depth + 1),
+                        encoded(v, f"{where}[{k!r}]", depth + 1),
+                    ]
+                    for k, v in part
+                ]
+            else:
+                made[name] = encoded(part, where, depth)
+        return made
+
+    def put_aside(tensor: Tensor, where: str) -> str:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise CannotEncode(f"{where}: expected a dense tensor, got a {tensor.layout} one")
+        name = f"value/{len(tensors)}"
+        tensors[name] = getattr(tensor, "_local_tensor", tensor).detach()
+        return name
+
+    return encoded(value, where), tensors
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor], path: Path) -> Any:
@@ -56,123 +98,87 @@ def decode(value: Any, tensors: Mapping[str, Tensor], path: Path) -> Any:
         CheckpointRefused: a type is not on the list, a field is missing or of the wrong kind, or
             a tensor is missing.
     """
-    return _Decoder(tensors, path).decode(value)
 
-
-@dataclass(frozen=True, slots=True)
-class _Encoder:
-    """Encodes one value; the tensors in it are added to ``tensors``."""
-
-    tensors: dict[str, Tensor]
-    where: str
-    depth: int = 0
-
-    def encode(self, value: Any) -> Any:
-        if self.depth > MAX_DEPTH:
-            raise CannotEncode(
-                f"{self.where} is nested more than {MAX_DEPTH} deep; does it hold itself?"
-            )
-        kind = type(value)
-        if value is None or kind in (bool, str):
-            return value
-        if kind is int and abs(value) < SAFE_INT:
-            return value
-        if kind is float and math.isfinite(value):
-            return value
-        if kind is list:
-            return self.items(value)
-        if kind is dict and all(type(key) is str for key in value) and TAG not in value:
-            return {key: self.inner(entry, f"[{key!r}]") for key, entry in value.items()}
-        tag = "tensor" if isinstance(value, Tensor) else TAGS.get(kind)
-        dtype = value.dtype if kind.__module__ == "numpy" and hasattr(value, "dtype") else None
-        if dtype is not None and dtype.kind in NUMBERS and dtype.isnative:
-            tag = "ndarray" if hasattr(value, "__len__") else "numpy"
-        if tag is not None:
-            return {TAG: tag, **CODECS[tag].encode(self, value)}
-        raise CannotEncode(
-            f"{self.where}: expected numbers, texts, tensors and plain containers of these, got a "
-            f"{kind.__module__}.{kind.__qualname__}, which has no safe form on disk; leave it out "
-            "of the state_dict, or save what makes it again"
-        )
-
-    def inner(self, value: Any, at: str) -> Any:
-        """Encode a part of the value."""
-        return _Encoder(self.tensors, self.where + at, self.depth + 1).encode(value)
-
-    def items(self, values: Any) -> list[Any]:
-        return [self.inner(entry, f"[{i}]") for i, entry in enumerate(values)]
-
-    def sorted_items(self, values: Any) -> list[Any]:
-        return self.items(sorted(values, key=repr))
-
-    def pairs(self, value: Mapping[Any, Any]) -> list[Any]:
-        return [
-            [self.inner(k, f": key {k!r}"), self.inner(v, f"[{k!r}]")] for k, v in value.items()
-        ]
-
-    def tensor(self, value: Tensor) -> str:
-        """Put a tensor aside; return its name."""
-        if value.layout is not torch.strided or value.is_quantized:
-            raise CannotEncode(f"{self.where}: expected a dense tensor, got a {value.layout} one")
-        name = f"value/{len(self.tensors)}"
-        self.tensors[name] = getattr(value, "_local_tensor", value).detach()
-        return name
-
-
-@dataclass(frozen=True, slots=True)
-class _Decoder:
-    tensors: Mapping[str, Tensor]
-    path: Path
-    depth: int = 0
-
-    def decode(self, value: Any) -> Any:
-        if self.depth > MAX_DEPTH:
-            raise CheckpointRefused(f"{self.path}: a value is nested more than {MAX_DEPTH} deep")
+    def decoded(value: Any, depth: int = 0) -> Any:
+        if depth > MAX_DEPTH:
+            raise CheckpointRefused(f"{path}: a value is nested more than {MAX_DEPTH} deep")
         if isinstance(value, list):
-            return self.items(value)
+            return [decoded(entry, depth + 1) for entry in value]
         if not isinstance(value, dict):
             return value
         if TAG not in value:
-            return {key: self.inner(entry) for key, entry in value.items()}
+            return {key: decoded(entry, depth + 1) for key, entry in value.items()}
         tag = value[TAG]
         codec = CODECS.get(tag) if isinstance(tag, str) else None
         if codec is None:
-            raise CheckpointRefused(f"{self.path}: {str(tag)[:100]!r} is no type that we save")
+            raise CheckpointRefused(f"{path}: {str(tag)[:100]!r} is no type that we save")
         try:
-            return codec.decode(self, value)
+            parts = {name: decoded(part, depth) for name, part in value.items() if name != TAG}
+            if tag in HAS_TENSOR:
+                if parts["name"] not in tensors:
+                    name = str(parts["name"])[:100]
+                    raise CheckpointRefused(f"{path}: tensor {name!r} is not there")
+                parts["name"] = tensors[parts["name"]]
+            return codec.join(**parts)
         except CheckpointRefused:
             raise
         except Exception as error:  # whatever a constructor makes of hostile arguments
-            raise CheckpointRefused(f"{self.path}: a {tag} cannot be made: {error}") from None
+            raise CheckpointRefused(f"{path}: a {tag} cannot be made: {error}") from None
 
-    def inner(self, value: Any) -> Any:
-        """Decode a part of the value."""
-        return _Decoder(self.tensors, self.path, self.depth + 1).decode(value)
-
-    def items(self, values: Any) -> list[Any]:
-        if not isinstance(values, list):
-            raise TypeError(f"expected a list of items, got a {type(values).__name__}")
-        return [self.inner(entry) for entry in values]
-
-    def tensor(self, name: Any) -> Tensor:
-        if name not in self.tensors:
-            raise CheckpointRefused(f"{self.path}: tensor {str(name)[:100]!r} is not there")
-        return self.tensors[name]
+    return decoded(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
-    """How values of one type become the fields of a JSON object, and back."""
+def _is_json(value: Any) -> bool:
+    kind = type(value)
+    if kind is float:
+        return math.isfinite(value)
+    return value is None or kind in (bool, str) or (kind is int and -SAFE_INT < value < SAFE_INT)
+
+
+def _is_plain_dict(value: Any) -> bool:
+    return type(value) is dict and TAG not in value and all(type(key) is str for key in value)
+
+
+def _tag_of(value: Any) -> str | None:
+    if isinstance(value, Tensor):
+        return "tensor"
+    dtype = getattr(value, "dtype", None) if type(value).__module__ == "numpy" else None
+    if dtype is not None and dtype.kind in NUMBERS and dtype.isnative:
+        return "ndarray" if hasattr(value, "__len__") else "numpy"
+    return TAGS.get(type(value))
+
+
+class Codec(NamedTuple):
+    """How values of one type become the fields of a JSON object, and back.
+
+    Fields may be tensors, which are put aside, and any values that can be encoded themselves.
+    """
 
     kind: type | None
-    encode: Callable[[_Encoder, Any], dict[str, Any]]
-    decode: Callable[[_Decoder, dict[str, Any]], Any]
+    split: Callable[[Any], dict[str, Any]]
+    join: Callable[..., Any]
 
 
-def _container(kind: type, listed: Callable[[_Encoder, Any], list[Any]], make: Any = None) -> Codec:
-    return Codec(
-        kind, lambda e, v: {"items": listed(e, v)}, lambda d, f: (make or kind)(d.items(f["items"]))
-    )
+def _sequence(kind: type, ordered: Callable[[Any], list[Any]] = list) -> Codec:
+    return Codec(kind, lambda v: {"items": ordered(v)}, lambda items: kind(_list(items)))
+
+
+def _mapping(kind: type) -> Codec:
+    return Codec(kind, lambda v: {"pairs": v.items()}, lambda items: kind(dict(_list(items))))
+
+
+def _list(items: Any) -> list[Any]:
+    if type(items) is not list:
+        raise TypeError(f"expected a list of items, got a {type(items).__name__}")
+    return items
+
+
+def _sorted(values: Any) -> list[Any]:
+    return sorted(values, key=repr)
+
+
+def _bytes(kind: type) -> Codec:
+    return Codec(kind, lambda v: {"base64": _to_base64(v)}, lambda base64: kind(_raw(base64)))
 
 
 def _record(kind: type) -> Codec:
@@ -182,29 +188,23 @@ def _record(kind: type) -> Codec:
     # Fields with a default came later: older checkpoints do not have them.
     needed = {f.name for f in fields if f.default is dataclasses.MISSING}
 
-    def decoded(d: _Decoder, saved: dict[str, Any]) -> Any:
-        found = saved["fields"]
-        if not needed <= set(found) <= set(names):
-            raise CheckpointRefused(f"{d.path}: the fields of {kind.__name__} are {list(found)}")
-        return kind(**{name: d.inner(entry) for name, entry in found.items()})
+    def join(fields: dict[str, Any]) -> Any:
+        if not needed <= set(fields) <= set(names):
+            raise ValueError(f"the fields of {kind.__name__} are {list(fields)}")
+        return kind(**fields)
 
-    return Codec(
-        kind,
-        lambda e, v: {"fields": {n: e.inner(getattr(v, n), f"[{n!r}]") for n in names}},
-        decoded,
-    )
+    return Codec(kind, lambda v: {"fields": {n: getattr(v, n) for n in names}}, join)
 
 
-def _encode_array(e: _Encoder, value: Any) -> dict[str, Any]:
+def _split_array(value: Any) -> dict[str, Any]:
     raw = torch.empty(0, dtype=torch.uint8)
     if value.size:
         raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
-    return {"name": e.tensor(raw), "dtype": value.dtype.name, "shape": list(value.shape)}
+    return {"name": raw, "dtype": value.dtype.name, "shape": list(value.shape)}
 
 
-def _decode_array(d: _Decoder, fields: dict[str, Any]) -> Any:
-    raw = d.tensor(fields["name"]).numpy().tobytes()
-    return _numbers(raw, fields["dtype"]).reshape([int(n) for n in fields["shape"]]).copy()
+def _join_array(name: Tensor, dtype: Any, shape: list[int]) -> Any:
+    return _numbers(name.numpy().tobytes(), dtype).reshape([int(n) for n in shape]).copy()
 
 
 def _numbers(raw: bytes, dtype: Any) -> Any:
@@ -220,7 +220,7 @@ def _to_base64(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-def _from_base64(text: str) -> bytes:
+def _raw(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
@@ -241,49 +241,35 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 CODECS: dict[str, Codec] = {
-    "int": Codec(int, lambda e, v: {"hex": hex(v)}, lambda d, f: int(f["hex"], 16)),
-    "float": Codec(float, lambda e, v: {"bits": _bits(v)}, lambda d, f: _from_bits(f["bits"])),
+    "int": Codec(int, lambda v: {"hex": hex(v)}, lambda hex: int(hex, 16)),
+    "float": Codec(float, lambda v: {"bits": _bits(v)}, lambda bits: _from_bits(bits)),
     "complex": Codec(
         complex,
-        lambda e, v: {"bits": [_bits(v.real), _bits(v.imag)]},
-        lambda d, f: complex(*map(_from_bits, f["bits"])),
+        lambda v: {"bits": [_bits(v.real), _bits(v.imag)]},
+        lambda bits: complex(*map(_from_bits, bits)),
     ),
-    "bytes": Codec(
-        bytes, lambda e, v: {"base64": _to_base64(v)}, lambda d, f: _from_base64(f["base64"])
-    ),
-    "bytearray": Codec(
-        bytearray,
-        lambda e, v: {"base64": _to_base64(v)},
-        lambda d, f: bytearray(_from_base64(f["base64"])),
-    ),
-    "tuple": _container(tuple, _Encoder.items),
-    "Size": _container(torch.Size, _Encoder.items),
-    "set": _container(set, _Encoder.sorted_items),
-    "frozenset": _container(frozenset, _Encoder.sorted_items),
-    "dict": _container(dict, _Encoder.pairs),
-    "OrderedDict": _container(collections.OrderedDict, _Encoder.pairs),
-    "Counter": _container(
-        collections.Counter, _Encoder.pairs, lambda pairs: collections.Counter(dict(pairs))
-    ),
+    "bytes": _bytes(bytes),
+    "bytearray": _bytes(bytearray),
+    "tuple": _sequence(tuple),
+    "Size": _sequence(torch.Size),
+    "set": _sequence(set, _sorted),
+    "frozenset": _sequence(frozenset, _sorted),
+    "dict": _mapping(dict),
+    "OrderedDict": _mapping(collections.OrderedDict),
+    "Counter": _mapping(collections.Counter),
     "deque": Codec(
         collections.deque,
-        lambda e, v: {"items": e.items(v), "maxlen": v.maxlen},
-        lambda d, f: collections.deque(d.items(f["items"]), maxlen=f["maxlen"]),
+        lambda v: {"items": list(v), "maxlen": v.maxlen},
+        lambda items, maxlen: collections.deque(_list(items), maxlen=maxlen),
     ),
-    "dtype": Codec(
-        torch.dtype,
-        lambda e, v: {"name": str(v).removeprefix("torch.")},
-        lambda d, f: torch_dtype(f["name"]),
-    ),
-    "device": Codec(
-        torch.device, lambda e, v: {"name": str(v)}, lambda d, f: torch.device(f["name"])
-    ),
-    "tensor": Codec(Tensor, lambda e, v: {"name": e.tensor(v)}, lambda d, f: d.tensor(f["name"])),
-    "ndarray": Codec(None, _encode_array, _decode_array),
+    "dtype": Codec(torch.dtype, lambda v: {"name": str(v).removeprefix("torch.")}, torch_dtype),
+    "device": Codec(torch.device, lambda v: {"name": str(v)}, lambda name: torch.device(name)),
+    "tensor": Codec(Tensor, lambda v: {"name": v}, lambda name: name),
+    "ndarray": Codec(None, _split_array, _join_array),
     "numpy": Codec(
         None,
-        lambda e, v: {"dtype": v.dtype.name, "base64": _to_base64(v.tobytes())},
-        lambda d, f: _numbers(_from_base64(f["base64"]), f["dtype"])[0],
+        lambda v: {"dtype": v.dtype.name, "base64": _to_base64(v.tobytes())},
+        lambda dtype, base64: _numbers(_raw(base64), dtype)[0],
     ),
     "RngState": _record(RngState),
     "EpochStart": _record(EpochStart),
@@ -291,4 +277,5 @@ CODECS: dict[str, Codec] = {
 }
 """The closed list of types, by their tag on disk."""
 
+HAS_TENSOR = ("tensor", "ndarray")  # their field ``name`` is that of a tensor
 TAGS = {codec.kind: tag for tag, codec in CODECS.items()}

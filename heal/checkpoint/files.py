@@ -1,14 +1,20 @@
-"""Disk operations, and the errors of this package.
+"""Disk operations, the folders of a store, and the errors of this package.
 
 A file appears under its name whole or not at all: :func:`write_file` flushes the bytes, renames the
-file, and flushes the folder before it returns. Reading follows no links.
+file, and flushes the folder before it returns. Reading follows no links. A store has one folder for
+each save, named after its step and never written to twice. Retention removes old ones, but never
+the newest that was verified. This module imports no torch.
 """
 
 import contextlib
 import os
+import re
 import shutil
 import stat
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 
@@ -44,10 +50,14 @@ class CannotEncode(TypeError):
     """A value is of a type that has no safe form on disk."""
 
 
+COMMIT = "COMMIT"
+"""The file that makes a checkpoint complete."""
+
 DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
 TEMPORARY = ".tmp-"  # prefix of files that are not finished
 MAX_VIEWS = 256  # buffers in one write; the system allows 1,024
-MAX_WRITE = 64 * 2**20  # bytes in one write: a full disk is noticed while there is work to save
+MAX_VIEW = 2**22  # bytes of each, so that a write stays below the 2 GiB that some systems allow
+MAX_READ = 2**26  # bytes in one read
 
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # a pipe in the place of a file must not hang us
@@ -77,8 +87,7 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_FOLLOW, FILE_MODE)
     try:
         try:
-            for group in _grouped(parts):
-                _write_all(descriptor, group)
+            _write_all(descriptor, parts)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -87,6 +96,18 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
         remove_file(aside)
         raise
     flush_folder(path.parent)
+
+
+def _write_all(descriptor: int, parts: Iterable[memoryview | bytes]) -> None:
+    """Write many small or few large buffers; a disk that fills up takes a part of them first."""
+    views = (memoryview(part).cast("B") for part in parts if len(part))
+    left = deque(view[i : i + MAX_VIEW] for view in views for i in range(0, len(view), MAX_VIEW))
+    while left:
+        count = os.writev(descriptor, list(islice(left, MAX_VIEWS)))
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if count:
+            left[0] = left[0][count:]
 
 
 def flush_folder(path: Path) -> None:
@@ -118,18 +139,23 @@ def remove_file(path: Path) -> None:
 def open_file(path: Path) -> int:
     """Open a plain file for reading, not a link, folder, pipe or device; return its descriptor."""
     try:
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointRefused(f"{path}: expected a plain file, got {_kind(found.st_mode)}")
+        _check_plain(path, os.lstat(path))
         descriptor = os.open(path, os.O_RDONLY | NO_FOLLOW | NO_WAIT)
     except OSError as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror or error}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        _check_plain(path, os.fstat(descriptor))  # it may have been exchanged meanwhile
+    except BaseException:
         os.close(descriptor)
-        raise CheckpointRefused(
-            f"{path}: expected a plain file, got one exchanged while it was opened"
-        )
+        raise
     return descriptor
+
+
+def _check_plain(path: Path, found: os.stat_result) -> None:
+    kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"}
+    if not stat.S_ISREG(found.st_mode):
+        kind = kinds.get(stat.S_IFMT(found.st_mode), "no file")
+        raise CheckpointRefused(f"{path}: expected a plain file, got {kind}")
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
@@ -151,7 +177,7 @@ def read_into(descriptor: int, target: memoryview, offset: int, path: Path) -> N
     done = 0
     while done < len(target):
         try:
-            count = os.preadv(descriptor, [target[done : done + MAX_WRITE]], offset + done)
+            count = os.preadv(descriptor, [target[done : done + MAX_READ]], offset + done)
         except OSError as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {error}") from None
         if count == 0:
@@ -164,34 +190,120 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def _grouped(parts: Iterable[memoryview | bytes]) -> Iterable[list[memoryview]]:
-    """Join small buffers and cut large ones, for writes of at most ``MAX_WRITE`` bytes."""
-    group: list[memoryview] = []
-    size = 0
-    for part in parts:
-        view = memoryview(part).cast("B") if len(part) else memoryview(b"")
-        while len(view):
-            piece = view[: MAX_WRITE - size]
-            view = view[len(piece) :]
-            group.append(piece)
-            size += len(piece)
-            if size == MAX_WRITE or len(group) == MAX_VIEWS:
-                yield group
-                group, size = [], 0
-    if group:
-        yield group
+NAME = re.compile(r"step-(\d{6,14})(?:-r(\d{1,4}))?")
+MAX_RETRY = 9999
+ABANDONED = ".abandoned"
+OURS = re.compile(r"rank-\d{5}\.safetensors|manifest-\d{5}\.json|COMMIT|failed-\d{5}|\.tmp-.*")
+"""Files that this package writes; a folder that holds any other is not removed."""
 
 
-def _write_all(descriptor: int, views: Sequence[memoryview]) -> None:
-    left = list(views)
-    while left:
-        count = os.writev(descriptor, left)
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
+@dataclass(frozen=True, order=True, slots=True)
+class StepFolder:
+    """The folder of one save; a step that is saved again after a rollback gets another one."""
+
+    step: int
+    retry: int = 0
+    path: Path = field(default=Path(), compare=False)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the save was finished; its bytes are not read."""
+        try:
+            return stat.S_ISREG(os.lstat(self.path / COMMIT).st_mode)
+        except OSError:
+            return False
 
 
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"}
-    return kinds.get(stat.S_IFMT(mode), "no file")
+def folder_for(directory: Path, step: int, retry: int = 0) -> StepFolder:
+    """Return the folder that a save goes to."""
+    name = f"step-{step:06d}" + (f"-r{retry}" if retry else "")
+    return StepFolder(step, retry, directory / name)
+
+
+def next_retry(directory: Path, step: int) -> int:
+    """Return the number of a new folder: one that is there may hold the only copy."""
+    retries = [folder.retry for folder in list_folders(directory) if folder.step == step]
+    if retries and max(retries) >= MAX_RETRY:
+        raise SaveFailed(f"step {step} was saved {MAX_RETRY} times; remove some of {directory}")
+    return max(retries, default=-1) + 1
+
+
+def list_folders(directory: Path) -> list[StepFolder]:
+    """Return the folders of all saves, finished or not, oldest first; links are not followed."""
+    found = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            match = NAME.fullmatch(entry.name)
+            if match and entry.is_dir(follow_symlinks=False):
+                found.append(StepFolder(int(match[1]), int(match[2] or 0), Path(entry.path)))
+    return sorted(found)
+
+
+def committed(directory: Path, step: int | None = None) -> list[StepFolder]:
+    """Return the folders of finished saves, those of one step or all, oldest first."""
+    folders = list_folders(directory)
+    return [f for f in folders if step in (None, f.step) and f.is_committed]
+
+
+def newest_folder(directory: Path, step: int | None = None) -> StepFolder:
+    """Return the folder of the newest finished save; raise CheckpointError if there is none."""
+    found = committed(directory, step)
+    if not found:
+        which = "" if step is None else f" of step {step}"
+        raise CheckpointError(f"{directory} has no finished checkpoint{which}")
+    return found[-1]
+
+
+def remove_folder(folder: StepFolder) -> None:
+    """Remove a save. COMMIT goes first, so that a crash leaves no half of one that looks whole.
+
+    Raises:
+        OSError: a file cannot be removed, or is none of ours.
+    """
+    remove_file(folder.path / COMMIT)
+    flush_folder(folder.path)
+    for name in os.listdir(folder.path):
+        if OURS.fullmatch(name):
+            remove_file(folder.path / name)
+    os.rmdir(folder.path)
+    flush_folder(folder.path.parent)
+
+
+def surplus(folders: Iterable[StepFolder], keep: int, verified: StepFolder) -> list[StepFolder]:
+    """Return which finished saves to remove, so that ``keep`` are left, oldest first.
+
+    ``verified`` is the newest whose bytes were read and found right. It stays, and so does whatever
+    is newer and not verified yet.
+    """
+    ordered = sorted(folders)
+    return [folder for folder in ordered[: max(0, len(ordered) - keep)] if folder < verified]
+
+
+def retain(
+    directory: Path,
+    keep: int,
+    verified: StepFolder,
+    note: Callable[[str], None],
+    exempt: Collection[StepFolder] = (),
+) -> None:
+    """Remove old saves, what crashes left unfinished, and abandoned saves beyond ``keep``.
+
+    Args:
+        directory: of the store.
+        keep: how many finished saves to keep.
+        verified: see :func:`surplus`.
+        note: called with the text for each folder that cannot be removed; it is left.
+        exempt: neither counted nor removed: no rank could read them, and a person may.
+    """
+    going = surplus([f for f in committed(directory) if f not in exempt], keep, verified)
+    going += [f for f in list_folders(directory) if not f.is_committed and f < verified]
+    # Abandoned saves serve the post-mortem; as many of them stay as finished ones.
+    abandoned = sorted(directory.glob(f"step-*{ABANDONED}*"), key=lambda path: path.name)
+    for path in abandoned[: max(0, len(abandoned) - keep)]:
+        if path.is_dir() and not path.is_symlink():
+            going.append(StepFolder(0, path=path))
+    for folder in going:
+        try:
+            remove_folder(folder)
+        except OSError as error:
+            note(f"cannot remove {folder.path}: {error}")

@@ -1,9 +1,18 @@
-"""Reads a checkpoint for one rank, whatever the number of ranks that wrote it."""
+"""Reads a checkpoint for one rank, whatever the number of ranks that wrote it.
 
+A shard is a safetensors file. Its header follows from the manifest to the byte, so it is compared,
+not parsed. The rest of the file is the tensors, each with its checksum. Any reader of safetensors
+can open a shard; none is needed here.
+"""
+
+import ctypes
 import hashlib
+import json
+import math
+import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,19 +21,34 @@ import torch
 from torch import Tensor
 
 from heal.checkpoint.encode import decode, torch_dtype
-from heal.checkpoint.files import CannotReshard, CheckpointCorrupt, CheckpointRefused
+from heal.checkpoint.files import (
+    CannotReshard,
+    CheckpointCorrupt,
+    CheckpointRefused,
+    open_file,
+    read_into,
+)
 from heal.checkpoint.manifest import (
+    ITEM_BYTES,
     Chunk,
     Entry,
     Manifest,
     manifest_name,
     read_commit,
     read_manifest,
+    shard_name,
 )
-from heal.checkpoint.shards import ShardReader
+from heal.integrity import fingerprints
+
+ALIGNMENT = 8  # of the header, as the format asks for
+BATCH_BYTES = 64 * 2**20  # that are read and checked in one go
+LENGTH_BYTES = 8  # of the header's length, little-endian, at the beginning
 
 PartOf = Callable[[str], Chunk | None]
 """Which part of a tensor is needed, by its name; None if that which the same rank saved."""
+
+Piece = tuple[Entry, tuple[slice, ...], tuple[slice, ...]]
+"""A saved part that a needed one overlaps, and where: in the needed part, and in the saved one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +102,16 @@ class CheckpointReader:
             self._manifests[rank] = read_manifest(self.folder, self.commit, rank)
         return self._manifests[rank]
 
-    def check(self, ranks: Iterable[int] | None = None) -> None:
-        """Read every byte of every rank, or of some; raise an error that names what has changed."""
-        for rank in range(self.commit.world_size) if ranks is None else ranks:
-            entries = self.manifest(rank).entries
-            for name, entry in entries.items():
+    def manifests(self) -> Iterator[Manifest]:
+        """Yield the manifests of all ranks."""
+        return map(self.manifest, range(self.commit.world_size))
+
+    def check(self) -> None:
+        """Read every byte of every rank; raise an error that names what has changed."""
+        for manifest in self.manifests():
+            for name, entry in manifest.entries.items():
                 self._check_holder(name, entry)
-            with ShardReader(self.folder, rank, entries) as shard:
+            with Shard(self.folder, manifest.rank, manifest.entries) as shard:
                 shard.check()
 
     def read(self, rank: int, world_size: int, part_of: PartOf = lambda name: None) -> Restored:
@@ -101,44 +128,77 @@ class CheckpointReader:
         own = self.manifest(rank % commit.world_size)
         entries = dict(own.entries)
         if commit.world_size != world_size:
-            for other in range(commit.world_size):
-                for name, entry in self.manifest(other).entries.items():
+            for manifest in self.manifests():
+                for name, entry in manifest.entries.items():
                     if entry.whole is not None:
                         entries.setdefault(name, entry)
-        needed = {name: part_of(name) for name in entries}
-        tensors = self._read_direct(
-            {n: e for n, e in entries.items() if e.chunk is None or needed[n] in (None, e.chunk)}
-        )
-        for name, chunk in needed.items():
-            if chunk is None:
+        tensors: dict[str, Tensor] = {}
+        by_holder: dict[int, list[tuple[str, Piece | None]]] = {}
+        for name, entry in entries.items():
+            needed = part_of(name)
+            if needed is None or self._is_as_needed(entry, needed):
+                self._check_holder(name, entry)
+                tensors[name] = torch.empty(0)  # keeps the order
+                by_holder.setdefault(entry.held_by, []).append((name, None))
                 continue
-            if name not in tensors:
-                tensors[name] = self._assemble(name, chunk)
-            elif entries[name].whole is None and chunk.shape != chunk.whole == entries[name].shape:
-                tensors[name] = tensors[name][chunk.box].clone()  # saved whole, needed in part
-        ordered = {name: tensors[name] for name in entries}
-        values = decode(own.values, ordered, self.folder / manifest_name(own.rank))
-        return Restored(commit.step, own.rank, commit.world_size, commit.save_id, ordered, values)
+            tensors[name] = torch.empty(needed.shape, dtype=torch_dtype(entry.dtype))
+            for piece in self._pieces(name, entry, needed):
+                by_holder.setdefault(piece[0].held_by, []).append((name, piece))
+        for holder, wanted in by_holder.items():
+            with Shard(self.folder, holder, self.manifest(holder).entries) as shard:
+                for name, found in wanted:
+                    if found is None:
+                        tensors[name] = shard.read(name)
+                    else:
+                        tensors[name][found[1]] = shard.read(name)[found[2]]
+        values = decode(own.values, tensors, self.folder / manifest_name(own.rank))
+        return Restored(commit.step, own.rank, commit.world_size, commit.save_id, tensors, values)
 
     def read_whole(self) -> Restored:
         """Return everything for one process, with all parts put together."""
-        wholes: dict[str, Chunk] = {}
-        for rank in range(self.commit.world_size):
-            for name, e in self.manifest(rank).entries.items():
-                if e.whole is not None:
-                    wholes[name] = Chunk(e.whole, (0,) * len(e.whole), e.whole)
+        wholes = {
+            name: Chunk.all_of(entry.whole)
+            for manifest in self.manifests()
+            for name, entry in manifest.entries.items()
+            if entry.whole is not None
+        }
         return self.read(0, 1, wholes.get)
 
-    def _read_direct(self, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-        by_holder: dict[int, list[str]] = {}
-        for name, entry in entries.items():
-            self._check_holder(name, entry)
-            by_holder.setdefault(entry.held_by, []).append(name)
-        found: dict[str, Tensor] = {}
-        for holder, names in by_holder.items():
-            with ShardReader(self.folder, holder, self.manifest(holder).entries) as shard:
-                found.update(shard.read(names))
-        return found
+    def _is_as_needed(self, entry: Entry, needed: Chunk) -> bool:
+        if entry.chunk is not None:
+            return entry.chunk == needed
+        # Saved whole. One of another shape is of another model, which the caller will see.
+        return needed.shape == needed.whole or needed.whole != entry.shape
+
+    def _pieces(self, name: str, entry: Entry, needed: Chunk) -> list[Piece]:
+        """Return the saved parts that a needed part of a tensor overlaps."""
+        parts: dict[Chunk, Entry] = {}
+        if entry.chunk is None:
+            parts[Chunk.all_of(entry.shape)] = entry
+        else:
+            for manifest in self.manifests():
+                part = manifest.entries.get(name)
+                if part is None or part.chunk is None:
+                    continue
+                if part.whole != needed.whole:
+                    raise CannotReshard(
+                        f"{self.folder}: {name!r}: expected {needed.whole} as in this run, got "
+                        f"{part.whole} in the checkpoint"
+                    )
+                parts.setdefault(part.chunk, part)  # replicas have the same
+        pieces, covered = [], 0
+        for chunk, part in parts.items():
+            here, there, count = needed.overlap(chunk)
+            if count:
+                self._check_holder(name, part)
+                pieces.append((part, here, there))
+                covered += count
+        if covered != math.prod(needed.shape):
+            raise CannotReshard(
+                f"{self.folder}: the parts of {name!r} cover {covered} elements of the "
+                f"{needed.shape} at {needed.start} that this rank needs"
+            )
+        return pieces
 
     def _check_holder(self, name: str, entry: Entry) -> None:
         """Check that the manifest of the rank that holds a tensor lists it too."""
@@ -149,31 +209,125 @@ class CheckpointReader:
                 "another manifest expects there"
             )
 
-    def _assemble(self, name: str, needed: Chunk) -> Tensor:
-        """Put a part together from those that the ranks saved."""
-        parts: dict[Chunk, Entry] = {}
-        for rank in range(self.commit.world_size):
-            entry = self.manifest(rank).entries.get(name)
-            chunk = None if entry is None else entry.chunk
-            if entry is not None and chunk is not None:
-                if chunk.whole != needed.whole:
-                    raise CannotReshard(
-                        f"{self.folder}: {name!r}: expected {needed.whole} as in this run, got "
-                        f"{chunk.whole} in the checkpoint"
-                    )
-                parts.setdefault(chunk, entry)
-        dtype = next((torch_dtype(entry.dtype) for entry in parts.values()), torch.float32)
-        made = torch.empty(needed.shape, dtype=dtype)
-        covered = 0
-        for chunk, entry in parts.items():
-            meeting = needed.overlap(chunk)
-            if meeting is not None:
-                here, there, count = meeting
-                made[here] = self._read_direct({name: entry})[name][there]
-                covered += count
-        if not parts or covered != made.numel():
-            raise CannotReshard(
-                f"{self.folder}: the parts of {name!r} cover {covered} elements of the "
-                f"{needed.shape} at {needed.start} that this rank needs"
-            )
-        return made
+
+class Shard:
+    """The tensors of one rank, open for reading. Opening checks the size and the header.
+
+    Raises:
+        CheckpointCorrupt: the file is missing, too short, too long, or its header differs.
+    """
+
+    def __init__(self, folder: Path, rank: int, entries: Mapping[str, Entry]) -> None:
+        self._path = folder / shard_name(rank)
+        self._entries = {name: e for name, e in entries.items() if e.held_by == rank}
+        self._header = header(entries, rank)
+        self._file = open_file(self._path)
+        try:
+            self._check_layout()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def __enter__(self) -> "Shard":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._file)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in memory of its own; raise if its bytes have changed."""
+        entry = self._entries[name]
+        memory = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        self._fill(memory, entry.offset)
+        self._compare({name: memory})
+        return memory.view(torch_dtype(entry.dtype)).view(entry.shape)
+
+    def check(self) -> None:
+        """Compare every tensor with its checksum, in memory that is used again."""
+        memory = torch.empty(0, dtype=torch.uint8)
+        for batch in _batches(self._entries):
+            begin = min(entry.offset for entry in batch.values())
+            sizes = [entry.num_bytes for entry in batch.values()]
+            if sum(sizes) > len(memory):
+                memory = torch.empty(sum(sizes), dtype=torch.uint8)
+            self._fill(memory[: sum(sizes)], begin)
+            parts = memory[: sum(sizes)].split(sizes)
+            self._compare(dict(zip(batch, parts, strict=True)))
+
+    def _fill(self, memory: Tensor, offset: int) -> None:
+        if len(memory):
+            read_into(self._file, memory_of(memory), len(self._header) + offset, self._path)
+
+    def _compare(self, found: Mapping[str, Tensor]) -> None:
+        """Raise unless the bytes of every tensor have the checksum of its entry."""
+        for name, got in checksums(found).items():
+            expected = self._entries[name].checksum
+            if got != expected:
+                raise CheckpointCorrupt(
+                    f"{self._path}: tensor {name!r} is not what was saved: expected checksum "
+                    f"{expected}, got {got}"
+                )
+
+    def _check_layout(self) -> None:
+        offset = 0
+        for name, entry in self._entries.items():
+            if entry.offset != offset:
+                raise CheckpointCorrupt(
+                    f"{self._path}: tensor {name!r}: expected byte {offset}, got {entry.offset}"
+                )
+            offset += entry.num_bytes
+        expected, size = len(self._header) + offset, os.fstat(self._file).st_size
+        if size != expected:
+            raise CheckpointCorrupt(f"{self._path}: expected {expected} bytes, got {size}")
+        found = bytearray(len(self._header))
+        read_into(self._file, memoryview(found), 0, self._path)
+        if found != self._header:
+            raise CheckpointCorrupt(f"{self._path}: the header is not that of its manifest")
+
+
+def _batches(entries: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
+    """Group neighbours, so that many small tensors take one read."""
+    batch: dict[str, Entry] = {}
+    size = 0
+    for name, entry in entries.items():
+        if batch and size + entry.num_bytes > BATCH_BYTES:
+            yield batch
+            batch, size = {}, 0
+        batch[name] = entry
+        size += entry.num_bytes
+    if batch:
+        yield batch
+
+
+def header(entries: Mapping[str, Entry], rank: int) -> bytes:
+    """Return the beginning of a rank's shard: the length of the JSON, and the JSON, padded."""
+    table = {}
+    for name, e in entries.items():
+        if e.held_by == rank:
+            code, item_bytes = ITEM_BYTES[e.dtype]
+            table[name] = {
+                "dtype": code,
+                "shape": [*e.shape, item_bytes] if code == "U8" and item_bytes > 1 else e.shape,
+                "data_offsets": [e.offset, e.offset + e.num_bytes],
+            }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the fingerprints of tensors as the manifest has them; waits for the device."""
+    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    sums = dict(zip(filled, fingerprints(filled.values()).tolist(), strict=True))
+    return {name: checksum_text(sums.get(name, 0)) for name in tensors}
+
+
+def checksum_text(number: int) -> str:
+    """Return a fingerprint as the manifest has it; that of a tensor without elements is 0."""
+    return f"{number & (2**64 - 1):016x}"
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the host, shared; it must outlive them."""
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")

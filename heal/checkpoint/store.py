@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,17 +18,27 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from heal.buffers import Key
-from heal.checkpoint.contents import Contents, Names, collect, matched, put_back
-from heal.checkpoint.files import CheckpointError, SaveFailed, make_folder
-from heal.checkpoint.folders import StepFolder, abandon, committed, retain
-from heal.checkpoint.plan import BUSY, Ranks, agree, newest_common
+from heal.checkpoint.contents import Names, collect, matched, put_back
+from heal.checkpoint.files import (
+    ABANDONED,
+    CheckpointError,
+    SaveFailed,
+    StepFolder,
+    committed,
+    make_folder,
+    newest_folder,
+    put_aside,
+    retain,
+)
+from heal.checkpoint.manifest import Entry
 from heal.checkpoint.reading import CheckpointReader, PartOf, Restored
-from heal.checkpoint.writer import HostCopies, Job, Measured
+from heal.checkpoint.saving import BUSY, HostCopies, Job, Measured, Ranks, agree
 from heal.extra_state import listed
 from heal.training_state import RngState, StateMismatch, TrainingState
 from zclip import ClippedOptimizer
 
 KEEP = 3
+NO_FOLDER = StepFolder(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +182,7 @@ class CheckpointStore:
         directory: made if it is not there.
         keep: finished checkpoints to keep; at least 1. The newest whose bytes were verified is
             never removed.
-        asynchronous: write in a thread; :meth:`save` then returns when copies are made,
+        asynchronous: write in a thread; :meth:`save_state` then returns when copies are made,
             :meth:`finished_saves` has the errors. A save is skipped while one is being written.
         ranks: that save together; the default process group if None.
         read_back: read every shard again before it counts as saved.
@@ -258,7 +268,8 @@ class CheckpointStore:
     ) -> Restored | None:
         """Return the newest checkpoint that every rank can read; None if there is none.
 
-        Retention neither counts nor removes those that were passed over.
+        One collective if the newest is good everywhere; one more for each that some rank could not
+        read: all fall back together. Retention neither counts nor removes those passed over.
 
         Args:
             part_of: which part of each tensor this rank needs.
@@ -266,20 +277,21 @@ class CheckpointStore:
             needs: names that its plain values must have.
         """
         self.wait()
-        found = newest_common(
-            self.directory,
-            self.ranks,
-            lambda folder: self._read(folder, part_of, needs),
-            self._note,
-            most,
-        )
-        newest = None if found is None else found[0]
-        self.passed_over = [
-            folder
-            for folder in committed(self.directory)
-            if (newest is None or folder > newest) and (most is None or folder.step <= most)
-        ]
-        return None if found is None else found[1]
+        latest = bound = StepFolder(sys.maxsize if most is None else most, sys.maxsize)
+        newest: tuple[StepFolder, Restored] | None = None
+        is_common = False
+        while not is_common:
+            if newest is None or newest[0] > bound:
+                folders = [f for f in committed(self.directory) if f <= bound]
+                newest = next(self._readable(folders, part_of, needs), None)
+            mine = NO_FOLDER if newest is None else newest[0]
+            found = self.ranks.gather_json((mine.step, mine.retry))
+            bound = StepFolder(*min(found))
+            is_common = found.count(min(found)) == len(found) or bound == NO_FOLDER
+            if not is_common and bound < mine:
+                self._note(f"{mine.path.name}: another rank cannot read it; trying an older one")
+        self.passed_over = [f for f in committed(self.directory) if bound < f <= latest]
+        return newest[1] if newest is not None and bound != NO_FOLDER else None
 
     def load_state(
         self, state: TrainingState, *, most: int | None = None, needs: Sequence[str] = ()
@@ -305,13 +317,12 @@ class CheckpointStore:
         """
         self.wait()
         names = Names(state)
-        for folder in reversed(committed(self.directory)):
-            if folder.step == step:
-                try:
-                    restored = self._read(folder, names.part_of, ("training", *needs))
-                    return restored, matched(names, restored.tensors)[0]
-                except (CheckpointError, StateMismatch, OSError) as error:
-                    self._note(f"{folder.path.name} cannot be used: {error}")
+        folders = committed(self.directory, step)
+        for folder, restored in self._readable(folders, names.part_of, ("training", *needs)):
+            try:
+                return restored, matched(names, restored.tensors)[0]
+            except StateMismatch as error:
+                self._note(f"{folder.path.name} cannot be used: {error}")
         return None
 
     def steps(self) -> list[int]:
@@ -331,11 +342,7 @@ class CheckpointStore:
 
     def verify(self, step: int) -> None:
         """Read every byte of a checkpoint, of all ranks; raise an error that names a fault."""
-        for folder in reversed(committed(self.directory)):
-            if folder.step == step:
-                CheckpointReader(folder.path).check()
-                return
-        raise CheckpointError(f"{self.directory} has no finished checkpoint of step {step}")
+        CheckpointReader(newest_folder(self.directory, step).path).check()
 
     def abandon_after(self, step: int) -> None:
         """Rename checkpoints of later steps: a rollback undid these steps."""
@@ -343,7 +350,7 @@ class CheckpointStore:
         if self.ranks.rank == 0:
             for folder in committed(self.directory):
                 if folder.step > step:
-                    abandon(folder)
+                    put_aside(folder.path, folder.path.name + ABANDONED)
 
     def finished_saves(self) -> list[SaveReport]:
         """Return how saves in a thread ended since the last call; never waits."""
@@ -380,11 +387,19 @@ class CheckpointStore:
         """Finish what was begun."""
         self.wait()
 
-    def _read(self, folder: StepFolder, part_of: PartOf, needs: Sequence[str]) -> Restored:
-        reader = CheckpointReader(folder.path)
-        restored = reader.read(self.ranks.rank, self.ranks.size, part_of)
-        restored.check_values(needs)
-        return restored
+    def _readable(
+        self, folders: Sequence[StepFolder], part_of: PartOf, needs: Sequence[str]
+    ) -> Iterator[tuple[StepFolder, Restored]]:
+        """Read checkpoints, newest first; those that cannot be used are noted."""
+        for folder in reversed(folders):
+            try:
+                reader = CheckpointReader(folder.path)
+                restored = reader.read(self.ranks.rank, self.ranks.size, part_of)
+                restored.check_values(needs)
+            except (CheckpointError, OSError, MemoryError) as error:
+                self._note(f"{folder.path.name} cannot be used: {error}")
+            else:
+                yield folder, restored
 
     def _prepare(
         self,
@@ -398,11 +413,11 @@ class CheckpointStore:
 
         A rank that cannot save still takes part, because the other ranks would wait for ever.
         """
-        contents, trouble = Contents(), ""
-        # Alone, the device need not be waited for: the thread reads the checksums later.
-        measures_later = in_thread and self.ranks.size == 1
+        entries: dict[str, Entry] = {}
+        tensors: dict[str, Tensor] = {}
+        values, trouble = None, ""
         try:
-            contents = collect(state, extra)
+            entries, tensors, values = collect(state, extra)
         except Exception as error:
             trouble = f"{type(error).__name__}: {error}"
         try:
@@ -411,17 +426,13 @@ class CheckpointStore:
             trouble = trouble or f"{self.directory} cannot be made: {error.strerror or error}"
         if in_thread and self.is_busy:
             trouble = trouble or BUSY
-        measured, entries = Measured(contents.tensors, allow_nonfinite), contents.entries
+        measured = Measured(tensors, allow_nonfinite)
+        # Alone, the device need not be waited for: the thread reads the checksums later.
+        measures_later = in_thread and self.ranks.size == 1
         if not measures_later:
             entries, trouble = measured.added_to(entries), trouble or measured.problem()
-        folder, manifest = agree(
-            self.directory, self.ranks, step, entries, contents.values, trouble
-        )
-        held = {
-            name: contents.tensors[name]
-            for name, entry in manifest.entries.items()
-            if entry.held_by == manifest.rank
-        }
+        folder, manifest = agree(self.directory, self.ranks, step, entries, values, trouble)
+        held = {n: tensors[n] for n, e in manifest.entries.items() if e.held_by == manifest.rank}
         copies = None
         if in_thread or any(tensor.device.type != "cpu" for tensor in held.values()):
             copies = HostCopies(held, self._memory)
@@ -449,16 +460,15 @@ class CheckpointStore:
         reports = self.ranks.gather(repr(trouble).encode() if trouble is not None else b"")
         if any(reports):
             job.discard()
-        if isinstance(trouble, OSError):
-            raise SaveFailed(f"step {job.manifest.step} was not saved: {trouble}") from trouble
-        if trouble is not None:
-            raise trouble
-        for rank, text in enumerate(reports):
-            if text:
-                raise SaveFailed(
-                    f"{job.folder.path.name} was not committed: rank {rank} failed: "
-                    f"{text.decode(errors='replace')}"
-                )
+            if isinstance(trouble, SaveFailed):
+                raise trouble
+            if trouble is not None:
+                raise SaveFailed(f"step {job.manifest.step} was not saved: {trouble}") from trouble
+            rank, text = next((rank, text) for rank, text in enumerate(reports) if text)
+            raise SaveFailed(
+                f"{job.folder.path.name} was not committed: rank {rank} failed: "
+                f"{text.decode(errors='replace')}"
+            )
 
     def _start(self, job: Job) -> None:
         self._in_a_hurry.clear()

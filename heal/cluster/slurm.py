@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from heal.checkpoint.folders import committed
-from heal.checkpoint.manifest import COMMIT
+from heal.checkpoint.files import COMMIT, committed
 
 MOST_HOSTS = 100_000  # more is a slip of the pen, and would fill memory
 HOST = r"(?:[^,\[\]]|\[[^\]]*\])+"

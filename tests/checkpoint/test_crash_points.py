@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from heal import checkpoint
-from heal.checkpoint.folders import list_folders
+from heal.checkpoint.files import list_folders
 from tests.checkpoint.disk import File, Folder, RecordingDisk
 from tests.checkpoint.scenes import assert_same, run, saved_at
 from tests.forked import run_forked

@@ -6,9 +6,7 @@ import shutil
 
 import pytest
 
-from heal.checkpoint import CheckpointError
-from heal.checkpoint.folders import StepFolder
-from heal.checkpoint.plan import Ranks, newest_common
+from heal.checkpoint import CheckpointError, CheckpointStore
 from heal.checkpoint.reading import CheckpointReader
 from tests.checkpoint.scenes import assert_same, files_of, run, saved_at
 
@@ -23,13 +21,9 @@ def pair(tmp_path_factory):
 
 def newest(directory):
     """Step of the newest checkpoint that can be read, and what was said of others."""
-    notes = []
-
-    def read(folder: StepFolder):
-        return CheckpointReader(folder.path).read(0, 1)
-
-    found = newest_common(directory, Ranks(), read, notes.append)
-    return None if found is None else found[1].step, notes
+    store = CheckpointStore(directory)
+    found = store.load()
+    return None if found is None else found.step, store.notes
 
 
 def flip(data: bytearray, chance: random.Random) -> bytes:

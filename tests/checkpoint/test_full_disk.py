@@ -69,9 +69,9 @@ SCRIPT = """
     folder = sys.argv[1].encode()
     assert libc.mount(b"tmpfs", folder, b"tmpfs", 0, b"size=200k") == 0
     from heal.checkpoint import CheckpointStore, SaveFailed
-    from heal.checkpoint import plan
+    from heal.checkpoint import saving
     from tests.checkpoint.scenes import run
-    plan.SPARE_BYTES = 0
+    saving.SPARE_BYTES = 0
     there = run()
     failures = []
     for step in range(1, 40):
@@ -80,7 +80,7 @@ SCRIPT = """
             there.save(sys.argv[1], step, keep=100)
         except SaveFailed as error:
             failures.append(type(error).__name__ + str(error))
-            plan.free_bytes = lambda path: 2**40  # the first was seen coming; no more
+            saving.free_bytes = lambda path: 2**40  # the first was seen coming; no more
     steps = CheckpointStore(sys.argv[1]).steps()
     assert "NoSpace" in failures[0], failures
     assert len(failures) > 5 and "No space left" in failures[-1], failures

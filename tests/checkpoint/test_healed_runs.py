@@ -43,11 +43,11 @@ def train(setup, folder, steps, on_step=None):
 def test_every_failed_save_is_logged_and_so_is_the_first_that_works_again(
     tmp_path, log, monkeypatch
 ):
-    from heal.checkpoint import plan
+    from heal.checkpoint import saving
 
     def fill(step):
         if step in (7, 17):
-            monkeypatch.setattr(plan, "free_bytes", lambda path: 0 if step == 7 else 2**40)
+            monkeypatch.setattr(saving, "free_bytes", lambda path: 0 if step == 7 else 2**40)
 
     healer = train(regression(**SYNC), tmp_path / "c", 25, fill)
     lines = log()
@@ -180,10 +180,10 @@ def test_a_stop_whose_state_is_saved_says_run_me_again(tmp_path):
 
 
 def test_a_stop_whose_state_could_not_be_saved_says_so(tmp_path, monkeypatch):
-    from heal.checkpoint import plan
+    from heal.checkpoint import saving
 
     def fill():
-        monkeypatch.setattr(plan, "free_bytes", lambda path: 0)
+        monkeypatch.setattr(saving, "free_bytes", lambda path: 0)
 
     halt = stopped(tmp_path / "c", fill)
     assert halt.exit_code == ExitCode.NOT_SAVED
@@ -193,23 +193,23 @@ def test_a_stop_whose_state_could_not_be_saved_says_so(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_too_full_is_told_with_the_reserve(tmp_path, monkeypatch):
-    from heal.checkpoint import plan
+    from heal.checkpoint import saving
 
-    monkeypatch.setattr(plan, "free_bytes", lambda path: 512_000)
+    monkeypatch.setattr(saving, "free_bytes", lambda path: 512_000)
     with pytest.raises(NoSpace, match="and a reserve of 16777216 are needed, and 512000 are free"):
         run().train(1).save(tmp_path, 1)
 
 
 def test_the_folder_of_a_save_that_could_not_be_committed_is_removed(tmp_path, monkeypatch):
-    from heal.checkpoint import writer
+    from heal.checkpoint import saving
 
     def full(path, parts):
         if path.name == "COMMIT":
             raise OSError(28, "No space left on device")
         real(path, parts)
 
-    real = writer.write_file
-    monkeypatch.setattr(writer, "write_file", full)
+    real = saving.write_file
+    monkeypatch.setattr(saving, "write_file", full)
     with pytest.raises(SaveFailed, match="No space left"):
         run().train(1).save(tmp_path, 1)
     assert not list(tmp_path.iterdir())

@@ -49,7 +49,9 @@ def built():
 
 
 def assert_counts_up(model, optimizer):
-    moments = [v for p in model.parameters() for v in optimizer.state.get(p, {}).values() if v.dim()]
+    moments = [
+        v for p in model.parameters() for v in optimizer.state.get(p, {}).values() if v.dim()
+    ]
     assert len(moments) == 10
     for i, tensor in enumerate([*model.parameters(), *model.buffers(), *moments]):
         expected = (torch.arange(tensor.numel()) / 8 + i).view(tensor.shape).to(tensor.dtype)

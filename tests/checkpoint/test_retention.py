@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heal.checkpoint import CheckpointStore
-from heal.checkpoint.folders import StepFolder, list_folders, retain, surplus
+from heal.checkpoint.files import StepFolder, list_folders, retain, surplus
 from tests.checkpoint.scenes import run, saved_at
 
 

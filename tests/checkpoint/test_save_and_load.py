@@ -7,7 +7,7 @@ from safetensors import safe_open
 from torch import nn
 
 from heal import checkpoint
-from heal.checkpoint import CheckpointStore, NoSpace, SaveFailed, plan
+from heal.checkpoint import CheckpointStore, NoSpace, SaveFailed, saving
 from heal.training_state import StateMismatch
 from tests.checkpoint.scenes import assert_same, files_of, run, saved_at
 
@@ -191,7 +191,7 @@ def test_a_value_without_a_safe_form_is_refused_by_name_and_nothing_is_written(t
 
 def test_without_room_nothing_is_written_and_the_message_says_how_much(tmp_path, monkeypatch):
     saved_at(tmp_path, 1)
-    monkeypatch.setattr(plan, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(saving, "free_bytes", lambda path: 1000)
     with pytest.raises(NoSpace, match="1000 are free"):
         run().train(2).save(tmp_path, 2)
     assert os.listdir(tmp_path) == ["step-000001"]

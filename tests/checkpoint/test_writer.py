@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from heal import checkpoint
-from heal.checkpoint import CheckpointStore, SaveFailed, writer
-from heal.checkpoint.plan import Ranks
+from heal.checkpoint import CheckpointStore, SaveFailed, saving
+from heal.checkpoint.saving import Ranks
 from heal.checkpoint.store import training_state
 from heal.training_state import RngState
 from tests.checkpoint.scenes import assert_same, run
@@ -21,13 +21,13 @@ from tests.checkpoint.scenes import assert_same, run
 def slow_disk(monkeypatch):
     """A disk that writes when it is told to."""
     allowed = threading.Event()
-    real = writer.write_shard
+    real = saving.write_shard
 
     def write_shard(*args):
         allowed.wait(300)
         real(*args)
 
-    monkeypatch.setattr(writer, "write_shard", write_shard)
+    monkeypatch.setattr(saving, "write_shard", write_shard)
     yield allowed
     allowed.set()
 
@@ -89,13 +89,13 @@ def test_a_hundred_saves_while_training_are_all_whole(tmp_path):
 
 
 def test_memory_for_copies_is_allocated_once(tmp_path, monkeypatch):
-    places, real = [], writer.write_shard
+    places, real = [], saving.write_shard
 
     def write_shard(folder, rank, entries, tensors):
         places.append({name: t.data_ptr() for name, t in tensors.items()})
         real(folder, rank, entries, tensors)
 
-    monkeypatch.setattr(writer, "write_shard", write_shard)
+    monkeypatch.setattr(saving, "write_shard", write_shard)
     there = run().train(1)
     store = CheckpointStore(tmp_path, asynchronous=True)
     save = saver(there, store)
@@ -142,7 +142,7 @@ def test_a_save_that_is_not_asynchronous_waits_for_the_one_that_is(tmp_path, slo
 def test_bytes_that_change_on_the_way_to_the_disk_are_noticed_before_the_commit(
     tmp_path, monkeypatch
 ):
-    real = writer.write_shard
+    real = saving.write_shard
 
     def bad_cable(folder, rank, entries, tensors):
         real(folder, rank, entries, tensors)
@@ -152,7 +152,7 @@ def test_bytes_that_change_on_the_way_to_the_disk_are_noticed_before_the_commit(
         path.write_bytes(data)
 
     run().train(1).save(tmp_path, 1)
-    monkeypatch.setattr(writer, "write_shard", bad_cable)
+    monkeypatch.setattr(saving, "write_shard", bad_cable)
     with pytest.raises(checkpoint.CheckpointCorrupt, match="is not what was saved"):
         run().train(2).save(tmp_path, 2)
     assert CheckpointStore(tmp_path).steps() == [1]
@@ -177,7 +177,7 @@ class HalfOfTwo(Ranks):
 
 
 def test_in_a_hurry_nobody_waits_for_a_rank_that_may_be_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "HURRY_SECONDS", 0.1)
+    monkeypatch.setattr(saving, "HURRY_SECONDS", 0.1)
     there = run().train(1)
     store = CheckpointStore(tmp_path, asynchronous=True, ranks=HalfOfTwo())
     saver(there, store)(1)
@@ -208,7 +208,7 @@ def test_a_rank_that_fails_leaves_a_mark_and_nothing_else(tmp_path, monkeypatch)
     def no_space(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "write_shard", no_space)
+    monkeypatch.setattr(saving, "write_shard", no_space)
     store = CheckpointStore(tmp_path, asynchronous=True, ranks=HalfOfTwo())
     saver(run().train(1), store)(1)
     store.wait()
@@ -217,10 +217,10 @@ def test_a_rank_that_fails_leaves_a_mark_and_nothing_else(tmp_path, monkeypatch)
 
 LEAVING = """
 import atexit, sys
-from heal.checkpoint import CheckpointStore, writer
+from heal.checkpoint import CheckpointStore, saving
 from tests.checkpoint.scenes import run
 from tests.checkpoint.test_writer import HalfOfTwo, saver
-writer.HURRY_SECONDS = 0.1
+saving.HURRY_SECONDS = 0.1
 atexit.register(lambda: print(*(r.error for r in store.finished_saves())))  # after all others
 patience = 600.0 if sys.argv[2] == "fails" else 4.0
 store = CheckpointStore(sys.argv[1], asynchronous=True, ranks=HalfOfTwo(), wait_seconds=patience)

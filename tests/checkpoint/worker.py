@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from heal import Healer, HealingConfig, checkpoint
-from heal.checkpoint import CheckpointStore, SaveFailed, writer
-from heal.checkpoint.plan import Ranks
+from heal.checkpoint import CheckpointStore, SaveFailed, saving
+from heal.checkpoint.saving import Ranks
 from heal.checkpoint.store import training_state
 from heal.training_state import RngState
 from heal.undone_steps import Origin
@@ -166,18 +166,18 @@ def check_failures(rank, size, directory):
     why = r"rank 1: CannotEncode: state\['odd'\]: expected .*, got a builtins\.object"
     with pytest.raises(SaveFailed, match=why):
         store.save_state(1, state, {"odd": object() if rank == 1 else 0})
-    real = writer.write_shard
+    real = saving.write_shard
 
     def no_disk(*args):
         if rank == 1:
             raise OSError(28, "No space left on device")
         real(*args)
 
-    writer.write_shard = no_disk
+    saving.write_shard = no_disk
     with pytest.raises(SaveFailed, match="No space left" if rank == 1 else "rank 1 failed"):
         store.save_state(2, state, {})
     assert time.monotonic() - began < 50, "somebody waited"
-    writer.write_shard = real
+    saving.write_shard = real
     dist.barrier()
     store.save_state(3, state, {})
     dist.barrier()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from heal import checkpoint
-from heal.checkpoint import writer
+from heal.checkpoint import saving
 from heal.cluster import (
     HangWatchdog,
     ReplicaCheck,
@@ -61,7 +61,7 @@ def die_while_saving(folder, victim, where):
     model = torch.nn.Linear(3, 2)
     checkpoint.save(folder, 1, model)
     if rank == victim:
-        setattr(writer.Job, where, lambda job: os._exit(9))
+        setattr(saving.Job, where, lambda job: os._exit(9))
     checkpoint.save(folder, 2, model)
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, sys, threading, time, torch
 from heal import Healer, HealingConfig
-from heal.checkpoint import writer
+from heal.checkpoint import saving
 
 how, folder = sys.argv[1:]
 settings = {
@@ -40,7 +40,7 @@ def stuck(*args):
         threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     time.sleep(600)
 
-writer.write_file = stuck
+saving.write_file = stuck
 
 def on_step(step):
     if step == 10 and how == "hang":

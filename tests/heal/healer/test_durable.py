@@ -13,7 +13,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from heal.actions import HealingError, Rollback
-from heal.checkpoint import writer
+from heal.checkpoint import saving
 from heal.exit_codes import ExitCode
 from heal.training_state import StateMismatch
 from tests.forked import run_forked
@@ -300,13 +300,13 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 def test_where_a_run_could_return_to_does_not_depend_on_the_speed_of_the_disk(
     tmp_path, monkeypatch
 ):
-    allowed, real, found = threading.Event(), writer.write_shard, []
+    allowed, real, found = threading.Event(), saving.write_shard, []
 
     def write_shard(*arguments):
         allowed.wait(300)
         real(*arguments)
 
-    monkeypatch.setattr(writer, "write_shard", write_shard)
+    monkeypatch.setattr(saving, "write_shard", write_shard)
     setup = regression(checkpoint_interval=7, checkpoint_async=True)
     healer = setup.healer(checkpoint_dir=tmp_path)
 

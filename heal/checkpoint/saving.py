@@ -1,35 +1,159 @@
-"""One save: measures and copies a run's tensors, then writes them to the disk, COMMIT last."""
+"""One save: the ranks agree on who writes what, then each copies and writes its own, COMMIT last.
+
+Tensors that several ranks have alike, to the bit, are written once, by the rank that has least to
+write. So replicas share the work, and what differs between ranks is kept for each.
+"""
 
 import contextlib
+import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from heal.checkpoint.files import SaveFailed, make_folder, read_file, remove_file, write_file
-from heal.checkpoint.folders import StepFolder, remove_folder
-from heal.checkpoint.manifest import (
+from heal.checkpoint.files import (
     COMMIT,
+    NoSpace,
+    SaveFailed,
+    StepFolder,
+    StillWriting,
+    folder_for,
+    free_bytes,
+    make_folder,
+    next_retry,
+    read_file,
+    remove_file,
+    remove_folder,
+    write_file,
+)
+from heal.checkpoint.manifest import (
     MAX_COMMIT,
     MAX_MANIFEST,
     Commit,
     Entry,
     Manifest,
     digest,
+    from_bytes,
     manifest_name,
     shard_name,
+    to_bytes,
 )
-from heal.checkpoint.shards import ShardReader, checksum_text, write_shard
+from heal.checkpoint.reading import Shard, checksum_text, header, memory_of
 from heal.integrity import MEASURED, fingerprints
 from heal.training_state import copy_by_kind
 from zclip import grad_stats
 from zclip.layout import NAN
 
+SPARE_BYTES = 16 * 2**20  # left free for manifests, the journal, and other programs
+BUSY = "the save before is still being written"
 POLL_SECONDS = 0.02  # between looks for the files of other ranks
 HURRY_SECONDS = 3.0  # for their files, when this process has failed: they may be gone
+
+
+class Ranks:
+    """All ranks of a process group, the default one if None; this process alone if there is none.
+
+    Every rank has to call :meth:`gather`, in the same order. Ranks exchange bytes, without pickle.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if together else 0
+        self.size = dist.get_world_size(group) if together else 1
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Return the payload of every rank, by rank."""
+        if self.size == 1:
+            return [payload]
+        is_gloo = "gloo" in str(dist.get_backend_config(self._group))
+        device = "cpu" if is_gloo else torch.device("cuda", torch.cuda.current_device())
+        length = torch.tensor([len(payload)], device=device)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length, group=self._group)
+        sizes = [int(size) for size in lengths]
+        padded = bytearray(payload.ljust(max(1, *sizes), b"\0"))
+        mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine, group=self._group)
+        return [bytes(t.tolist()[:size]) for t, size in zip(gathered, sizes, strict=True)]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the plain value of every rank, by rank."""
+        return [from_bytes(data, Path("ranks")) for data in self.gather(to_bytes(value))]
+
+
+class Proposal(NamedTuple):
+    """What a rank offers before a save. With ``trouble`` no rank saves."""
+
+    entries: dict[str, Entry]
+    trouble: str
+    retry: int
+    free: int
+    save_id: str
+
+
+def agree(
+    directory: Path, ranks: Ranks, step: int, entries: dict[str, Entry], values: Any, trouble: str
+) -> tuple[StepFolder, Manifest]:
+    """Return the folder to write to, and this rank's manifest; every rank has to call this.
+
+    ``trouble`` says why this rank cannot save; empty if it can. Then every rank raises SaveFailed.
+    """
+    free = 0 if trouble else free_bytes(directory)
+    mine = Proposal(entries, trouble, next_retry(directory, step), free, secrets.token_hex(16))
+    offered = [mine]
+    if ranks.size > 1:
+        offered = [
+            Proposal({name: Entry.from_json(e) for name, e in theirs.items()}, *rest)
+            for theirs, *rest in ranks.gather_json(mine)
+        ]
+    for rank, proposal in enumerate(offered):
+        if proposal.trouble:
+            where = f"rank {rank}: " if ranks.size > 1 else ""
+            kind = StillWriting if proposal.trouble == BUSY else SaveFailed
+            raise kind(f"step {step} was not saved: {where}{proposal.trouble}")
+    own, needed = share([proposal.entries for proposal in offered], ranks.rank)
+    free = min(proposal.free for proposal in offered)
+    if needed + SPARE_BYTES > free:
+        raise NoSpace(
+            f"step {step} was not saved: {needed} bytes and a reserve of {SPARE_BYTES} are needed, "
+            f"and {free} are free at {directory}; free some, or keep fewer checkpoints"
+        )
+    folder = folder_for(directory, step, max(proposal.retry for proposal in offered))
+    return folder, Manifest(offered[0].save_id, step, ranks.rank, ranks.size, own, values)
+
+
+def share(offered: Sequence[Mapping[str, Entry]], rank: int) -> tuple[dict[str, Entry], int]:
+    """Return the entries of a rank with holder and place, and how many bytes all ranks write.
+
+    The result depends on nothing but what was offered, so that all ranks come to the same.
+    """
+    owners: dict[tuple[str, Any], list[int]] = {}
+    num_bytes: dict[tuple[str, Any], int] = {}
+    for owner, entries in enumerate(offered):
+        for name, entry in entries.items():
+            owners.setdefault((name, entry.content), []).append(owner)
+            num_bytes[name, entry.content] = entry.num_bytes
+    load = [0] * len(offered)
+    holder: dict[tuple[str, Any], int] = {}
+    for same in sorted(owners, key=lambda same: (-num_bytes[same], same[0], owners[same])):
+        holder[same] = min(owners[same], key=lambda owner: (load[owner], owner))
+        load[holder[same]] += num_bytes[same]
+    own: dict[str, Entry] = {}
+    offset = 0
+    for name, entry in offered[rank].items():
+        own[name] = entry._replace(held_by=holder[name, entry.content])
+        if own[name].held_by == rank:
+            own[name] = own[name]._replace(offset=offset)
+            offset += entry.num_bytes
+    return own, sum(load)
 
 
 class HostCopies:
@@ -89,9 +213,18 @@ class Measured:
         """Return entries with their checksums; waits for the device."""
         sums = dict(zip(self._names, self._copies.wait()["sums"].tolist(), strict=True))
         return {
-            name: replace(entry, checksum=checksum_text(sums.get(name, 0)))
+            name: entry._replace(checksum=checksum_text(sums.get(name, 0)))
             for name, entry in entries.items()
         }
+
+
+def write_shard(
+    folder: Path, rank: int, entries: Mapping[str, Entry], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write the tensors that a rank holds; they must be on the host and stay as they are."""
+    held = [tensors[name].contiguous() for name, e in entries.items() if e.held_by == rank]
+    tensors_bytes = (memory_of(t) for t in held if t.numel())
+    write_file(folder / shard_name(rank), (header(entries, rank), *tensors_bytes))
 
 
 @dataclass(slots=True)
@@ -108,10 +241,10 @@ class Job:
 
     def write_own(self) -> None:
         """Write this rank's files; raise SaveFailed or OSError if that is not possible."""
-        path, rank = self.folder.path, self.manifest.rank
+        path, manifest = self.folder.path, self.manifest
+        rank = manifest.rank
         try:
             make_folder(path)
-            manifest = self.manifest
             if self.measured is not None:
                 problem = self.measured.problem()
                 if problem:
@@ -119,7 +252,7 @@ class Job:
                 manifest = replace(manifest, entries=self.measured.added_to(manifest.entries))
             write_shard(path, rank, manifest.entries, self.tensors())
             if self.read_back:
-                with ShardReader(path, rank, manifest.entries) as shard:
+                with Shard(path, rank, manifest.entries) as shard:
                     shard.check()
             write_file(path / manifest_name(rank), [manifest.to_bytes()])
         except BaseException as error:
