@@ -7,7 +7,6 @@ command imports what it needs when it runs, so that ``heal init`` never waits fo
 import argparse
 import inspect
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -172,9 +171,8 @@ def run_init(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         sys.stdout.write(text)
         return 0
-    flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if arguments.force else os.O_EXCL)
     try:
-        with open(os.open(arguments.output, flags, 0o644), "w", encoding="utf-8") as file:
+        with open(arguments.output, "w" if arguments.force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         return fail("init", f"{arguments.output} exists; --force overwrites it", 1)
@@ -205,9 +203,8 @@ def run_report(arguments: argparse.Namespace) -> int:
         return fail("report", error)
     for sentence in report.damage.sentences():
         fail("report", sentence)
-    goes_out = arguments.output == "-" or (
-        not arguments.output and (arguments.text or arguments.json)
-    )
+    is_page = not (arguments.text or arguments.json)
+    goes_out = arguments.output == "-" or not (arguments.output or is_page)
     if arguments.json:
         made = json.dumps(report_data(report), allow_nan=False) + "\n"
     elif arguments.text:
@@ -222,7 +219,6 @@ def run_report(arguments: argparse.Namespace) -> int:
         write_report(path, made)
     except OSError as error:
         return fail("report", f"{error}; --output says where to write instead", 1)
-    is_page = not (arguments.text or arguments.json)
     print(f"{path} ({len(made.encode()) / 1e6:.1f} MB){': open it in a browser' * is_page}")
     return 0
 
@@ -294,24 +290,20 @@ def make_parser() -> argparse.ArgumentParser:
         add("--seed", type=int, default=0, help="of model, data and faults")
         add("--plain", action="store_true", help="no progress bar, no colours")
     for name in ("report", "watch"):
-        given = "the run_dir that was given to Healer"
-        made[name].add_argument("run_dir", type=Path, help=given)
+        made[name].add_argument("run_dir", type=Path, help="the run_dir that was given to Healer")
 
-    made["demo"].add_argument(
-        "--run-dir", type=Path, default=Path("heal-demo"), help="for the journal"
-    )
+    add = made["demo"].add_argument
+    add("--run-dir", type=Path, default=Path("heal-demo"), help="for the journal")
 
     add = made["doctor"].add_argument
     add("checkpoints", nargs="?", type=Path, help="folder of checkpoints")
     add("--quick", action="store_true", help="do not read the tensors")
     add("--config", type=Path, metavar="FILE", help="a heal.toml to look at")
-    cluster = "look at launcher, network, GPU, folder and clock"
-    add("--cluster", action="store_true", help=cluster)
+    add("--cluster", action="store_true", help="look at launcher, network, GPU, folder and clock")
 
     add = made["drill"].add_argument
     add("target", metavar="module:function", help="makes the run")
-    how = "kind@attempt or kind~rate"
-    add("--fault", action="append", default=[], metavar="FAULT", help=how)
+    add("--fault", action="append", default=[], metavar="FAULT", help="kind@attempt or kind~rate")
 
     made["forecast"].add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -322,10 +314,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("settings", nargs="*", metavar="key=value", help="settings to change")
 
     add = made["report"].add_argument
-    where = f"where to write; RUN_DIR/{PAGE} by default, - shows"
-    add("--output", "-o", metavar="FILE", help=where)
-    which = "which run of the folder; the last by default"
-    add("--run", type=at_least_one, metavar="N", help=which)
+    add("--output", "-o", metavar="FILE", help=f"where to write; RUN_DIR/{PAGE}, or - to show it")
+    add("--run", type=at_least_one, metavar="N", help="which run of the folder; else the last")
     form = made["report"].add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="print it for a terminal")
     form.add_argument("--json", action="store_true", help="print it for machines")

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from heal.actions import HealingError
 from heal.cluster.shutdown import ShutdownHandler
 from heal.exit_codes import ExitCode
-from heal.journal import Journal
-from heal.postmortem import ExitReason
+from heal.journal import ExitReason, Journal
 
 if TYPE_CHECKING:
     from heal.healer import Healer

@@ -35,12 +35,11 @@ from heal.experiment import Experiment
 from heal.extra_state import note_rewriting, note_stateless
 from heal.guarded_step import JUDGED, GuardedStep, judgeable
 from heal.integrations.trackers import attach
-from heal.journal import LEFT_OUT, Journal, Notes
+from heal.journal import LEFT_OUT, Journal, Notes, describe_machine, describe_training
 from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, TrainStep, fewest_samples
 from heal.monitor import Monitor
-from heal.postmortem import describe_machine, describe_training
-from heal.progress import Progress
+from heal.progress import progress_bar
 from heal.ranks import HostFacts
 from heal.recovery import Hook, Recovery
 from heal.run import TorchRun
@@ -757,7 +756,7 @@ class Healer:
         self.micro.weigh_by(weigh)
         self.schedules.follow_caller()
         self.journal.event("goal", self.training.step, steps=steps, accumulate=accumulate)
-        with self, Progress(self, steps, progress) as bar:
+        with self, progress_bar(self, steps, progress) as show:
             with closing(self._all_epochs(loader)) as source:
                 while self.training.step < steps:
                     before = self.training.step
@@ -768,7 +767,7 @@ class Healer:
                         self._note_shortfall(steps)
                         return
                     if was_taken:
-                        bar.update(self.training.step)
+                        show(self.training.step)
                         if on_step is not None and self.training.step > before:  # not rolled back
                             on_step(self.last_step)
             if self.durable is not None:

@@ -1,33 +1,33 @@
 """Records what happened: ``events.jsonl``, ``metrics.jsonl`` and ``postmortem.json``.
 
 A journal never raises: a full or read-only disk must not end a run that trains well. It degrades,
-and warns once.
+and warns once. Names of fields are those of the first seed of this project, so that tools made for
+it can read ours.
 """
 
 import errno
 import logging
 import os
+import platform
 import secrets
 import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from heal.actions import HealingError
-from heal.causes import Severity
+from heal.actions import HealingError, action_in_words
+from heal.causes import Cause, Severity
+from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
-from heal.json_lines import dumps, now, read_all, read_events
-from heal.postmortem import (
-    DIRECTORY_MODE,
-    SCHEMA_VERSION,
-    ExitReason,
-    exit_reason,
-    recovery_action,
-    write_postmortem,
-)
+from heal.exceptions import classify, message_of, qualified_name
+from heal.exit_codes import ExitCode, ExitReason
+from heal.json_lines import dumps, encodable, now, read_all, read_events, replace_text
+from heal.report.words import action_words
 
 __all__ = [
     "ExitReason",
@@ -43,28 +43,28 @@ LOG = logging.getLogger("heal")
 """One line per action, for people. Recoveries are warnings: without any handler Python prints them
 to standard error. ``logging.getLogger("heal").setLevel(logging.ERROR)`` silences them."""
 
+SCHEMA_VERSION = 1
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+EVENTS, METRICS, POSTMORTEM = "events", "metrics", "postmortem"
 MOST_SAMPLES = 8  # indices of samples in a line; the journal has them all
 MAX_MESSAGE = 120  # characters of an exception's message
+MAX_BYTES = 64 * 2**20
+"""Size at which a file is put aside as ``.1``; with the one before it, twice this is on disk."""
 
+MAX_RECOVERIES = 1000
+"""Entries of the postmortem; ``events.jsonl`` has them all."""
 
-WORDS = {
-    "Skip": "step skipped",
-    "Rollback": "rolled back to step {before_step}",
-    "ScaleLr": "learning rate x {factor:g}",
-    "TightenClip": "clip limits x {factor:g}",
-    "RelearnClip": "clip statistics reset",
-    "SkipBatches": "batches of steps {first_step} to {last_step} dropped",
-    "ShrinkBatch": "micro-batch halved",
-    "CheckpointActivations": "activations checkpointed",
-    "ClearCache": "cache cleared",
-    "Backoff": "waited {seconds:g} s",
-    "TakeSnapshot": "snapshot taken",
-    "WatchClosely": "weights checked more often",
-    "PerturbWeights": "weights perturbed",
-    "AnchorWeights": "weights anchored",
-    "Halt": "halted with exit code {exit_code}: {reason}",
-}
-"""How a line names each action."""
+Subscriber = Callable[[str, Mapping[str, Any]], None]
+"""Gets a kind of line ("events", "metrics" or "postmortem") and the line."""
+
+OPEN_FLAGS = (
+    os.O_RDWR  # the last byte is read: was the last line torn?
+    | os.O_APPEND
+    | os.O_CREAT
+    | getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)  # to open a pipe without a reader would wait for ever
+)
 
 
 def line_for(entry: Mapping[str, Any]) -> str:
@@ -74,8 +74,8 @@ def line_for(entry: Mapping[str, Any]) -> str:
     place, detail = _place(evidence), _detail(failure, evidence)
     where = f"step {entry.get('step')}" + (f" ({place})" if place else "")
     text = f"{where}: {failure}" + (f" ({detail})" if detail else "")
-    done = ", ".join(_done(action) for action in entry.get("plan", ()))
-    return f"{text} -> {done}" if done else text
+    done = [action_words(action, entry.get("resumed_at")) for action in entry.get("plan", ())]
+    return f"{text} -> {', '.join(done)}" if done else text
 
 
 def _place(evidence: Mapping[str, Any]) -> str:
@@ -102,38 +102,6 @@ def _detail(failure: str, evidence: Mapping[str, Any]) -> str:
     tensor = str(evidence.get("tensor", ""))
     # NaN spreads to the gradients of all layers below: the first tensor may not be its origin.
     return f"first in the gradient of {tensor}" if tensor and "nonfinite" in failure else tensor
-
-
-def _done(action: Mapping[str, Any]) -> str:
-    """Name an action with the number that matters; one without effect says so."""
-    name = str(action.get("action", ""))
-    try:
-        words = WORDS.get(name, name).format(**action)
-    except (KeyError, ValueError, IndexError):  # of another version of this library
-        words = name
-    return f"{words} (no effect)" if action.get("effect") is False else words
-
-
-EVENTS, METRICS = "events", "metrics"
-POSTMORTEM = "postmortem"
-
-Subscriber = Callable[[str, Mapping[str, Any]], None]
-"""Gets a kind of line ("events", "metrics" or "postmortem") and the line."""
-
-MAX_BYTES = 64 * 2**20
-"""Size at which a file is put aside as ``.1``; with the one before it, twice this is on disk."""
-
-MAX_RECOVERIES = 1000
-"""Entries of the postmortem; ``events.jsonl`` has them all."""
-
-FILE_MODE = 0o600
-OPEN_FLAGS = (
-    os.O_RDWR  # the last byte is read: was the last line torn?
-    | os.O_APPEND
-    | os.O_CREAT
-    | getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)  # to open a pipe without a reader would wait for ever
-)
 
 
 class LineFile:
@@ -280,7 +248,7 @@ class Journal:
         self._append(METRICS, {"time": now(), "step": step, **values})
 
     def postmortem(self, *, exception: BaseException | None = None, **page: Any) -> Path | None:
-        """Write the postmortem; see :func:`heal.postmortem.write_postmortem`.
+        """Write the postmortem; see :func:`write_postmortem`.
 
         Why the run ended is worked out unless ``exit_reason`` is one of :class:`ExitReason`.
         """
@@ -352,6 +320,115 @@ def _environment_rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
+BY_EXIT_CODE: dict[int, ExitReason] = {
+    ExitCode.OK: ExitReason.COMPLETED,
+    ExitCode.NONFINITE: ExitReason.NAN,
+    ExitCode.OUT_OF_MEMORY: ExitReason.OOM,
+    ExitCode.PREEMPTED: ExitReason.SIGTERM,
+    ExitCode.NOT_SAVED: ExitReason.SIGTERM,
+}
+
+
+def exit_reason(exc: BaseException | None, last_cause: str = "") -> ExitReason:
+    """Return why a run ended: by what was raised, then by the cause that was last treated."""
+    if exc is None:
+        return ExitReason.COMPLETED
+    if isinstance(exc, KeyboardInterrupt):
+        return ExitReason.SIGINT
+    if isinstance(exc, SystemExit):
+        return ExitReason.EXITED if exc.code else ExitReason.COMPLETED
+    if not isinstance(exc, HealingError):
+        return classify(exc)[0].about.exit_reason or ExitReason.EXCEPTION
+    by_cause = {cause.value: cause.about.exit_reason for cause in Cause}
+    known = BY_EXIT_CODE.get(exc.exit_code) or by_cause.get(last_cause)
+    return known or ExitReason.UNRECOVERABLE
+
+
+def recovery_action(
+    diagnosis: Diagnosis, actions: Sequence[Mapping[str, Any]], **details: Any
+) -> dict[str, Any]:
+    """Return one entry of ``recovery_actions``: what failed, why, what was done.
+
+    ``actions`` are as :func:`heal.actions.action_to_json` returns them, perhaps with their effect;
+    ``details`` what only the run knows: values before and after, seconds that it took.
+    """
+    return {
+        "failure": diagnosis.cause.value,
+        "diagnosis": diagnosis.summary,
+        "actions": [action_in_words(str(action.get("action", ""))) for action in actions],
+        "step": diagnosis.step,
+        "bad_step": diagnosis.bad_step,
+        "confidence": diagnosis.confidence,
+        "reference": diagnosis.reference,
+        "evidence": encodable(diagnosis.evidence),
+        "plan": [dict(action) for action in actions],
+        **details,
+    }
+
+
+def write_postmortem(
+    journal: Journal,
+    *,
+    exit_reason: str,
+    last_step: int,
+    exception: BaseException | None = None,
+    final_metrics: Mapping[str, float] | None = None,
+    recovery_actions: Sequence[Mapping[str, Any]] = (),
+    running_time_seconds: float | None = None,
+    exit_code: int | None = 0,
+    **additions: Any,
+) -> Path | None:
+    """Write ``postmortem.json``, whole or not at all; return where it is, None if nowhere.
+
+    Never raises. A run_dir that was removed is made again. Without one only a failure is written,
+    to the working directory, and there too if the run_dir cannot be written; ranks other than 0
+    write ``postmortem.rank3.json`` and so on.
+
+    Args:
+        journal: where to write; its age is that of the run.
+        exit_reason: one of :class:`ExitReason`.
+        last_step: the last optimizer step that was applied.
+        exception: what ended the run, if anything was raised; a halt is named by what it could not
+            heal.
+        final_metrics: the last known numbers; NaN and Inf are written as strings.
+        recovery_actions: entries made by :func:`recovery_action`, oldest first.
+        running_time_seconds: of the whole run; the age of the journal if left out.
+        exit_code: that of the process; None if it is not known.
+        additions: what else is worth knowing; cannot replace the fields above.
+    """
+    reason = str(getattr(exit_reason, "value", exit_reason))
+    seconds = journal.running_seconds() if running_time_seconds is None else running_time_seconds
+    original = exception
+    while isinstance(original, HealingError) and original.__cause__ is not None:
+        original = original.__cause__  # what was raised first: what the halt gave up on
+    page = {
+        "exit_reason": reason,
+        "exception_type": None if original is None else qualified_name(original),
+        "last_step": last_step,
+        "timestamp": now(),
+        "final_metrics": dict(final_metrics or {}),
+        "recovery_actions": [dict(entry) for entry in recovery_actions],
+        "running_time_seconds": round(seconds, 3),
+        "schema_version": SCHEMA_VERSION,
+        "exit_code": None if exit_code is None else int(exit_code),
+        "exception_message": None if original is None else message_of(original),
+        "halted_because": message_of(exception) if isinstance(exception, HealingError) else None,
+        "rank": journal.rank,
+        "python": sys.version.split()[0],
+    }
+    is_calm = reason == ExitReason.COMPLETED or (reason == ExitReason.EXITED and not exit_code)
+    name = f"postmortem.rank{journal.rank}.json" if journal.rank else "postmortem.json"
+    for folder in filter(None, (journal.run_dir, None if is_calm else Path())):
+        try:
+            folder.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            path = folder.absolute() / name
+            replace_text(path, dumps({**additions, **page}) + "\n")
+            return path
+        except Exception as error:
+            journal.report_failure(folder / name, error)
+    return None
+
+
 LEFT_OUT = "healing failed and was left out"
 MAX_NOTES = 100  # different things that may go wrong with healing itself before we fall silent
 
@@ -383,3 +460,52 @@ class Notes:
             raise
         except Exception as error:
             self.add(f"{LEFT_OUT}: {error!r}")
+
+
+VARIABLES = ("WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID", "TORCHELASTIC_RESTART_COUNT")
+"""What launchers set. Nothing else of the environment is recorded: it holds secrets."""
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return versions, host and launcher; torch only if it is imported already."""
+    try:
+        installed = version("zclip-heal")
+    except PackageNotFoundError:
+        installed = "not installed"
+    found: dict[str, Any] = {
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "python": platform.python_version(),
+        "script": Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "interactive",
+        "pid": os.getpid(),
+        "zclip-heal": installed,
+    }
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        found["torch"] = str(torch.__version__)
+        found["device"] = f"cpu, {torch.get_num_threads()} threads"
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # must not claim a GPU
+            found["device"] = f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda})"
+    found.update({name.lower(): os.environ[name] for name in VARIABLES if name in os.environ})
+    return found
+
+
+def describe_training(
+    model: Any, optimizers: Iterable[Any], config: HealingConfig
+) -> dict[str, Any]:
+    """Return what is trained by what, and the settings that differ from the defaults."""
+    default = asdict(HealingConfig())
+    changed = {name: value for name, value in asdict(config).items() if value != default[name]}
+    found: dict[str, Any] = {
+        "model": type(model).__name__,
+        "optimizer": ", ".join(type(getattr(o, "inner", o)).__name__ for o in optimizers),
+        "settings": changed,
+        "zclip_z_threshold": config.zclip_z_threshold,
+    }
+    try:
+        found["parameters"] = sum(p.numel() for p in model.parameters())
+        found["trainable"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    except Exception as error:  # lazy modules have no shape yet
+        found["parameters"] = f"unknown: {error}"
+    return found

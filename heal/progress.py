@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from heal.journal import LOG
@@ -24,46 +26,36 @@ class _AboveBar(logging.Handler):
             self.handleError(record)
 
 
-class Progress:
-    """A tqdm bar of ``steps``, and a line above it for everything that was healed."""
+@contextmanager
+def progress_bar(healer: "Healer", steps: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield a function that shows where the run is; after a rollback that is further back."""
+    if not shown:
+        yield lambda step: None
+        return
+    from tqdm import tqdm
 
-    def __init__(self, healer: "Healer", steps: int, shown: bool) -> None:
-        self._healer = healer
-        self._steps = steps
-        self._changes_before = 0
-        self._shown = shown
-        self._bar: Any = None
-        self._lines: _AboveBar | None = None
+    changes_before = healer.recovery.num_changes
+    bar = tqdm(total=steps, initial=healer.last_step + 1, unit="step", file=sys.stderr)
+    # With handlers of the program the lines go where it sends them.
+    lines = None if LOG.hasHandlers() else _AboveBar(bar)
 
-    def __enter__(self) -> "Progress":
-        if self._shown:
-            from tqdm import tqdm
-
-            begun = self._healer.last_step + 1
-            self._changes_before = self._healer.recovery.num_changes
-            self._bar = tqdm(total=self._steps, initial=begun, unit="step", file=sys.stderr)
-            if not LOG.hasHandlers():  # else the lines go where the program sends them
-                self._lines = _AboveBar(self._bar)
-                LOG.addHandler(self._lines)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self._lines is not None:
-            LOG.removeHandler(self._lines)
-        if self._bar is not None:
-            self._bar.close()
-
-    def update(self, step: int) -> None:
-        """Show where the run is; after a rollback that is further back."""
-        if self._bar is None:
-            return
-        latest = self._healer.latest
+    def show(step: int) -> None:
+        latest = healer.latest
         if latest is not None:
-            self._bar.set_postfix(
+            bar.set_postfix(
                 loss=f"{latest.loss:.3f}",
                 norm=f"{latest.norm:.2f}",
                 clips=latest.clips,
-                heals=self._healer.recovery.num_changes - self._changes_before,
+                heals=healer.recovery.num_changes - changes_before,
                 refresh=False,
             )
-        self._bar.update(step - self._bar.n)
+        bar.update(step - bar.n)
+
+    try:
+        if lines is not None:
+            LOG.addHandler(lines)
+        yield show
+    finally:
+        if lines is not None:
+            LOG.removeHandler(lines)
+        bar.close()

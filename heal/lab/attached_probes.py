@@ -1,4 +1,4 @@
-"""Probes that a healer runs every so many steps: their numbers are logged, an alarm is told.
+"""Probes that a healer runs every so many steps: it logs their numbers and reports an alarm.
 
 What a probe measures is its own affair (see :mod:`heal.lab.probes`); nothing here changes training.
 """
@@ -21,7 +21,7 @@ from heal.recovery import Recovery
 
 @dataclass(slots=True)
 class AttachedProbe:
-    """One probe, what it told last, and whether its alarm is on."""
+    """One probe, what it measured last, and whether its alarm is on."""
 
     name: str
     look: Callable[[], Any]
@@ -32,23 +32,13 @@ class AttachedProbe:
 
 
 class AttachedProbes:
-    """All probes of a run.
+    """All probes of a run; one that fails on a rank ends on all, and an alarm of one is one of all.
 
-    Args:
-        model: what is trained; a look leaves its buffers, modes and the generators as they were.
-        ranks: a probe that fails on one rank ends on all, and an alarm of one is one of all.
-        recovery: gets the alarms.
-        journal: gets the numbers.
-        notes: told of probes that failed.
+    A probe leaves the buffers and modes of ``model``, and all generators, as they were.
     """
 
     def __init__(
-        self,
-        model: Module,
-        ranks: Ranks,
-        recovery: Recovery,
-        journal: Journal,
-        notes: Notes,
+        self, model: Module, ranks: Ranks, recovery: Recovery, journal: Journal, notes: Notes
     ) -> None:
         self._model = model
         self._ranks = ranks
@@ -70,15 +60,12 @@ class AttachedProbes:
         self._probes[probe.name] = probe
 
     def are_due(self, steps_done: int) -> bool:
-        """Tell whether a probe is to look after so many steps."""
-        probes = self._probes
-        return bool(probes) and any(steps_done % p.every == 0 for p in probes.values())
+        """Return whether a probe is to look after so many steps."""
+        return any(steps_done % probe.every == 0 for probe in self._probes.values())
 
     def next_due(self, steps_done: int) -> list[int]:
         """Return for each probe after how many steps it looks next."""
-        return [
-            steps_done - steps_done % probe.every + probe.every for probe in self._probes.values()
-        ]
+        return [(steps_done // probe.every + 1) * probe.every for probe in self._probes.values()]
 
     def look(self, steps_done: int) -> None:
         """Run the probes that are due after so many steps."""
@@ -87,7 +74,7 @@ class AttachedProbes:
                 self._run(probe, steps_done - 1)
 
     def metrics(self) -> dict[str, float]:
-        """Return what each probe told last, as ``probe/<name>`` or ``probe/<name>/<number>``."""
+        """Return what each probe found last, as ``probe/<name>`` or ``probe/<name>/<number>``."""
         return {
             f"probe/{probe.name}/{key}" if key else f"probe/{probe.name}": value
             for probe in self._probes.values()
@@ -100,10 +87,10 @@ class AttachedProbes:
         try:
             with undisturbed(self._model, hides_gradients=False), torch.enable_grad():
                 found = probe.look()
-                numbers = None if found is None else numbers_of(found)
-                if found is not None and probe.alarm is not None:
-                    is_alarmed = bool(probe.alarm(found))
-        except Exception as error:  # a look at the run must not end it
+                if found is not None:
+                    numbers = numbers_of(found)
+                    is_alarmed = probe.alarm is not None and bool(probe.alarm(found))
+        except Exception as error:  # a probe must not end the run
             failure = repr(error)
         if self._ranks.any_has(bool(failure)):
             del self._probes[probe.name]
@@ -118,7 +105,14 @@ class AttachedProbes:
             self._journal.event("probe", step, probe=probe.name, found=told, seconds=seconds)
         was_alarmed, probe.is_alarmed = probe.is_alarmed, is_alarmed
         if is_alarmed and not was_alarmed:  # once, until it has been off again
-            self._recovery.treat_findings([_alert(probe, step)])
+            alert = Finding(
+                cause=Cause.PROBE_ALARM,
+                step=step,
+                bad_step=step,
+                severity=Severity.WARN,
+                evidence={"probe": probe.name, "found": probe.numbers.get("", probe.numbers)},
+            )
+            self._recovery.treat_findings([alert])
 
 
 def numbers_of(found: Any) -> dict[str, float]:
@@ -145,13 +139,3 @@ def numbers_of(found: Any) -> dict[str, float]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _alert(probe: AttachedProbe, step: int) -> Finding:
-    return Finding(
-        cause=Cause.PROBE_ALARM,
-        step=step,
-        bad_step=step,
-        severity=Severity.WARN,
-        evidence={"probe": probe.name, "found": probe.numbers.get("", probe.numbers)},
-    )

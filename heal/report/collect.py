@@ -8,7 +8,7 @@ that the length of the run does not matter.
 import os
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import isfinite
@@ -17,8 +17,8 @@ from typing import Any
 
 from heal.json_lines import number
 from heal.report import read
-from heal.report.read import Damage, NotARun, RunFiles, run_id, seconds_of, whole
-from heal.report.story import Story, describe
+from heal.report.read import Damage, NotARun, run_id, seconds_of, whole
+from heal.report.story import Event, Story
 
 PER_STEP = ("loss", "norm", "lr", "lr_scale", "micro_batches", "seconds")
 PER_LINE = ("threshold", "mean", "std")
@@ -32,6 +32,10 @@ EXTREMES = tuple(COLUMNS.index(name) for name in ("loss", "norm", "lr", "lr_scal
 MAX_TURNS = 4  # rollbacks kept in one stretch
 MAX_KEPT = 12  # about as many as keep() leaves of a long stretch
 MAX_DURATIONS = 4096  # newest steps whose durations give the median
+MAX_ROWS = 24_000  # of all curves of all ranks: about two megabytes of the page
+MIN_ROWS = 48  # of one rank
+NOTHING_YET = "empty; the run has not written anything yet"
+MAX_RANKS = 256  # with curves; the others are in the story and the counts
 
 
 class Sampler:
@@ -60,11 +64,9 @@ class Sampler:
                 self._full = [keep([*first, *second]) for first, second in pairs]
                 self._width *= 2
 
-    def rows(self) -> Iterator[Row]:
-        """Yield what was kept, in order."""
-        for bucket in self._full:
-            yield from bucket
-        yield from keep(self._open)
+    def rows(self) -> list[Row]:
+        """Return what was kept, in order."""
+        return [row for bucket in (*self._full, keep(self._open)) for row in bucket]
 
 
 def keep(rows: Sequence[Row]) -> list[Row]:
@@ -87,19 +89,18 @@ def keep(rows: Sequence[Row]) -> list[Row]:
     return [rows[i] for i in sorted(chosen)]
 
 
-class RankCurves:
+class RankCurves(Sampler):
     """The curves of one rank, thinned out to ``max_rows``, and exact first, last and extremes.
 
     Attributes:
-        count: records in all, also those that were thinned out.
         losses: first, last, least and largest finite loss; None before the first.
-        first_time: seconds since 1970 of the first line.
+        first_time: seconds since 1970 of the first line, and ``last_time``, of the last.
         newest: the last row.
         nonfinite: records with NaN or Inf.
     """
 
     def __init__(self, max_rows: int) -> None:
-        self._sampler = Sampler(max_rows)
+        super().__init__(max_rows)
         self.first_time: float | None = None
         self.last_time: float | None = None
         self.last_step = -1
@@ -108,9 +109,9 @@ class RankCurves:
         self.losses: list[float] | None = None
         self._durations: deque[float] = deque(maxlen=MAX_DURATIONS)
 
-    @property
-    def count(self) -> int:
-        return self._sampler.count
+    def median_seconds(self) -> float:
+        """Return the median duration of a step; 0 if none is known."""
+        return statistics.median(self._durations) if self._durations else 0.0
 
     def add_line(self, line: Mapping[str, Any]) -> None:
         """Take in a line of metrics: its series if it has one, else its own numbers."""
@@ -118,32 +119,20 @@ class RankCurves:
             return
         time = seconds_of(line.get("time"))
         if time is not None:
-            self.first_time = time if self.first_time is None else min(self.first_time, time)
-            self.last_time = time if self.last_time is None else max(self.last_time, time)
+            self.first_time = min(time, self.first_time or time)
+            self.last_time = max(time, self.last_time or time)
         series = line.get("series")
         if not isinstance(series, Mapping) or not isinstance(series.get("step"), list):
             seen = line["step"] if whole(line.get("seen_at")) is None else line["seen_at"]
-            series = {
-                "step": [seen],
-                "loss": line.get("loss"),
-                "norm": line.get("zclip/raw_grad_norm"),
-                "lr_scale": line.get("lr_scale"),
-                "threshold": line.get("zclip/threshold"),
-            }
+            names = {"loss": "loss", "norm": "zclip/raw_grad_norm", "lr_scale": "lr_scale"}
+            names["threshold"] = "zclip/threshold"
+            series = {"step": [seen], **{name: line.get(key) for name, key in names.items()}}
         steps = [whole(step) for step in series["step"]]
-        columns = [_column(series.get(name), len(steps)) for name in PER_STEP]
+        columns = {name: _column(series.get(name), len(steps)) for name in PER_STEP}
         same = [_value(series.get(name)) for name in PER_LINE]
-        times = _times(time, columns[SECONDS - 2])
-        rows = zip(steps, times, *columns, strict=True)
+        times = _times(time, columns["seconds"])
+        rows = zip(steps, times, *columns.values(), strict=True)
         self._add([(*row, *same) for row in rows if row[STEP] is not None])
-
-    def rows(self) -> list[Row]:
-        """Return what was kept."""
-        return list(self._sampler.rows())
-
-    def median_seconds(self) -> float:
-        """Return the median duration of a step; 0 if none is known."""
-        return statistics.median(self._durations) if self._durations else 0.0
 
     def _add(self, rows: list[Row]) -> None:
         if not rows:
@@ -156,7 +145,7 @@ class RankCurves:
         self.nonfinite += sum(_is_bad(row[LOSS]) or _is_bad(row[NORM]) for row in rows)
         self._durations.extend(_finite(row[SECONDS] for row in rows))
         self.newest = rows[-1]
-        self._sampler.extend(rows)
+        self.extend(rows)
 
 
 def highest(rows: Iterable[Row], cells: int) -> list[float | None]:
@@ -183,11 +172,8 @@ def _value(entry: Any) -> float | None:
     """Return a number of a line, which may be a word such as "NaN"; None if it is none."""
     if type(entry) is float:
         return entry
-    if entry is None or isinstance(entry, bool):
-        return None
-    if isinstance(entry, str) and entry not in ("NaN", "Infinity", "-Infinity"):
-        return None
-    return number(entry)
+    is_word = isinstance(entry, str) and entry not in ("NaN", "Infinity", "-Infinity")
+    return None if entry is None or isinstance(entry, bool) or is_word else number(entry)
 
 
 def _column(values: Any, length: int) -> list[float | None]:
@@ -208,11 +194,6 @@ def _times(end: float | None, durations: list[float | None]) -> list[float | Non
     return times[::-1]
 
 
-MAX_ROWS = 24_000  # of all curves of all ranks: about two megabytes of the page
-MIN_ROWS = 48  # of one rank
-MAX_RANKS = 256  # with curves; the others are in the story and the counts
-
-
 @dataclass
 class RunReport:
     """What is known of a run.
@@ -221,7 +202,9 @@ class RunReport:
         runs: how many runs the folder holds, and ``number``, which of them this is, from 1.
         last_step: the furthest step known, -1 if none.
         began: seconds since 1970 of the first sign of life, and ``ended``, of the last.
-        incidents: as :func:`heal.report.story.describe` returns them.
+        step_seconds: the median duration of a step.
+        postmortem: that of the lowest rank that has one.
+        incidents: as :meth:`heal.report.story.Incident.to_json` returns them.
     """
 
     folder: Path
@@ -234,33 +217,24 @@ class RunReport:
     runs: int = 1
 
     def __post_init__(self) -> None:
-        times = [t for c in self.curves.values() for t in (c.first_time, c.last_time)]
-        times += [self.story.first_time, self.story.last_time]
-        known = [time for time in times if time is not None]
+        self.postmortem = next((page for _, page in sorted(self.postmortems.items())), None)
+        self.step_seconds = next((c.median_seconds() for c in self.curves.values()), 0.0)
+        times = [time for c in self.curves.values() for time in (c.first_time, c.last_time)]
+        known = [t for t in (*times, self.story.first_time, self.story.last_time) if t is not None]
         self.began, self.ended = min(known, default=None), max(known, default=None)
-        steps = [c.last_step for c in self.curves.values()]
+        steps = [curves.last_step for curves in self.curves.values()]
         ends = [number(page.get("last_step")) for page in self.postmortems.values()]
         steps += [int(step) for step in ends if abs(step) < 2**53]
         self.last_step = max(steps, default=self.story.last_step)
         self.incidents = [
-            describe(i, self.step_seconds, self.last_step, self.postmortem is not None)
+            i.to_json(self.step_seconds, self.last_step, self.postmortem is not None)
             for i in self.story.incidents
         ]
-
-    @property
-    def postmortem(self) -> dict[str, Any] | None:
-        """That of the lowest rank that has one."""
-        return next((self.postmortems[rank] for rank in sorted(self.postmortems)), None)
 
     @property
     def live_for(self) -> float:
         """Seconds from the first to the last sign of life."""
         return max(0.0, (self.ended or 0.0) - (self.began or 0.0))
-
-    @property
-    def step_seconds(self) -> float:
-        """The median duration of a step."""
-        return next((curves.median_seconds() for curves in self.curves.values()), 0.0)
 
 
 def read_run(run_dir: str | os.PathLike[str], run: int | None = None) -> RunReport:
@@ -279,23 +253,30 @@ def read_run(run_dir: str | os.PathLike[str], run: int | None = None) -> RunRepo
     if not 1 <= number <= len(runs):
         raise NotARun(f"expected a run from 1 to {len(runs)}, got {number}, in {files.folder}")
     others: set[str] = set().union(*(other.ids for other in runs)) - runs[number - 1].ids
-    damage = Damage()
-    story = Story()
+    damage, story = Damage(), Story()
     for rank, line in read.read_events(files, damage):
         if run_id(line) not in others:
-            story.add(rank, line)
-    curves = _read_curves(files, damage, others)
+            story.add(Event(rank, line))
+    story.finish()
+    shown = sorted(files.metrics)[:MAX_RANKS]
+    curves = {rank: RankCurves(max(MIN_ROWS, MAX_ROWS // len(shown))) for rank in shown}
+    for rank, curve in curves.items():
+        for path in files.metrics[rank]:
+            for line in read.read_lines(path, damage):
+                if run_id(line) not in others:
+                    curve.add_line(line)
+    curves = {rank: curve for rank, curve in curves.items() if curve.count or not others}
     postmortems = {}
     for rank, path in sorted(files.postmortems.items()):
         page = read.read_postmortem(path, damage)
         if page is not None and _run_of(page, runs) == number:
             postmortems[rank] = page
-    ranks = files.ranks if len(runs) == 1 else sorted({*story.ranks, *curves, *postmortems})
     if not story.events and not postmortems and not any(c.count for c in curves.values()):
-        raise NotARun(_nothing(files, damage))
-    return RunReport(
-        files.folder, ranks, curves, story.finish(), postmortems, damage, number, len(runs)
-    )
+        why = " ".join(damage.sentences()[:3])
+        found = f"damaged and not one line can be read. {why}" if why else NOTHING_YET
+        raise NotARun(f"{files.folder}: the journal is {found}")
+    ranks = files.ranks if len(runs) == 1 else sorted({*story.ranks, *curves, *postmortems})
+    return RunReport(files.folder, ranks, curves, story, postmortems, damage, number, len(runs))
 
 
 def _run_of(page: Mapping[str, Any], runs: Sequence[read.Start]) -> int:
@@ -304,24 +285,3 @@ def _run_of(page: Mapping[str, Any], runs: Sequence[read.Start]) -> int:
     if written is None:
         return len(runs)
     return max(1, sum(run.began <= written for run in runs))
-
-
-def _read_curves(files: RunFiles, damage: Damage, others: set[str]) -> dict[int, RankCurves]:
-    ranks = sorted(files.metrics)[:MAX_RANKS]
-    curves = {}
-    for rank in ranks:
-        curve = RankCurves(max(MIN_ROWS, MAX_ROWS // len(ranks)))
-        for path in files.metrics[rank]:
-            for line in read.read_lines(path, damage):
-                if run_id(line) not in others:
-                    curve.add_line(line)
-        if curve.count or not others:
-            curves[rank] = curve
-    return curves
-
-
-def _nothing(files: RunFiles, damage: Damage) -> str:
-    why = " ".join(damage.sentences()[:3])
-    if why:
-        return f"{files.folder}: the journal is damaged and not one line can be read. {why}"
-    return f"{files.folder}: the journal is empty; the run has not written anything yet"

@@ -7,14 +7,10 @@ from typing import Any
 from heal.exit_codes import ExitCode
 from heal.json_lines import encodable, number
 from heal.report import words
-from heal.report.collect import COLUMNS, Row, RunReport
+from heal.report.collect import COLUMNS, TIME, Row, RunReport
 from heal.report.story import KINDS, OUTCOMES
-from heal.report.words import count, duration
+from heal.report.words import ANSWERS, count, duration
 
-INTRODUCTION = (
-    "heal made this page from the journal of a training run. It skips steps that would break the "
-    "model, rolls damage back to an earlier snapshot, and logs every such event."
-)
 ENDINGS = {
     "completed": "finished",
     "exception": "was ended by an error",
@@ -51,29 +47,39 @@ def summarise(report: RunReport) -> dict[str, Any]:
     if losses is not None:
         names = ("first_loss", "last_loss", "lowest_loss", "highest_loss")
         totals |= dict(zip(names, losses, strict=True))
-    sentences = [
-        _first(report, totals, ending),
-        *_incidents(report, totals),
-        *_experiments(report),
-        *_losses(totals),
-    ]
+    sentences = [_course(report, totals, ending), *_incidents(report, totals)]
+    answers = Counter(str(e.line.get("answer")) for e in report.story.experiments.values())
+    if answers:
+        found = [f"{answers[key]} showed {name}" for key, name in ANSWERS.items() if answers[key]]
+        sentences.append(f"{count(answers.total(), 'experiment')}: {', '.join(found)}.")
+    if losses is not None:
+        first, last, _, high = losses
+        peak = f", after a peak of {high:.4g}" if high > 1.5 * max(first, last) else ""
+        verb = "fell" if last < first else "went"
+        sentences.append(f"The loss {verb} from {first:.4g} to {last:.4g}{peak}.")
     return {"state": state, "ending": ending, "sentences": sentences, "totals": totals}
+
+
+def ending_words(page: dict[str, Any]) -> str:
+    """Return how a run ended, by its postmortem, as the end of a sentence about it."""
+    reason = str(page.get("exit_reason", ""))
+    return ENDINGS.get(reason, f"ended ({words.shorten(reason, 40)})")
 
 
 def _ending(report: RunReport) -> tuple[str, str]:
     page = report.postmortem
     if page is None:
         return "open", "has no recorded end: it is still running, or it was killed"
-    reason = str(page.get("exit_reason", ""))
-    ending = ENDINGS.get(reason, f"ended ({words.shorten(reason, 40)})")
-    code = number(page.get("exit_code"))
-    if reason != "completed" and abs(code) < 1000:
-        names = {int(c): c.name for c in ExitCode}
-        ending += f" (exit code {' '.join(filter(None, (str(int(code)), names.get(int(code)))))})"
-    return ("finished" if reason == "completed" else "stopped"), ending
+    ending, code = ending_words(page), number(page.get("exit_code"))
+    if page.get("exit_reason") == "completed":
+        return "finished", ending
+    if abs(code) < 1000:
+        name = {int(known): f" {known.name}" for known in ExitCode}.get(int(code), "")
+        ending += f" (exit code {int(code)}{name})"
+    return "stopped", ending
 
 
-def _first(report: RunReport, totals: dict[str, Any], ending: str) -> str:
+def _course(report: RunReport, totals: dict[str, Any], ending: str) -> str:
     goal = totals["goal"]
     reached = count(totals["steps"], "step")
     if goal and goal > totals["steps"]:
@@ -114,28 +120,8 @@ def _incidents(report: RunReport, totals: dict[str, Any]) -> list[str]:
     ]
 
 
-def _experiments(report: RunReport) -> list[str]:
-    answers = Counter(str(e.line.get("answer")) for e in report.story.experiments.values())
-    if not answers:
-        return []
-    found = [
-        f"{answers[key]} showed {label}" for key, label in words.ANSWERS.items() if answers[key]
-    ]
-    return [f"{count(sum(answers.values()), 'experiment')}: {', '.join(found)}."]
-
-
-def _losses(totals: dict[str, Any]) -> list[str]:
-    if "first_loss" not in totals:
-        return []
-    first, last, high = (totals[f"{name}_loss"] for name in ("first", "last", "highest"))
-    peak = f", after a peak of {high:.4g}" if high > 1.5 * max(first, last) else ""
-    verb = "fell" if last < first else "went"
-    return [f"The loss {verb} from {first:.4g} to {last:.4g}{peak}."]
-
-
 FORMAT = 1
 DIGITS = 5  # significant ones of a curve
-TIME = COLUMNS.index("time")
 NOT_ENVIRONMENT = {"v", "time", "rank", "step", "event", "settings", "run"}
 
 
@@ -187,7 +173,7 @@ def report_data(report: RunReport) -> dict[str, Any]:
 def worst_tensors(report: RunReport) -> list[dict[str, Any]]:
     """Return the tensors that incidents name, the most often named first."""
     counted: list[dict[str, Any]] = [
-        {"tensor": name, "times": sum(counts.values()), "failures": counts}
+        {"tensor": name, "times": counts.total(), "failures": dict(counts)}
         for name, counts in report.story.tensors.items()
     ]
     return sorted(counted, key=lambda entry: (-entry["times"], entry["tensor"]))[:50]
@@ -217,21 +203,21 @@ def environment(report: RunReport) -> list[tuple[str, str]]:
 
 
 def _rank(report: RunReport, rank: int, began: float) -> dict[str, Any]:
-    curves = report.curves.get(rank)
-    page = report.postmortems.get(rank)
-    rows = curves.rows() if curves else []
-    return {
-        "rank": rank,
-        "records": curves.count if curves else 0,
-        "last_step": curves.last_step if curves else None,
-        "usual_seconds": curves.median_seconds() if curves else None,
-        "nonfinite": curves.nonfinite if curves else 0,
-        "ending": None if page is None else words.shorten(str(page.get("exit_reason")), 40),
-        "columns": {
-            name: [_short(row, i, began) for row in rows]
-            for i, name in enumerate(COLUMNS if curves else ())
-        },
-    }
+    curves, page = report.curves.get(rank), report.postmortems.get(rank)
+    told: dict[str, Any] = {"rank": rank, "records": 0, "last_step": None, "usual_seconds": None}
+    told |= {"nonfinite": 0, "ending": None, "columns": {}}
+    if page is not None:
+        told["ending"] = words.shorten(str(page.get("exit_reason")), 40)
+    if curves is not None:
+        rows = curves.rows()
+        told |= {
+            "records": curves.count,
+            "last_step": curves.last_step,
+            "usual_seconds": curves.median_seconds(),
+            "nonfinite": curves.nonfinite,
+            "columns": {n: [_short(row, i, began) for row in rows] for i, n in enumerate(COLUMNS)},
+        }
+    return told
 
 
 def _short(row: Row, column: int, began: float) -> float | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from heal.report import words
 from heal.report.collect import LOSS, STEP, Row, RunReport
-from heal.report.data import INTRODUCTION, report_data
+from heal.report.data import report_data
 
 # The parts of the page are there without scripts, for printers and screen readers.
 
@@ -34,19 +34,26 @@ def pairs(entries: Iterable[tuple[str, str]], kind: str) -> str:
     return f'<dl class="{kind}">{listed}</dl>'
 
 
-def table(caption: str, names: Sequence[str], rows: Sequence[Sequence[object]], words: int) -> str:
-    """Return a table, of whose columns the last ``words`` are text and the others numbers."""
+def table(
+    names: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    texts: int,
+    *,
+    caption: str,
+    instead: str = "",
+) -> str:
+    """Return a table, of whose columns the last ``texts`` are text; ``instead`` if it is empty."""
+    numbers = len(names) - texts
 
-    def cells(tag: str, row: Sequence[object]) -> str:
-        numbers = len(row) - words
-        kinds = [' class="number"' if i < numbers else "" for i in range(len(row))]
-        return "".join(
-            f"<{tag}{kind}>{escaped(cell)}</{tag.split()[0]}>"
-            for kind, cell in zip(kinds, row, strict=True)
-        )
+    def cells(tag: str, row: Sequence[object], scope: str = "") -> str:
+        kinds = [' class="number"'] * numbers + [""] * texts
+        each = zip(kinds, row, strict=True)
+        return "".join(f"<{tag}{scope}{kind}>{escaped(cell)}</{tag}>" for kind, cell in each)
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    head = cells('th scope="col"', names)
+    if not body:
+        return f"<p>{instead}</p>"
+    head = cells("th", names, ' scope="col"')
     return (
         f'<table><caption class="visually-hidden">{caption}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -118,81 +125,42 @@ WIDTH, HEIGHT = 240, 56  # of a thumbnail
 
 def thumbnail(rows: Sequence[Row], incident: dict[str, Any]) -> str:
     """Return the loss around an incident as a small picture; nothing where too little is known."""
-    first = min(incident["first_step"], incident["resumed_at"] or incident["first_step"])
-    last = incident["last_step"]
+    start, last = incident["first_step"], incident["last_step"]
+    first = min(start, incident["resumed_at"] or start)
     margin = max(10, (last - first) // 2)
     near = [
-        (row[STEP] or 0.0, row[LOSS])
+        (row[STEP] or 0.0, math.nan if row[LOSS] is None else row[LOSS] or 0.0)
         for row in rows
         if row[STEP] is not None and first - margin <= row[STEP] <= last + margin
     ]
-    known = [(step, loss) for step, loss in near if loss is not None and math.isfinite(loss)]
+    known = [(step, loss) for step, loss in near if math.isfinite(loss)]
     if len(known) < 4:
         return ""
     began = next((i for i, (step, _) in enumerate(known) if step >= first), 0)
     over = max((i for i, (step, _) in enumerate(known) if step <= last), default=0)
-    left, right = known[0][0], max(step for step, _ in near)
     losses = [loss for _, loss in known]
+    left, right = known[0][0], max(step for step, _ in near)
     low, high = min(losses), max(losses)
 
     def x(step: float) -> float:
         return max(0.0, (step - left) / ((right - left) or 1.0)) * WIDTH
 
-    path, last_x = "", math.inf
+    path, last_x = "", math.inf  # infinite: a gap
     for step, loss in near:
-        if loss is None or not math.isfinite(loss):
-            last_x = math.inf  # a gap
-            continue
-        y = HEIGHT - 4 - (loss - low) / ((high - low) or 1.0) * (HEIGHT - 8)
-        path += f"{'L' if step > last_x else 'M'}{x(step):.0f},{y:.0f}"
-        last_x = step
-    start, width = x(incident["first_step"]), max(2.0, x(last) - x(incident["first_step"]))
-    before, after = losses[:began], losses[over + 1 :]
-    figures = [f"{median(before):.4g} before"] if before else []
-    figures += [f"{high:.4g} at most" + " and NaN or Inf" * (len(known) < len(near))]
-    figures += [f"{median(after):.4g} after"] if after else []
-    label = f"Loss: {', '.join(figures)}"
+        if math.isfinite(loss):
+            y = HEIGHT - 4 - (loss - low) / ((high - low) or 1.0) * (HEIGHT - 8)
+            path += f"{'L' if step > last_x else 'M'}{x(step):.0f},{y:.0f}"
+        last_x = step if math.isfinite(loss) else math.inf
+    bad = " and NaN or Inf" * (len(known) < len(near))
+    figures = [f"{median(losses[:began]):.4g} before"] if began else []
+    figures += [f"{high:.4g} at most{bad}"]
+    figures += [f"{median(losses[over + 1 :]):.4g} after"] if losses[over + 1 :] else []
+    label, width = f"Loss: {', '.join(figures)}", max(2.0, x(last) - x(start))
     return (
         f'<svg class="thumbnail" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
-        f'<rect x="{start:.0f}" width="{width:.0f}" height="{HEIGHT}"/><path d="{path}"/></svg>'
+        f'<rect x="{x(start):.0f}" width="{width:.0f}" height="{HEIGHT}"/><path d="{path}"/></svg>'
         f'<p class="quiet">{label}.</p>'
     )
-
-
-def experiment_table(experiments: list[dict[str, Any]]) -> str:
-    """Return what was tried and what it showed."""
-    rows = [(f"{e['step']:,}", e["suspicion"], e["text"]) for e in experiments]
-    if not rows:
-        return "<p>None were needed.</p>"
-    return table("Experiments", ("step", "suspicion", "result"), rows, 2)
-
-
-def tensor_table(tensors: list[dict[str, Any]]) -> str:
-    """Return the tensors that incidents name."""
-    rows = []
-    for entry in tensors:
-        what = [words.times(words.title(f), n) for f, n in entry["failures"].items()]
-        rows.append((f"{entry['times']:,}", entry["tensor"], "; ".join(what)))
-    if not rows:
-        return "<p>None.</p>"
-    return table("Tensors", ("times", "tensor", "what happened"), rows, 2)
-
-
-def rank_table(ranks: list[dict[str, Any]]) -> str:
-    """Return how far each rank came and how it ended."""
-    rows = []
-    for entry in ranks:
-        seconds = words.duration(entry["usual_seconds"]) if entry["usual_seconds"] else "-"
-        reached = (f"{entry['records']:,}", words.show(entry["last_step"]), seconds)
-        rows.append((entry["rank"], *reached, entry["ending"] or "none recorded"))
-    return table("Ranks", ("rank", "steps seen", "last step", "median step", "end"), rows, 1)
-
-
-def environment_list(entries: list[tuple[str, str]]) -> str:
-    """Return where the run ran."""
-    if not entries:
-        return "<p>The journal does not say.</p>"
-    return pairs(((escaped(n), escaped(v)) for n, v in entries), "pairs")
 
 
 SCRIPTS = ("numbers.js", "chart.js", "report.js", "controls.js")
@@ -204,8 +172,9 @@ def make_page(report: RunReport) -> str:
     """Return the page."""
     data = report_data(report)
     summary = data["summary"]
-    style, script = _web("report.css"), "\n".join(_web(name) for name in SCRIPTS)
+    style, script = _web("report.css"), "\n".join(map(_web, SCRIPTS))
     damage = "".join(f"<li>{escaped(sentence)}</li>" for sentence in _notices(data))
+    environment = pairs(((escaped(n), escaped(v)) for n, v in data["environment"]), "pairs")
     return Template(_web("page.html")).substitute(
         policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'",
@@ -214,20 +183,46 @@ def make_page(report: RunReport) -> str:
         state=summary["state"],
         badge=BADGES[summary["state"]],
         dates=escaped(_dates(report)),
-        introduction=escaped(INTRODUCTION),
         story=escaped(" ".join(summary["sentences"])),
         tiles=tiles(summary["totals"]),
         damage=f'<ul class="damage">{damage}</ul>' if damage else "",
         incident_count=str(len(data["incidents"])),
         incidents=incident_list(report),
-        experiments=experiment_table(data["experiments"]),
-        tensors=tensor_table(data["tensors"]),
-        ranks=rank_table(data["ranks"]),
-        environment=environment_list(data["environment"]),
+        experiments=table(
+            ("step", "suspicion", "result"),
+            [(f"{e['step']:,}", e["suspicion"], e["text"]) for e in data["experiments"]],
+            2,
+            caption="Experiments",
+            instead="None were needed.",
+        ),
+        tensors=table(
+            ("times", "tensor", "what happened"),
+            [(f"{e['times']:,}", e["tensor"], _failures(e)) for e in data["tensors"]],
+            2,
+            caption="Tensors",
+            instead="None.",
+        ),
+        ranks=table(
+            ("rank", "steps seen", "last step", "median step", "end"),
+            map(_rank_row, data["ranks"]),
+            1,
+            caption="Ranks",
+        ),
+        environment=environment if data["environment"] else "<p>The journal does not say.</p>",
         style=style,
         script=script,
         data=_in_script(data),
     )
+
+
+def _failures(entry: dict[str, Any]) -> str:
+    return "; ".join(words.times(words.title(f), n) for f, n in entry["failures"].items())
+
+
+def _rank_row(entry: dict[str, Any]) -> tuple[object, ...]:
+    seconds = words.duration(entry["usual_seconds"]) if entry["usual_seconds"] else "-"
+    reached = (f"{entry['records']:,}", words.show(entry["last_step"]), seconds)
+    return entry["rank"], *reached, entry["ending"] or "none recorded"
 
 
 def _in_script(data: dict[str, Any]) -> str:

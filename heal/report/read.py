@@ -10,7 +10,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -77,11 +77,8 @@ class Damage:
 
     def sentences(self) -> list[str]:
         """Return it for people, a sentence per file."""
-        counted = [
-            f"{name}: {count} line{'s' if count > 1 else ''} could not be read."
-            for name, count in self.bad_lines.items()
-        ]
-        return counted + [f"{name}: {why}." for name, why in self.unreadable.items()]
+        lines = {n: f"{c} line{'s' * (c > 1)} could not be read" for n, c in self.bad_lines.items()}
+        return [f"{name}: {why}." for name, why in (*lines.items(), *self.unreadable.items())]
 
 
 def find_files(run_dir: str | os.PathLike[str]) -> RunFiles:
@@ -148,7 +145,7 @@ class Start:
     resumes: bool = False
 
 
-def run_id(line: dict[str, Any]) -> str:
+def run_id(line: Mapping[str, Any]) -> str:
     """Return which run wrote a line; lines of older versions have no id and are one run."""
     return str(line.get("run", ""))
 
@@ -200,12 +197,11 @@ def read_postmortem(path: Path, damage: Damage) -> dict[str, Any] | None:
     """Return a postmortem, None if it cannot be read."""
     try:
         with open_regular(path) as file:
-            page = parse_line(file.read())
+            page, why = parse_line(file.read()), "it is not a JSON object"
     except OSError as error:
-        damage.unreadable[path.name] = error.strerror or str(error)
-        return None
+        page, why = None, error.strerror or str(error)
     if page is None:
-        damage.unreadable[path.name] = "it is not a JSON object"
+        damage.unreadable[path.name] = why
     return page
 
 

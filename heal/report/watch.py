@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from heal.json_lines import parse_line
 from heal.report import read, words
 from heal.report.collect import COLUMNS, STEP, RankCurves, highest
-from heal.report.data import ENDINGS
+from heal.report.data import ending_words
 from heal.report.read import Damage, NotARun, open_regular, run_id, seconds_of, whole
 from heal.report.story import KINDS, Event
 from heal.report.words import count, duration
@@ -42,58 +42,53 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bad_lines = 0
-        self._file: BinaryIO | None = None
-        self._rest = b""
+        self._read_to = 0
+        self._identity: tuple[int, int] | None = None
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines that were completed since the last call."""
-        found = self._read()
-        if self._was_replaced():
-            found += self._read()  # what was written between our reading and the rotation
-            self.close()
-            found += self._read()
-        return found
-
-    def close(self) -> None:
-        """Let go of the file; the next call opens it again."""
-        if self._file is not None:
-            self._file.close()
-        self._file, self._rest = None, b""
-
-    def _read(self) -> list[dict[str, Any]]:
         try:
-            if self._file is None:
-                self._file = self._open()
-            data = self._rest + self._file.read()
+            with open_regular(self.path) as file:
+                identity, size = _identity_of(file)
+                if identity == self._identity and size >= self._read_to:
+                    return self._read(file)
+                found = self._read_rotated()
+                self._identity, self._read_to = identity, 0
+                if size > START_BYTES:
+                    file.seek(size - START_BYTES)
+                    file.readline()  # half a line
+                    self._read_to = file.tell()
+                return found + self._read(file)
         except OSError:  # not there yet, or no longer
-            self.close()
-            return []
-        *complete, self._rest = data.split(b"\n")
-        if len(self._rest) > read.MAX_LINE:
-            self._rest = b""
+            return self._read_rotated()
+
+    def _read_rotated(self) -> list[dict[str, Any]]:
+        """Return what was written to the file before it was put aside."""
+        try:
+            with open_regular(self.path.with_name(f"{self.path.name}.1")) as file:
+                if _identity_of(file)[0] == self._identity:
+                    return self._read(file)
+        except OSError:
+            pass
+        self._identity = None
+        return []
+
+    def _read(self, file: BinaryIO) -> list[dict[str, Any]]:
+        file.seek(self._read_to)
+        *complete, rest = file.read().split(b"\n")
+        self._read_to += sum(len(raw) + 1 for raw in complete)
+        if len(rest) > read.MAX_LINE:
+            self._read_to += len(rest)
             self.bad_lines += 1
         lines = [parse_line(raw) for raw in complete if raw.strip()]
         found = [line for line in lines if line is not None]
         self.bad_lines += len(lines) - len(found)
         return found
 
-    def _open(self) -> BinaryIO:
-        file = open_regular(self.path)
-        size = os.fstat(file.fileno()).st_size
-        if size > START_BYTES:
-            file.seek(size - START_BYTES)
-            file.readline()  # half a line
-        return file
 
-    def _was_replaced(self) -> bool:
-        if self._file is None:
-            return False
-        try:
-            here, there = os.fstat(self._file.fileno()), os.stat(self.path)
-        except OSError:
-            return False  # put aside, and the new one is not there yet
-        is_shorter = there.st_size < self._file.tell()
-        return is_shorter or (here.st_ino, here.st_dev) != (there.st_ino, there.st_dev)
+def _identity_of(file: BinaryIO) -> tuple[tuple[int, int], int]:
+    about = os.fstat(file.fileno())
+    return (about.st_ino, about.st_dev), about.st_size
 
 
 @dataclass(slots=True)
@@ -127,7 +122,8 @@ class LiveRun:
         fresh: list[str] = []
         for rank in sorted(files.events):
             for line in self._tail("events", rank).lines():
-                fresh += self._add_event(rank, line)
+                sentence = self._add_event(Event(rank, line))
+                fresh += [f"rank {rank}, {sentence}" if rank else sentence] if sentence else []
         for rank in sorted(files.metrics):
             for line in self._tail("metrics", rank).lines():
                 if run_id(line) == self.runs.get(rank, run_id(line)):
@@ -146,14 +142,10 @@ class LiveRun:
         return sum(tail.bad_lines for tail in self._tails.values())
 
     @property
-    def step(self) -> int | None:
-        """The last step of the rank that is furthest behind."""
-        return min((s for c in self.ranks.values() if (s := step_of(c)) is not None), default=None)
-
-    @property
     def done(self) -> int:
-        """Steps that every rank has taken."""
-        return 0 if self.step is None else self.step + 1
+        """Steps that every rank has taken; after a rollback fewer."""
+        steps = (whole(curves.newest[STEP]) for curves in self.ranks.values())
+        return min((step + 1 for step in steps if step is not None), default=0)
 
     @property
     def last_time(self) -> float | None:
@@ -164,46 +156,37 @@ class LiveRun:
         name = f"{kind}.rank{rank}.jsonl" if rank else f"{kind}.jsonl"
         return self._tails.setdefault(name, Tail(self.folder / name))
 
-    def _add_event(self, rank: int, line: dict[str, Any]) -> list[str]:
-        event = Event(rank, line)
+    def _add_event(self, event: Event) -> str:
+        """Return a sentence about an event; empty if it says nothing to people."""
+        rank, line = event.rank, event.line
         if event.name == "goal":
             self.goal = whole(line.get("steps"))
-            return []
+            return ""
         if event.name == "started":
             self.began, self.ending, self.ended = event.time, "", False
             if self.runs.get(rank, run_id(line)) != run_id(line):  # not that of the run before
                 self.ranks.pop(rank, None)
                 self.goal, self.acted, self.noted = None, 0, 0
             self.runs[rank] = run_id(line)
-            return [_sentence(rank, f"started on {words.show(line.get('host'))}")]
+            return f"started on {words.show(line.get('host'))}"
         if not event.is_trouble:
-            return [_sentence(rank, f"step {event.step}: {words.event_words(line)}")]
-        if event.kind in ("alert", "refused"):
-            self.noted += event.kind == "alert"
-        else:
-            self.acted += 1
+            return f"step {event.step}: {words.event_words(line)}"
+        self.noted += event.kind == "alert"
+        self.acted += event.kind not in ("alert", "refused")
         done = "; ".join(words.action_words(a, event.resumed_at) for a in event.plan)
-        what = words.title(event.failure)
-        return [_sentence(rank, f"step {event.step}: {what}. {done or KINDS[event.kind]}")]
+        return f"step {event.step}: {words.title(event.failure)}. {done or KINDS[event.kind]}"
 
     def _look_for_ending(self, postmortems: dict[int, Path]) -> None:
         """Believe a postmortem unless the run has started again since."""
         if not postmortems or self.ended:
             return
         page = read.read_postmortem(postmortems[min(postmortems)], Damage())
-        written = seconds_of(page.get("timestamp")) if page is not None else None
-        if page is None or (self.began or 0.0) > (written or 0.0):
+        if page is None or (self.began or 0.0) > (seconds_of(page.get("timestamp")) or 0.0):
             return
-        reason = str(page.get("exit_reason", ""))
-        self.ended = True
-        self.ending = ENDINGS.get(reason, f"ended ({words.shorten(reason, 40)})")
-        if reason != "completed":
+        self.ended, self.ending = True, ending_words(page)
+        if page.get("exit_reason") != "completed":
             message = words.show(page.get("exception_message"))
             self.ending += f" (exit code {words.show(page.get('exit_code'))}: {message})"
-
-
-def _sentence(rank: int, text: str) -> str:
-    return f"rank {rank}, {text}" if rank else text
 
 
 def follow(
@@ -265,9 +248,38 @@ def _draw(run: LiveRun, interval: float, sleep: Sleep) -> bool:
 def screen_of(run: LiveRun) -> Any:
     """Return what the screen shows of a run now, for rich to draw."""
     from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
     from rich.text import Text
 
-    parts: list[Any] = [_progress(run), _rank_table(run)]
+    head: list[Any] = [Text(run.folder.name, style="bold")]
+    if run.goal:
+        head += [ProgressBar(total=run.goal, completed=run.done, width=24)]
+        head += [Text(f"{run.done} of {run.goal} steps, {run.done / run.goal:.0%}")]
+        seconds = next(filter(None, (c.median_seconds() for c in run.ranks.values())), 0.0)
+        if seconds and run.done < run.goal:
+            head += [Text(f"{duration((run.goal - run.done) * seconds)} to go", style="dim")]
+    else:
+        head += [Text(f"{run.done} steps")]
+    head += [Text(f"acted {run.acted}, logged {run.noted}", style="cyan")]
+    if run.bad_lines:
+        head += [Text(f"{run.bad_lines} unreadable lines", style="yellow")]
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(*head)
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("rank", "step", "loss", "norm", "lr x", "split", "steps/s", "NaN"):
+        table.add_column(name, justify="right", no_wrap=True)
+    order = sorted(run.ranks, key=lambda rank: (whole(run.ranks[rank].newest[STEP]) or 0, rank))
+    for rank in sorted(order[:SHOWN_RANKS]):
+        curves = run.ranks[rank]
+        names = ("step", "loss", "norm", "lr_scale", "micro_batches")
+        cells = [str(rank), *(shown(curves, name) for name in names)]
+        table.add_row(*map(Text, [*cells, rate_of(curves) or "-", str(curves.nonfinite)]))
+    if len(order) > SHOWN_RANKS:
+        table.caption = f"{len(order) - SHOWN_RANKS} more ranks are further ahead"
+
+    parts: list[Any] = [grid, table]
     if run.ranks and (curve := curve_of(run.ranks[min(run.ranks)], BLOCKS)):
         parts.append(Text(f"loss {curve}", style="green"))
     for sentence in list(run.events)[-SHOWN_EVENTS:]:
@@ -278,67 +290,23 @@ def screen_of(run: LiveRun) -> Any:
     return Group(*parts)
 
 
-def _progress(run: LiveRun) -> Any:
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    cells: list[Any] = [Text(run.folder.name, style="bold")]
-    if run.goal:
-        cells += [ProgressBar(total=run.goal, completed=run.done, width=24)]
-        cells += [Text(f"{run.done} of {run.goal} steps, {run.done / run.goal:.0%}")]
-        rate = next(filter(None, map(rate_of, run.ranks.values())), 0)
-        if rate and run.done < run.goal:
-            cells += [Text(f"{duration((run.goal - run.done) / rate)} to go", style="dim")]
-    else:
-        cells += [Text(f"{run.done} steps")]
-    cells += [Text(f"acted {run.acted}, logged {run.noted}", style="cyan")]
-    if run.bad_lines:
-        cells += [Text(f"{run.bad_lines} unreadable lines", style="yellow")]
-    grid = Table.grid(padding=(0, 1))
-    grid.add_row(*cells)
-    return grid
-
-
-def _rank_table(run: LiveRun) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("rank", "step", "loss", "norm", "lr x", "split", "steps/s", "NaN"):
-        table.add_column(name, justify="right", no_wrap=True)
-    order = sorted(run.ranks, key=lambda rank: (step_of(run.ranks[rank]) or 0, rank))
-    for rank in sorted(order[:SHOWN_RANKS]):
-        curves, rate = run.ranks[rank], rate_of(run.ranks[rank])
-        names = ("step", "loss", "norm", "lr_scale", "micro_batches")
-        cells = [str(rank), *(shown(curves, name) for name in names)]
-        cells += ["-" if rate is None else f"{rate:.3g}", str(curves.nonfinite)]
-        table.add_row(*map(Text, cells))
-    if len(order) > SHOWN_RANKS:
-        table.caption = f"{len(order) - SHOWN_RANKS} more ranks are further ahead"
-    return table
-
-
 def numbers_line(run: LiveRun) -> str:
     """Return where the run is: step, loss, norm, factor on the learning rate."""
     if not run.ranks:
         return "no numbers yet"
     lowest = run.ranks[min(run.ranks)]
+    rate = rate_of(lowest)
     parts = [
         f"{run.done} of {run.goal} steps" if run.goal else f"{run.done} steps",
         f"loss {shown(lowest, 'loss')}",
         f"norm {shown(lowest, 'norm')}",
         f"lr x {shown(lowest, 'lr_scale')}",
+        curve_of(lowest),
+        f"{rate} steps/s" if rate else "",
+        f"{len(run.ranks)} ranks" if len(run.ranks) > 1 else "",
+        f"acted {count(run.acted, 'time')}" if run.acted else "",
     ]
-    if curve := curve_of(lowest):
-        parts.append(curve)
-    if rate := rate_of(lowest):
-        parts.append(f"{rate:.3g} steps/s")
-    if len(run.ranks) > 1:
-        parts.append(f"{len(run.ranks)} ranks")
-    if run.acted:
-        parts.append(f"acted {count(run.acted, 'time')}")
-    return "  ".join(parts)
+    return "  ".join(filter(None, parts))
 
 
 def shown(curves: RankCurves, column: str) -> str:
@@ -346,15 +314,10 @@ def shown(curves: RankCurves, column: str) -> str:
     return words.show(curves.newest[COLUMNS.index(column)])
 
 
-def step_of(curves: RankCurves) -> int | None:
-    """Return the newest step, which is lower after a rollback."""
-    return whole(curves.newest[STEP])
-
-
-def rate_of(curves: RankCurves) -> float | None:
-    """Return the steps per second, by the median step."""
+def rate_of(curves: RankCurves) -> str:
+    """Return the steps per second, by the median step; empty if they are not known."""
     seconds = curves.median_seconds()
-    return 1.0 / seconds if seconds else None
+    return f"{1.0 / seconds:.3g}" if seconds else ""
 
 
 def curve_of(curves: RankCurves, bars: str = words.BARS) -> str:
@@ -371,7 +334,7 @@ def quiet_words(run: LiveRun, now: float) -> str:
 
 def closing_line(run: LiveRun) -> str:
     """Return how the run ended."""
-    at = "" if run.step is None else f" after {count(run.done, 'step')}"
+    at = f" after {count(run.done, 'step')}" if run.ranks else ""
     acted = f"; heal acted {count(run.acted, 'time')}" if run.acted else ""
     page = f"heal report {run.folder}"
     return f"the run {run.ending or 'goes on'}{at}{acted}. For the full report: {page}"

@@ -45,9 +45,8 @@ def title(failure: str) -> str:
         return shorten(failure.replace("_", " ").capitalize(), 60)
 
 
-def is_numeric(failure: str) -> bool:
-    """Return whether a cause is one of those that explain each other."""
-    return failure in {c.value for c in Cause if c.about.family is Family.NUMERIC}
+NUMERIC = {cause.value for cause in Cause if cause.about.family is Family.NUMERIC}
+"""Causes that explain each other."""
 
 
 def evidence_words(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -63,30 +62,37 @@ def evidence_words(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 ACTIONS = {
-    "Skip": "skipped the step on the device; nothing was changed",
-    "TightenClip": "clipped harder (limit x {factor})",
-    "RelearnClip": "reset the statistics of the clipping rule",
-    "HoldLr": "held the learning rate at {limit}",
-    "ScaleLr": "lowered the learning rate (x {factor}, back within {ramp_steps} steps)",
-    "Rollback": "rolled back to the snapshot of step {before_step}",
-    "SkipBatches": "skipped the data of step {steps}",
-    "ShrinkBatch": "split batches into twice as many micro-batches",
-    "CheckpointActivations": "traded time for memory (activation checkpointing)",
-    "ClearCache": "cleared the cache",
-    "Backoff": "waited {seconds} s and retried",
-    "TakeSnapshot": "took a snapshot",
-    "WatchClosely": "checked every step for a while",
-    "PerturbWeights": "perturbed the weights",
-    "AnchorWeights": "held the weights near the snapshot (strength {strength}, for {steps} steps)",
-    "Halt": "stopped the run: {reason}",
+    "Halt": ("halt", "stopped the run with exit code {exit_code}: {reason}"),
+    "Rollback": ("rollback", "rolled back to the snapshot of step {before_step}"),
+    "PerturbWeights": ("rollback", "perturbed the weights"),
+    "TightenClip": ("soften", "clipped harder (limit x {factor})"),
+    "AnchorWeights": (
+        "soften",
+        "held the weights near the snapshot (strength {strength}, for {steps} steps)",
+    ),
+    "ScaleLr": ("soften", "lowered the learning rate (x {factor}, back within {ramp_steps} steps)"),
+    "HoldLr": ("soften", "held the learning rate at {limit}"),
+    "ShrinkBatch": ("memory", "split batches into twice as many micro-batches"),
+    "CheckpointActivations": ("memory", "traded time for memory (activation checkpointing)"),
+    "ClearCache": ("memory", "cleared the cache"),
+    "Backoff": ("wait", "waited {seconds} s and retried"),
+    "SkipBatches": ("data", "skipped the data of step {steps}"),
+    "Skip": ("refused", "skipped the step on the device"),
+    "RelearnClip": ("note", "reset the statistics of the clipping rule"),
+    "TakeSnapshot": ("note", "took a snapshot"),
+    "WatchClosely": ("note", "checked every step for a while"),
 }
-"""What each action did; its numbers are those of the journal."""
+"""What each action did: its kind on the charts, and a phrase with the numbers of the journal."""
 
 
-def action_words(action: Mapping[str, Any], resumed_at: int | None) -> str:
-    """Return what was done, as a phrase."""
-    name = str(action.get("action", ""))
-    name = RENAMED.get(name, name)
+def action_kind(action: Mapping[str, Any]) -> str:
+    """Return what kind of thing an action is; a note if it is unknown."""
+    return ACTIONS.get(_action_name(action), ("note", ""))[0]
+
+
+def action_words(action: Mapping[str, Any], resumed_at: Any = None) -> str:
+    """Return what was done, as a phrase; ``resumed_at`` is where a rollback has led."""
+    name = _action_name(action)
     numbers: dict[str, str] = defaultdict(lambda: show(None))
     numbers |= {str(key): show(value) for key, value in action.items()}
     if name == "Rollback" and resumed_at is not None:
@@ -94,8 +100,13 @@ def action_words(action: Mapping[str, Any], resumed_at: int | None) -> str:
     if name == "SkipBatches":
         first, last = numbers["first_step"], numbers["last_step"]
         numbers["steps"] = first if last == first else f"{first} to {last}"
-    phrase = ACTIONS[name].format_map(numbers) if name in ACTIONS else shorten(name, 60)
+    phrase = ACTIONS[name][1].format_map(numbers) if name in ACTIONS else shorten(name, 60)
     return phrase if action.get("effect", True) else f"{phrase} (no effect)"
+
+
+def _action_name(action: Mapping[str, Any]) -> str:
+    name = str(action.get("action", ""))
+    return RENAMED.get(name, name)
 
 
 ANSWERS = {"damaged": "damaged weights", "other data": "other data", "undecided": "no answer"}

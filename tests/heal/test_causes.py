@@ -35,7 +35,7 @@ from heal.config import HealingConfig
 from heal.diagnose import diagnose
 from heal.history import History
 from heal.policy import decide
-from heal.postmortem import exit_reason
+from heal.journal import exit_reason
 from heal.report.words import title
 
 ray, spike = Cause("cosmic_ray"), Cause.LOSS_SPIKE

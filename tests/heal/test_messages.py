@@ -96,7 +96,7 @@ def printed(*arguments):
 def test_a_rollback_prints_one_line_without_any_set_up(loop):
     (line,) = printed(loop)
     assert "weight_corruption" in line
-    assert "rolled back to step 40" in line
+    assert "rolled back to the snapshot of step 40" in line
 
 
 def test_the_logging_module_switches_the_lines_off():

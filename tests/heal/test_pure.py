@@ -45,7 +45,6 @@ PURE = [
     "lab/forecast/score",
     "lab/forecast/watch",
     "policy",
-    "postmortem",
     "report/__init__",
     "report/collect",
     "report/data",

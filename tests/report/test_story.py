@@ -5,9 +5,8 @@ from heal.causes import Cause
 from heal.report.collect import read_run
 from heal.report.data import summarise, worst_tensors
 from heal.report.page import make_page
-from heal.report.story import KIND_OF_ACTION
 from heal.report.text import make_text
-from heal.report.words import action_words, clean, duration, show, title
+from heal.report.words import action_kind, action_words, clean, duration, show, title
 from tests.report.journals import (
     act,
     calm_metrics,
@@ -190,7 +189,7 @@ def test_an_anchor_and_the_alarm_of_a_probe_are_told_in_words():
     action = {"action": "AnchorWeights", "strength": 0.5, "steps": 100, "effect": True}
     told = action_words(action, None)
     assert told == "held the weights near the snapshot (strength 0.5, for 100 steps)"
-    assert KIND_OF_ACTION["AnchorWeights"] == "soften"
+    assert action_kind(action) == "soften"
     assert title("probe_alarm") == "A probe raised its alarm"
 
 
