@@ -60,11 +60,14 @@ class Detector(Protocol):
 class Watch:
     """All detectors of a run.
 
+    Args:
+        has_others: whether records are shared with other ranks.
+
     Attributes:
         detectors: by name. More may be added before the first step; they are saved like ours.
     """
 
-    def __init__(self, config: HealingConfig) -> None:
+    def __init__(self, config: HealingConfig, has_others: bool = False) -> None:
         self._loss = LossChange(config)
         self._skipped = SkippedSteps(config)
         self._lr = LrChange(config)
@@ -72,7 +75,7 @@ class Watch:
         self._gap = OverfittingGap(config)
         self._errors: list[Exception] = []
         self._health = StateHealth(config)
-        self._writes = ForeignWrites(config)
+        self._writes = ForeignWrites(config, delay=int(has_others))
         self.detectors: dict[str, Detector] = {
             "host_news": HostNews(config),
             "skipped_steps": self._skipped,

@@ -365,11 +365,11 @@ class GuardedStep:
         if self.ranks.has_others and self.optimizers:
             # The first carries what ranks report; each judges gradients that all ranks share.
             _add_record_group(self.optimizers[0].clipper, self.ranks)
-        # Each rank measures its own; only records that all ranks share may lead to an action.
-        inner = [] if self.ranks.has_others else [o.inner for o in self.optimizers]
+        inner = [o.inner for o in self.optimizers]
         self._fused = [o for o in inner if isinstance(o, FusedOptimizer)]  # these have telemetry
         self._steps_at_once = (
             len(inner) == len(self._fused) == 1
+            and not self.ranks.has_others
             and self.scaler is None
             and self.optimizers[0].apply == "inplace"
         )
@@ -388,11 +388,13 @@ class GuardedStep:
             first.step_at_once(fused, loss, guard)
             if fused.result is None or fused.result.clip is None:
                 return False
-            self.post(step, (fused.result.clip.verdict, None))
+            self._telemetry[fused] = fused.result
+            health = (fused.result.summary[HEALTH_FLAGS],)
+            self.post(step, (fused.result.clip.verdict, None), health=health)
             return True
         lanes = None
         if self.ranks.has_others:
-            lanes = self.ranks.lanes(facts or HostFacts(), loss)
+            lanes = self.ranks.lanes(facts or HostFacts(), loss, self._new_health())
         scales: list[Tensor | None] = []
         overflows: list[Tensor] = []
         if self.scaler is not None:
@@ -413,7 +415,9 @@ class GuardedStep:
                 self.scaler.update()
         finally:  # also if the optimizer fails: all ranks must post as many records
             if judged is not None:
-                self.post(step, judged, row)
+                # Each rank measures its own part: what others must know goes with the next record.
+                is_own = bool(self._fused) and not self.ranks.has_others
+                self.post(step, judged, row, self._new_health() if is_own else ())
             else:
                 self.buffers.settle(False)
             if self.scaler is not None:
@@ -495,20 +499,28 @@ class GuardedStep:
         merged[BLOCKED] = torch.stack(skipped).amax()
         return merged
 
-    def post(self, step: int, judged: Judged, row: list[float] | None = None) -> None:
-        """Post what was judged; ``row`` is the verdict, if it is in host memory and was read."""
+    def post(
+        self,
+        step: int,
+        judged: Judged,
+        row: list[float] | None = None,
+        health: Sequence[Tensor] = (),
+    ) -> None:
+        """Post what was judged.
+
+        Args:
+            step: of which.
+            judged: from :meth:`judge`.
+            row: the verdict, if it is in host memory and was read.
+            health: bits that fused optimizers measured in this step, for no other rank.
+        """
         verdict, reported = judged
         scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
         if verdict.is_cpu and (scale is None or scale.is_cpu):
             row = verdict.tolist() if row is None else row
         else:
             row = None
-        for optimizer in self._fused:
-            result = optimizer.result
-            if result is None or result is self._telemetry.get(optimizer):
-                continue  # it has not stepped
-            self._telemetry[optimizer] = result
-            bits = result.summary[HEALTH_FLAGS]
+        for bits in health:
             if row is not None and bits.is_cpu:
                 row[FLAGS] += HEALTH[int(bits)]
             elif row is None:
@@ -527,6 +539,16 @@ class GuardedStep:
         parts = [verdict, tail] if reported is None else [verdict, tail, reported]
         self.mailbox.post(step, torch.cat(parts))
         self.buffers.settle(self.optimizers[0].skips(verdict), scale is not None)
+
+    def _new_health(self) -> list[Tensor]:
+        """Return the bits of every fused optimizer that has stepped since the last call."""
+        found = []
+        for optimizer in self._fused:
+            result = optimizer.result
+            if result is not None and result is not self._telemetry.get(optimizer):
+                self._telemetry[optimizer] = result
+                found.append(result.summary[HEALTH_FLAGS])
+        return found
 
     @property
     def has_stages(self) -> bool:

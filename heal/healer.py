@@ -179,7 +179,7 @@ class Healer:
             sleep,
         )
 
-        watch = Watch(config)
+        watch = Watch(config, ranks.has_others)
         self.experiment = Experiment(
             self.training,
             self.state,

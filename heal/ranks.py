@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from heal.data.split import CannotSplit, num_samples, split
 from heal.verdict import FAILED, HOST_FLAGS, NO_FLAG, Flag
-from zclip.layout import LOSS_MEAN_COLUMN
+from zclip.layout import FOREIGN_WRITE, LOSS_MEAN_COLUMN
 from zclip.parallel import reduce_record
 from zclip.parallel.placement import is_dtensor
 
@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 
 RANKS, LOSS, HAS_LOSS, SECONDS, LR, SCHEDULED_LR, HAS_FAILED = range(7)
 FIRST_FLAG = 7
-NUM_LANES = FIRST_FLAG + len(HOST_FLAGS)
-"""Lanes of this package: sums over the ranks, then one lane per flag of the host."""
+MEASURED_FLAGS = (Flag.STATE_NONFINITE, Flag.FOREIGN_WRITE)
+SHARED_FLAGS = MEASURED_FLAGS + HOST_FLAGS
+NUM_LANES = FIRST_FLAG + len(SHARED_FLAGS)
+"""Lanes of this package: sums over the ranks, then one lane per flag: those that fused optimizers
+measured in their last update, and those of the host."""
 
 
 @dataclass(slots=True)
@@ -70,16 +73,26 @@ class Ranks:
         """The group over which records are added up; None for a single rank."""
         return (self.group or dist.group.WORLD) if self.has_others else None
 
-    def lanes(self, facts: HostFacts, loss: Tensor | None) -> Tensor:
-        """Return what this rank sends in a step; valid until the next call."""
+    def lanes(self, facts: HostFacts, loss: Tensor | None, health: Sequence[Tensor] = ()) -> Tensor:
+        """Return what this rank sends in a step; valid until the next call.
+
+        Args:
+            facts: of the host.
+            loss: of this rank.
+            health: bits that fused optimizers measured in the update of the step before.
+        """
         values = [0.0] * NUM_LANES
         values[RANKS] = 1.0
         values[SECONDS], values[LR] = facts.seconds, facts.lr
         values[SCHEDULED_LR] = facts.scheduled_lr
         values[HAS_LOSS] = float(loss is not None)
         values[HAS_FAILED] = float(bool(facts.flags & FAILED))
-        for lane, flag in enumerate(HOST_FLAGS, FIRST_FLAG):
+        for lane, flag in enumerate(SHARED_FLAGS, FIRST_FLAG):
             values[lane] = float(bool(facts.flags & flag))
+        for bits in health:
+            if bits.is_cpu:
+                values[FIRST_FLAG] += float(int(bits) % FOREIGN_WRITE > 0)
+                values[FIRST_FLAG + 1] += float(int(bits) >= FOREIGN_WRITE)
         for lane, value in enumerate(values):
             if value != self._written[lane]:  # a fill is a launch; most lanes never change
                 self._lanes[lane].fill_(value)
@@ -87,6 +100,11 @@ class Ranks:
         if loss is not None:
             self._lanes[LOSS].copy_(loss.detach().reshape(()), non_blocking=True)
             self._written[LOSS] = math.nan
+        for bits in health:
+            if not bits.is_cpu:
+                self._lanes[FIRST_FLAG].add_(bits.remainder(FOREIGN_WRITE) > 0)
+                self._lanes[FIRST_FLAG + 1].add_(bits >= FOREIGN_WRITE)
+                self._written[FIRST_FLAG] = self._written[FIRST_FLAG + 1] = math.nan
         return self._lanes
 
     def reduce(self, lanes: Tensor) -> Tensor:
@@ -116,7 +134,7 @@ class Ranks:
         }
         if not sums[HAS_LOSS] > 0:
             fields["loss"] = math.nan
-        counts = zip(HOST_FLAGS, sums[FIRST_FLAG:], strict=True)
+        counts = zip(SHARED_FLAGS, sums[FIRST_FLAG:], strict=True)
         flags = sum(int(flag) for flag, count in counts if count > 0)
         if flags:
             fields["flags"] = Flag(flags)

@@ -15,9 +15,13 @@ class ForeignWrites:
     swapped in) look alike, so that the experiment decides. Where such writes are a habit they say
     nothing: one is a suspicion only if none came for ``RECENT`` steps. NaN and Inf in weights or
     moments are not judged here: the flag has the monitor check them at once.
+
+    Args:
+        delay: steps after a write until a record has the flag; 1 where other ranks share records.
     """
 
-    def __init__(self, config: HealingConfig) -> None:
+    def __init__(self, config: HealingConfig, delay: int = 0) -> None:
+        self._delay = delay
         self.last = -RECENT
         self.expected = -1
 
@@ -25,13 +29,14 @@ class ForeignWrites:
         """Judge a record; see :class:`heal.detect.Detector`."""
         if not record.has(Flag.FOREIGN_WRITE):
             return None
-        since, self.last = record.step - self.last, record.step
-        if record.step <= self.expected or since < RECENT:
+        written = record.step - self._delay
+        since, self.last = written - self.last, written
+        if written <= self.expected or since < RECENT:
             return None
         return Finding(
             cause=Cause.WEIGHT_DRIFT,
             step=record.step,
-            bad_step=record.step,
+            bad_step=written,
             severity=Severity.ERROR,
             evidence={"written_by": "something other than the optimizer", "measured": True},
             wants_proof=True,

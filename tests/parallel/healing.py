@@ -1,5 +1,6 @@
 """Healing with several ranks: what happens to one is heard, decided and done by all alike."""
 
+import functools
 import math
 
 import pytest
@@ -18,14 +19,26 @@ from tests.heal.forecast.models import model_of
 from tests.parallel.layouts import CountCollectives, same_on_all_ranks
 from tests.parallel.registry import check
 from zclip.layout import STEPS
+from zclip.optim import AdamW
 
 QUICK = {"snapshot_interval": 5, "quarantine_steps": 2, "check_interval": 5, "lr_ramp_steps": 10}
+
+torch_adamw = functools.partial(torch.optim.AdamW, fused=True)
 
 
 class Setup:
     """A small model on every rank, other data on each, and faults by attempt on one of them."""
 
-    def __init__(self, wrap="ddp", *, norm=False, scheduler=False, zclip_enabled=False, **config):
+    def __init__(
+        self,
+        wrap="ddp",
+        *,
+        norm=False,
+        scheduler=False,
+        zclip_enabled=False,
+        optimizer=torch_adamw,
+        **config,
+    ):
         torch.manual_seed(0)
         layers = [nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.ReLU()]
         model = nn.Sequential(*layers, nn.Linear(8, 1))
@@ -34,7 +47,7 @@ class Setup:
         else:
             fully_shard(model[0])
             self.model = fully_shard(model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.optimizer = optimizer(self.model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0) if scheduler else None
         settings = {**QUICK, "zclip_enabled": zclip_enabled, **config}
         self.healer = Healer(
@@ -604,3 +617,67 @@ def nan_in_the_weights_of_one_rank_returns_all_to_a_snapshot_at_once():
         first = setup.done[0]
         assert "Rollback" in first[3], setup.done
         assert first[0] <= 17 + 2 + setup.healer.config.lag, setup.done
+
+
+def _written_on_one_rank(wrap, write):
+    """Return a run in which ``write(parameter, its state)`` changes one tensor on rank 1."""
+    setup = Setup(wrap, optimizer=AdamW, check_interval=1000)
+    setup.records = []
+    setup.healer.on_record(setup.records.append)
+
+    def do(batch):
+        param = next(setup.model.parameters())
+        with torch.no_grad():
+            write(param, setup.optimizer.state[param])
+
+    setup.fault(1, 21, do)
+    setup.run(60)
+    setup.assert_alike()
+    return setup
+
+
+@check(2)
+def a_write_on_one_rank_that_no_update_explains_is_suspected_by_all():
+    def write(param, state):
+        getattr(param, "_local_tensor", param).mul_(200.0)
+
+    for wrap in ("ddp", "fsdp"):
+        setup = _written_on_one_rank(wrap, write)
+        flagged = [r.step for r in setup.records if r.has(Flag.FOREIGN_WRITE)]
+        assert flagged[0] == 22, (wrap, flagged)  # the record after the one of step 21
+        assert "weight_drift" in setup.causes() or "loss_spike" in setup.causes(), setup.done
+        assert "Rollback" in setup.actions(), (wrap, setup.done)
+        # A rollback writes weights, too: that raises no suspicion.
+        assert sum("Rollback" in names for *_, names in setup.done) == 1, (wrap, setup.done)
+
+
+@check(2)
+def an_infinite_moment_on_one_rank_is_undone_by_all_without_a_periodic_check():
+    def write(param, state):
+        getattr(state["exp_avg_sq"], "_local_tensor", state["exp_avg_sq"]).view(-1)[0] = math.inf
+
+    for wrap in ("ddp", "fsdp"):
+        setup = _written_on_one_rank(wrap, write)
+        assert any(r.has(Flag.STATE_NONFINITE) for r in setup.records), wrap
+        assert "Rollback" in setup.actions(), (wrap, setup.done)
+        assert setup.done[0][0] <= 21 + 3 + 2 * setup.healer.config.lag, setup.done
+
+
+@check(2)
+def an_announced_write_raises_no_suspicion_on_any_rank():
+    setup = Setup(optimizer=AdamW, check_interval=1000)
+    setup.records = []
+    setup.healer.on_record(setup.records.append)
+
+    def double_the_head(batch):
+        setup.healer.expect_change("a larger head")
+        with torch.no_grad():
+            setup.model.module[-1].weight.mul_(2.0)
+
+    for rank in range(2):
+        setup.fault(rank, 21, double_the_head)
+    setup.run(40)
+    setup.assert_alike()
+    assert [r.step for r in setup.records if r.has(Flag.FOREIGN_WRITE)] == [22]
+    assert "weight_drift" not in setup.causes()
+    assert not setup.healer.experiment.settled
