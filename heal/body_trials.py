@@ -65,6 +65,8 @@ class BodyTrials:
 
     def batches(self, source: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of ``source``; those of a trial twice."""
+        if self._forward is None:
+            self._others.watch()
         iterator = iter(source)
         for batch in iterator:
             if not self._experiment.is_due:

@@ -20,7 +20,7 @@ import zclip
 from heal.buffers import BufferCopies
 from heal.config import HealingConfig
 from heal.integrity import MEASURED
-from heal.ranks import HAS_FAILED, NUM_LANES, HostFacts, Ranks
+from heal.ranks import HAS_FAILED, NO_FACTS, NUM_LANES, HostFacts, Ranks
 from heal.verdict import Flag
 from zclip import ClippedOptimizer
 from zclip.clippers import Clipper, ClipResult
@@ -72,6 +72,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
 
     note: Callable[[str], None] = staticmethod(lambda text: None)
     pull: "Pull | None" = None
+    _reported: StepResult | None = None
     _unguarded: tuple[Tensor, ...] = ()  # a copy finds out by itself
     _measured: tuple[list[tuple[int, int]], Groups] = [], []  # of which groups, and what remains
 
@@ -154,14 +155,48 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
                 with self.scaled_lr():
                     self.inner.step()
 
-    def step_at_once(self, fused: FusedOptimizer, loss: Tensor | None, guard: Guard) -> None:
-        """Clip, judge the loss and step, all by one call of the optimizer inside."""
+    def step_at_once(self, loss: Tensor | None, watch: "LossWatch") -> Tensor | list[float] | None:
+        """Clip, judge the loss and step, for one process with this optimizer only.
+
+        Returns:
+            The verdict, as a list if it is in host memory; None if there are no gradients.
+        """
+        inner = self.inner
+        if not isinstance(inner, FusedOptimizer):
+            result = self.clip(loss)
+            if result is None:
+                return None
+            if loss is not None:
+                watch.judge(loss, result.verdict)
+            row: list[float] = result.verdict.tolist()
+            self.step_if_allowed(result, row=row)
+            return row
         self.steps += 1
+        if self.pull is not None:
+            self.pull.add_to_gradients(None)
+        guard = Guard(self.clipper, watch.state, watch.settings)
         if self.lr_scale == 1.0:
-            fused.step(loss=loss, guard=guard)
+            inner.step(loss=loss, guard=guard)
         else:
             with self.scaled_lr():
-                fused.step(loss=loss, guard=guard)
+                inner.step(loss=loss, guard=guard)
+        done = inner.result
+        if done is None or done.clip is None:
+            return None
+        if not done.clip.verdict.is_cpu:
+            return done.clip.verdict
+        self._reported = done
+        row = done.clip.verdict.tolist()
+        row[FLAGS] += HEALTH[int(done.summary.tolist()[HEALTH_FLAGS])]
+        return row
+
+    def take_health(self) -> Tensor | None:
+        """Return the flags of a fused optimizer's last update, once; None if it has not stepped."""
+        done = self.inner.result if isinstance(self.inner, FusedOptimizer) else None
+        if done is None or done is self._reported:
+            return None
+        self._reported = done
+        return done.summary[HEALTH_FLAGS]
 
 
 def watched(
@@ -365,15 +400,14 @@ class GuardedStep:
         if self.ranks.has_others and self.optimizers:
             # The first carries what ranks report; each judges gradients that all ranks share.
             _add_record_group(self.optimizers[0].clipper, self.ranks)
-        inner = [o.inner for o in self.optimizers]
-        self._fused = [o for o in inner if isinstance(o, FusedOptimizer)]  # these have telemetry
+        first = self.optimizers[0]
         self._steps_at_once = (
-            len(inner) == len(self._fused) == 1
+            len(self.optimizers) == 1
             and not self.ranks.has_others
             and self.scaler is None
-            and self.optimizers[0].apply == "inplace"
+            and first.apply == "inplace"
+            and (device.type == "cpu" or isinstance(first.inner, FusedOptimizer))
         )
-        self._telemetry: dict[FusedOptimizer, StepResult] = {}  # that was posted last
         self._no_scale = torch.full((1,), NO_LOSS_SCALE, device=device)
 
     def step(self, step: int, loss: Tensor | None, facts: HostFacts | None = None) -> bool:
@@ -381,20 +415,20 @@ class GuardedStep:
 
         Loss and facts are those of this rank; all ranks get them in the record.
         """
-        first = self.optimizers[0]
-        if self._steps_at_once and first.pull is None and not self.buffers.are_there:
-            fused = self._fused[0]
-            guard = Guard(first.clipper, self.watch.state, self.watch.settings)
-            first.step_at_once(fused, loss, guard)
-            if fused.result is None or fused.result.clip is None:
+        if self._steps_at_once and not self.buffers.are_there:
+            verdict = self.optimizers[0].step_at_once(loss, self.watch)  # by one call, if it can
+            if verdict is None:
                 return False
-            self._telemetry[fused] = fused.result
-            health = (fused.result.summary[HEALTH_FLAGS],)
-            self.post(step, (fused.result.clip.verdict, None), health=health)
+            if isinstance(verdict, Tensor):
+                self.post(step, (verdict, None))
+                return True
+            verdict.append(NO_LOSS_SCALE)
+            self.posted = verdict
+            self.mailbox.post_row(step, verdict)
             return True
         lanes = None
         if self.ranks.has_others:
-            lanes = self.ranks.lanes(facts or HostFacts(), loss, self._new_health())
+            lanes = self.ranks.lanes(facts or NO_FACTS, loss, self._new_health())
         scales: list[Tensor | None] = []
         overflows: list[Tensor] = []
         if self.scaler is not None:
@@ -415,9 +449,7 @@ class GuardedStep:
                 self.scaler.update()
         finally:  # also if the optimizer fails: all ranks must post as many records
             if judged is not None:
-                # Each rank measures its own part: what others must know goes with the next record.
-                is_own = bool(self._fused) and not self.ranks.has_others
-                self.post(step, judged, row, self._new_health() if is_own else ())
+                self.post(step, judged, row)
             else:
                 self.buffers.settle(False)
             if self.scaler is not None:
@@ -499,28 +531,16 @@ class GuardedStep:
         merged[BLOCKED] = torch.stack(skipped).amax()
         return merged
 
-    def post(
-        self,
-        step: int,
-        judged: Judged,
-        row: list[float] | None = None,
-        health: Sequence[Tensor] = (),
-    ) -> None:
-        """Post what was judged.
-
-        Args:
-            step: of which.
-            judged: from :meth:`judge`.
-            row: the verdict, if it is in host memory and was read.
-            health: bits that fused optimizers measured in this step, for no other rank.
-        """
+    def post(self, step: int, judged: Judged, row: list[float] | None = None) -> None:
+        """Post what was judged; ``row`` is the verdict, if it is in host memory and was read."""
         verdict, reported = judged
         scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
         if verdict.is_cpu and (scale is None or scale.is_cpu):
             row = verdict.tolist() if row is None else row
         else:
             row = None
-        for bits in health:
+        # Each rank measures its own part: what others must know goes with the next record.
+        for bits in [] if self.ranks.has_others else self._new_health():
             if row is not None and bits.is_cpu:
                 row[FLAGS] += HEALTH[int(bits)]
             elif row is None:
@@ -542,13 +562,8 @@ class GuardedStep:
 
     def _new_health(self) -> list[Tensor]:
         """Return the bits of every fused optimizer that has stepped since the last call."""
-        found = []
-        for optimizer in self._fused:
-            result = optimizer.result
-            if result is not None and result is not self._telemetry.get(optimizer):
-                self._telemetry[optimizer] = result
-                found.append(result.summary[HEALTH_FLAGS])
-        return found
+        found = [optimizer.take_health() for optimizer in self.optimizers]
+        return [bits for bits in found if bits is not None]
 
     @property
     def has_stages(self) -> bool:
@@ -594,26 +609,36 @@ class OtherOptimizers:
         have_stepped: whether another one did.
     """
 
-    _watchers: ClassVar[weakref.WeakSet["OtherOptimizers"]] = weakref.WeakSet()
+    _watchers: ClassVar[list["weakref.ref[OtherOptimizers]"]] = []  # that have seen none yet
     _handle: ClassVar[Any] = None  # one hook serves all: torch walks through them in every step
 
     def __init__(self, own: Iterable[Optimizer]) -> None:
         self.have_stepped = False
-        self._mine = weakref.WeakSet(own)
-        self._watchers.add(self)
-        if OtherOptimizers._handle is None:
-            OtherOptimizers._handle = register_optimizer_step_pre_hook(self._note)
+        self._own = list(own)
+        self._ids = frozenset(map(id, self._own))
+
+    def watch(self) -> None:
+        """Begin to watch, unless another one has stepped already."""
+        if not self.have_stepped and all(ref() is not self for ref in self._watchers):
+            self._watchers.append(weakref.ref(self))
+            if OtherOptimizers._handle is None:
+                OtherOptimizers._handle = register_optimizer_step_pre_hook(self._note)
 
     @classmethod
     def _note(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for watcher in cls._watchers:
-            if not watcher.have_stepped and optimizer not in watcher._mine:
+        for ref in cls._watchers:
+            watcher = ref()
+            if watcher is None:
+                cls._watchers = [other for other in cls._watchers if other is not ref]
+            elif id(optimizer) not in watcher._ids:
                 watcher.have_stepped = True
+                cls._watchers = [other for other in cls._watchers if other is not ref]
 
     def close(self) -> None:
         """Stop watching."""
-        self._watchers.discard(self)
-        if not self._watchers and OtherOptimizers._handle is not None:
+        watchers = [ref for ref in self._watchers if ref() not in (self, None)]
+        OtherOptimizers._watchers = watchers
+        if not watchers and OtherOptimizers._handle is not None:
             OtherOptimizers._handle.remove()
             OtherOptimizers._handle = None
 

@@ -40,7 +40,7 @@ from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, TrainStep, fewest_samples
 from heal.monitor import Monitor
 from heal.progress import progress_bar
-from heal.ranks import HostFacts
+from heal.ranks import NO_FACTS, HostFacts
 from heal.recovery import Hook, Recovery
 from heal.run import TorchRun
 from heal.snapshots import Snapshot
@@ -277,24 +277,28 @@ class Healer:
         if self.trials.is_open:  # an experiment: the body ran with old weights, nothing is taken
             self.trials.finish(number)
             return
-        facts, posted = HostFacts(), True
+        training, schedules, facts, posted = self.training, self.schedules, NO_FACTS, True
         try:
-            self.schedules.before_step(self.training.step)
-            self.before_step()
+            if schedules.are_followed:
+                schedules.before_step(training.step)
+            is_held_up = training.ring.copying is not None or self._owes_checkpoint
+            if is_held_up or training.is_between_steps or training.step == 0:
+                self.before_step()
             facts = self.monitor.facts()
-            if self.training.lr_limit is not None:
-                self.training.apply_lr_limit()
+            if training.lr_limit is not None:
+                training.apply_lr_limit()
         except Exception as error:
             self.note(f"{LEFT_OUT}: {error!r}")
         self._is_stepping = True
         try:
-            posted = self.guarded.step(self.training.step, number, facts)  # nothing waits
+            posted = self.guarded.step(training.step, number, facts)  # nothing waits
         except Exception as error:
             if not self.guarded.ranks.has_others:
                 self.monitor.not_sent(facts)
                 raise
             self.retries.step_failed(error)
-        self.schedules.step()
+        if schedules.are_followed:
+            schedules.step()
         self._is_stepping = False
         try:
             self.after_step(facts, posted, number is not None)
@@ -321,7 +325,9 @@ class Healer:
         self.training.advance()
         has_changed_shape = False
         try:
-            has_changed_shape = self.training.has_changed_shape()
+            if self.state.has_changed_shape():
+                has_changed_shape = True
+                self.training.follow_shape()
         except Exception as error:  # the detectors must be shown the records all the same
             self.note(f"{LEFT_OUT}: {error!r}")
         if is_calm and step < self._busy_at and not self.recovery.late and not has_changed_shape:

@@ -154,6 +154,11 @@ class Schedules:
         replays: whether a rollback returns to the same data.
         note: called with what is doubtful.
 
+    Attributes:
+        all: every schedule that was given, to be saved and loaded.
+        are_followed: whether :meth:`before_step` and :meth:`step` have anything to do. False from
+            the first step on if there is no schedule.
+
     Raises:
         TypeError: an own schedule has no state to save.
         ValueError: a schedule is in both lists.
@@ -183,6 +188,8 @@ class Schedules:
         self.stepped = [s for s in self.given if not isinstance(s, ReduceLROnPlateau)]
         plateaus = [s for s in self.given if isinstance(s, ReduceLROnPlateau)]
         self._callers = [*plateaus, *self.own]
+        self.all = [*self.given, *self.own]
+        self.are_followed = True
         self._caller_repeats = False
         self._replays = replays
         self._optimizers = optimizers
@@ -197,11 +204,6 @@ class Schedules:
     def follow_caller(self) -> None:
         """Expect the caller to repeat steps that are taken again, with its own schedules."""
         self._caller_repeats = True
-
-    @property
-    def all(self) -> list[Any]:
-        """Every schedule that was given, to be saved and loaded."""
-        return [*self.given, *self.own]
 
     def step(self) -> None:
         """Step those that were given."""
@@ -259,6 +261,7 @@ class Schedules:
             self._has_begun = True
             self._look_who_drives()  # again, because a resume may have changed the rates
             self._note_unknown()
+            self.are_followed = bool(self.all)
         for joint in self._joint.values():
             joint.before_step()
         if not self._callers:

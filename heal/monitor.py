@@ -5,9 +5,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from heal.causes import Cause, Finding, Severity
 from heal.cluster.watch import ClusterWatch
@@ -18,7 +20,7 @@ from heal.guarded_step import NO_LOSS_SCALE, TOGETHER, GuardedStep
 from heal.integrity import HealthCheck
 from heal.journal import LEFT_OUT
 from heal.lr_schedules import Schedules
-from heal.ranks import HostFacts
+from heal.ranks import NO_FACTS, HostFacts
 from heal.run import TorchRun
 from heal.snapshots import NEVER, is_due, next_due
 from heal.verdict import NO_FLAG, Flag, Record
@@ -145,9 +147,21 @@ def _short(value: float) -> float:
 REQUESTS = Flag.PREEMPTED | Flag.SNAPSHOT_REQUESTED
 """Flags that do not depend on the step they were sent with; sent again if that is undone."""
 
-NOTHING_KNOWN = HostFacts(), 1.0, True
+NOTHING_KNOWN = NO_FACTS, 1.0, True
 
 CLOSE_WATCH = 10  # times more often, weights are checked after a warning
+
+
+class Moments(NamedTuple):
+    """What an optimizer keeps of its first parameter, and how often that was written."""
+
+    optimizer: Optimizer
+    ids: list[int]
+    tensors: list[Tensor]
+    versions: list[int]
+
+
+VERSION = attrgetter("_version")
 
 
 class Seen(NamedTuple):
@@ -223,7 +237,9 @@ class Monitor:
             guarded.ranks,
             waits=self._has_forecast,
         )
-        self._moments: list[tuple[int, int]] | None = None  # as the last step left them
+        # Other ranks would have to check in the same step, and may know of no write.
+        self._watches_moments = config.check_interval > 0 and not guarded.ranks.has_others
+        self._moments: list[Moments] = []  # as the last step left them
         self._next_look = 0
         run.hold("healing", watch.state, self._rolled_back)
 
@@ -231,11 +247,15 @@ class Monitor:
 
     def facts(self) -> HostFacts:
         """Return what the host knows of the step that is about to be taken."""
-        if self._moments is not None and self._moments != self._moment_versions():
-            self._check_moments(self._run.step)
+        for optimizer, ids, tensors, versions in self._moments:
+            first: dict[str, Any] = next(iter(optimizer.state.values()), {})
+            if versions != [*map(VERSION, tensors)] or ids != [*map(id, first.values())]:
+                self._check_moments(self._run.step)
         now = self._clock()
         seconds, self._step_began = now - self._step_began, now
-        lr, scheduled = self._schedules.rates()
+        lr, scheduled = self._guarded.optimizers[0].inner.param_groups[0].get("lr"), math.nan
+        if type(lr) is not float or self._schedules.are_followed:
+            lr, scheduled = self._schedules.rates()
         flags = NO_FLAG
         while self._reported:
             flags |= self._reported.popleft()
@@ -243,22 +263,25 @@ class Monitor:
             flags |= self._flags_of(source)
         return HostFacts(seconds, lr, scheduled, flags, self._run.micro.pieces)
 
-    def _moment_versions(self) -> list[tuple[int, int]]:
-        """Return which are the first moments and how often each was written, without a wait."""
-        firsts = [next(iter(o.inner.state.values()), None) for o in self._guarded.optimizers]
-        states = [first for first in firsts if isinstance(first, dict)]
-        moments = [m for state in states for m in state.values() if isinstance(m, Tensor)]
-        return [(id(m), 0 if m.is_inference() else m._version) for m in moments]
+    def _seen_moments(self) -> list[Moments]:
+        """Return how often the moments of each first parameter were written; nothing waits."""
+        seen = []
+        for optimizer in self._guarded.optimizers:
+            first = next(iter(optimizer.inner.state.values()), None)
+            if isinstance(first, dict):
+                values = first.values()
+                tensors = [m for m in values if isinstance(m, Tensor) and not m.is_inference()]
+                versions = [*map(VERSION, tensors)]
+                seen.append(Moments(optimizer.inner, [*map(id, values)], tensors, versions))
+        return seen
 
     def _check_moments(self, step: int) -> None:
         """Check the state before ``step``: something other than the optimizer wrote its moments.
 
         Moments that were lost are back within a few steps. Where such writes are a habit, few lead
-        to a check: after one in step n the next is in step 2 n. Other ranks would have to check in
-        the same step, and may know of no write: there the regular checks have to do.
+        to a check: after one in step n the next is in step 2 n.
         """
-        is_on = self._config.check_interval > 0 and not self._guarded.ranks.has_others
-        if is_on and step >= self._next_look:
+        if step >= self._next_look:
             self._next_look = 2 * step
             self.health.post(step)
 
@@ -285,14 +308,15 @@ class Monitor:
         Returns:
             Whether all is calm, so that records may wait for each other.
         """
-        self._moments = self._moment_versions()
+        if self._watches_moments:
+            self._moments = self._seen_moments()
         watchdog = self.cluster.watchdog
         if watchdog is not None:
             watchdog.beat(done)
         if not posted:
             self.not_sent(facts)
             return not self._calm.is_time(done)
-        self._host[done - 1] = facts, self._run.lr_scale, has_loss
+        self._host[done - 1] = facts, self._guarded.optimizers[0].lr_scale, has_loss
         # Ranks learn of each other by records only, and a forecast counts its lead in steps.
         hurries = self._guarded.ranks.has_others or self._has_forecast
         row = None if hurries else self._guarded.posted
@@ -495,7 +519,7 @@ class Monitor:
         """Drop all that is of steps that did not happen, or of another run."""
         self._host.clear()
         self.health.clear()
-        self._moments = None
+        self._moments = []
         self._experiment.clear()
         self._calm = Calm(self._config, self._run.step)
 

@@ -8,8 +8,7 @@ where a plan is carried out, which all ranks do in the same step.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -37,8 +36,7 @@ NUM_LANES = FIRST_FLAG + len(SHARED_FLAGS)
 measured in their last update, and those of the host."""
 
 
-@dataclass(slots=True)
-class HostFacts:
+class HostFacts(NamedTuple):
     """What the host of one rank knows of a step before it is taken."""
 
     seconds: float = math.nan
@@ -46,6 +44,9 @@ class HostFacts:
     scheduled_lr: float = math.nan
     flags: Flag = NO_FLAG
     micro_batches: int = 1
+
+
+NO_FACTS = HostFacts()
 
 
 class Ranks:

@@ -87,7 +87,7 @@ class TorchRun:
         self.close_watch_until = 0
         self.anchor: WeightAnchor | None = None
         self._constants = Constants(state, note)
-        self._signature = state.signature()
+        state.has_changed_shape()  # what comes later is compared with the present one
         self.is_between_steps = False
         self._unfinished: Snapshot | None = None  # to be completed
         self._returned_to: Snapshot | None = None  # by the rollback of this step
@@ -260,20 +260,19 @@ class TorchRun:
         self._guarded.mailbox.clear()
         self.ring.drop_all()
         self._constants.forget()
-        self._signature = self._state.signature()
+        self._state.has_changed_shape()
 
     def has_changed_shape(self) -> bool:
-        """Return whether parameters came, went, froze or thawed since last asked.
-
-        Older snapshots do not fit any more and are dropped; new parameters get their names.
-        """
-        signature = self._state.signature()
-        if signature == self._signature:
+        """Return whether parameters came, went, froze or thawed since last asked; follow them."""
+        if not self._state.has_changed_shape():
             return False
-        self._signature = signature
+        self.follow_shape()
+        return True
+
+    def follow_shape(self) -> None:
+        """Drop snapshots of other parameters, and learn the names of new ones."""
         self.ring.drop_all()
         self._guarded.learn_names(self._state.model.named_parameters())
-        return True
 
     def restore(self, step: int) -> None:
         """Return to the good snapshot of ``step``, or to an older one if that fails.

@@ -144,6 +144,7 @@ class TrainingState:
         self._changed_though_frozen: set[int] = set()
         self._was_trainable: set[int] = set()
         self._flags = b""
+        self._signature: object = None
         self._sizes: list[int] = []
         self._known: list[Tensor] = []
 
@@ -211,8 +212,8 @@ class TrainingState:
             if version != self._frozen_versions.setdefault(id(param), version):
                 self._changed_though_frozen.add(id(param))
 
-    def signature(self) -> tuple[Any, ...]:
-        """Return what changes when parameters are added, frozen or unfrozen.
+    def has_changed_shape(self) -> bool:
+        """Return whether parameters came, went, froze or thawed since last asked.
 
         This runs in every step, so it walks through nothing but a list. A parameter that no
         optimizer has is not trained and not looked for.
@@ -225,7 +226,10 @@ class TrainingState:
         if trainable != self._flags:
             self._flags = trainable
             self._was_trainable.clear()
-        return (trainable, len(self._changed_though_frozen), self.buffers.num_late, *sizes)
+        before = self._signature
+        late = len(self._changed_though_frozen), self.buffers.num_late
+        self._signature = (trainable, late, sizes)
+        return self._signature != before
 
     def tensors(self) -> dict[Key, Tensor]:
         """Return all tensors that steps may change, each part of memory once."""

@@ -81,6 +81,7 @@ class FusedOptimizer(Optimizer):
 
     lr_scale: float = 1.0
     result: StepResult | None = None
+    state: Any  # a WatchedState, so that a step need not look at every entry
     _plans: list[tuple[Plan, list[int]]] | None = None
     _kept: list[tuple[dict[str, Any], list[Tensor]]] | None = None
 
@@ -125,6 +126,7 @@ class FusedOptimizer(Optimizer):
         self.stochastic_rounding = stochastic_rounding
         self.seed = int(seed)
         self._step_supports_amp_scaling = True
+        self.state = WatchedState(self.state)
         if clipper is not None:
             clipper.align()
             clipper.bind(self.param_groups)
@@ -138,17 +140,6 @@ class FusedOptimizer(Optimizer):
     def new_state(self, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
         """Return the state of a parameter before its first update."""
         raise NotImplementedError
-
-    # The state, watched
-
-    @property
-    def state(self) -> Any:
-        """The state of every parameter, as torch has it."""
-        return self.__dict__["state"]
-
-    @state.setter
-    def state(self, value: Mapping[Any, Any]) -> None:
-        self.__dict__["state"] = WatchedState(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; what is known of the others stays."""
@@ -384,8 +375,10 @@ class FusedOptimizer(Optimizer):
 
     def _is_current(self) -> bool:
         """Tell whether the plans are of these groups, these parameters and this state."""
-        kept, groups = self._kept, self.param_groups
-        if kept is None or self.__dict__["state"].changed or len(groups) != len(kept):
+        kept, groups, state = self._kept, self.param_groups, self.state
+        if kept is None or type(state) is not WatchedState or state.changed:
+            return False
+        if len(groups) != len(kept):
             return False
         for group, (known, params) in zip(groups, kept, strict=True):
             listed = group["params"]
@@ -397,6 +390,8 @@ class FusedOptimizer(Optimizer):
 
     def _make_plans(self) -> list[tuple[Plan, list[int]]]:
         old = self._plans or []
+        if type(self.state) is not WatchedState:  # somebody has replaced it
+            self.state = WatchedState(self.state)
         begun = self._give_state()
         params = [p for group in self.param_groups for p in group["params"]]
         group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
@@ -468,7 +463,8 @@ class FusedOptimizer(Optimizer):
             self._complete(group, param)
         alone = copy(self)
         alone.param_groups = [{**group, "params": [param], "param_names": [self.names[number]]}]
-        alone.state = {param: dict(self.state[param])} if param in self.state else {}
+        own = {param: dict(self.state[param])} if param in self.state else {}
+        alone.state = WatchedState(own)
         alone.seed = self.seed + number  # or all tensors would round by the same numbers
         alone.clipper = clipper
         if clipper is not None:
@@ -522,7 +518,7 @@ class FusedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Watch the state that came."""
         super().__setstate__(state)
-        self.state = self.__dict__["state"]
+        self.state = WatchedState(self.state)
         self._step_supports_amp_scaling = True
         self._plans = self._kept = None
 

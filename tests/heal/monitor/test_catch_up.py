@@ -209,7 +209,7 @@ def test_a_model_that_cannot_be_looked_at_keeps_no_detector_from_observing():
     def raises():
         raise RuntimeError("no such shape")
 
-    healer.training.has_changed_shape = raises
+    healer.state.has_changed_shape = raises
     step_of(model, healer, 45)
     assert healer.last_step == 44
     healer.snapshots()  # polls the rest
