@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from heal.causes import Cause, Finding, Severity
 from heal.journal import Journal, Notes
-from heal.lab.probes.undisturbed import undisturbed
+from heal.lab.probes.batch import undisturbed
 from heal.ranks import Ranks
 from heal.recovery import Recovery
 

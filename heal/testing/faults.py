@@ -240,23 +240,24 @@ class Chaos:
 LossChange = Callable[[Tensor], Tensor]
 
 
-class _Gradient(torch.autograd.Function):
-    """Passes the loss through, and multiplies or raises on the way back."""
+def _scale_gradient(chaos: Chaos, factor: float, error: Exception | None = None) -> LossChange:
+    """Leave the loss as it is, and multiply or raise on the way back."""
 
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, factor: float, error: Exception | None) -> Tensor:
-        ctx.factor, ctx.error = factor, error
-        return loss.clone()
+    def on_the_way_back(grad: Tensor) -> Tensor:
+        if error is not None:
+            raise error
+        return grad * factor
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.error is not None:
-            raise ctx.error
-        return grads[0] * ctx.factor, None, None
+    def change(loss: Tensor) -> Tensor:
+        loss = loss.clone()  # a hook of its own: the loss may be used elsewhere too
+        loss.register_hook(on_the_way_back)
+        return loss
+
+    return change
 
 
-def _on_the_way_back(factor: float, error: Exception | None = None) -> LossChange:
-    return lambda loss: _Gradient.apply(loss, factor, error)  # type: ignore[no-untyped-call]
+def _scale_loss(chaos: Chaos, factor: float) -> LossChange:
+    return lambda loss: loss * factor
 
 
 def _out_of_memory() -> Exception:
@@ -379,21 +380,14 @@ def swing(since: float, depth: float, period: float = PERIOD) -> float:
     return min(max(wave, -LARGEST_SWING), LARGEST_SWING)
 
 
+def _swung(since: float, depth: float) -> float:
+    """The factor itself: the rate swings, ever more widely, around what it was."""
+    return math.exp(swing(since, depth))
+
+
 def drift(since: float, rate: float) -> float:
     """Return the factor on all weights at one attempt."""
     return 1.0 + rate * min(since / DRIFT_RAMP, 1.0)
-
-
-def _grow_lr(chaos: Chaos, fault: Fault) -> None:
-    """Multiply the rate. A schedule that sets it at every step takes that back."""
-    since, rate = chaos.since(fault), fault.strength
-    _scale_lr(chaos, grown(since, rate) / grown(max(since - 1, 0), rate))
-
-
-def _swing_lr(chaos: Chaos, fault: Fault) -> None:
-    """Let the rate swing, ever more widely, around what it was."""
-    since, depth = chaos.since(fault), fault.strength
-    _scale_lr(chaos, math.exp(swing(since, depth) - swing(max(since - 1, 0), depth)))
 
 
 def _add_noise(chaos: Chaos, fault: Fault) -> None:
@@ -424,50 +418,45 @@ class Kind(NamedTuple):
     size: float = 0.0
 
 
-def _scale_gradient(chaos: Chaos, fault: Fault) -> LossChange:
-    return _on_the_way_back(fault.strength)
+def _times(
+    scale: Callable[[Chaos, float], LossChange | None],
+    factor: Callable[[float, float], float] = lambda since, size: size,
+) -> Callable[[Chaos, Fault], LossChange | None]:
+    """Return a fault that multiplies something, by its size or by a factor that grows with time."""
+    return lambda chaos, fault: scale(chaos, factor(chaos.since(fault), fault.strength))
 
 
-def _scale_loss(chaos: Chaos, fault: Fault) -> LossChange:
-    return lambda loss: loss * fault.strength
-
-
-def _slow_down(chaos: Chaos, fault: Fault) -> None:
-    time.sleep(fault.strength)
-
-
-def _drift(chaos: Chaos, fault: Fault) -> None:
-    _scale_weights(chaos, drift(chaos.since(fault), fault.strength))
+def _last_step_of(course: Callable[[float, float], float]) -> Callable[[float, float], float]:
+    """Return by what a course grows at one attempt: rates keep what they were multiplied by."""
+    return lambda since, size: course(since, size) / course(max(since - 1, 0), size)
 
 
 KINDS: dict[str, Kind] = {
-    "nan_gradient": Kind(_scale_gradient, NAN),
-    "inf_gradient": Kind(_scale_gradient, INF),
-    "exploding_gradient": Kind(_scale_gradient, 1e6),
-    "nan_loss": Kind(_scale_loss, NAN),
-    "loss_spike": Kind(_scale_loss, 100.0),
+    "nan_gradient": Kind(_times(_scale_gradient), NAN),
+    "inf_gradient": Kind(_times(_scale_gradient), INF),
+    "exploding_gradient": Kind(_times(_scale_gradient), 1e6),
+    "nan_loss": Kind(_times(_scale_loss), NAN),
+    "loss_spike": Kind(_times(_scale_loss), 100.0),
     "corrupt_weight": Kind(_corrupt_weight, NAN),
-    "weight_drift": Kind(lambda chaos, fault: _scale_weights(chaos, fault.strength), 4.0),
+    "weight_drift": Kind(_times(_scale_weights), 4.0),
     "corrupt_optimizer": Kind(_corrupt_optimizer),
     "reset_optimizer": Kind(_reset_optimizer),
-    "lr_spike": Kind(lambda chaos, fault: _scale_lr(chaos, fault.strength), 1000.0),
+    "lr_spike": Kind(_times(_scale_lr), 1000.0),
     "oom_forward": Kind(lambda chaos, fault: _raise(_out_of_memory())),
-    "oom_backward": Kind(lambda chaos, fault: _on_the_way_back(1.0, _out_of_memory())),
+    "oom_backward": Kind(lambda chaos, fault: _scale_gradient(chaos, 1.0, _out_of_memory())),
     "oom_step": Kind(_oom_in_step),
     "bad_batch": Kind(lambda chaos, fault: _break_batch(chaos, _emptied)),
     "nan_batch": Kind(lambda chaos, fault: _break_batch(chaos, _spoiled)),
     "loader_error": Kind(lambda chaos, fault: None),  # the loader raises it
     "network_error": Kind(lambda chaos, fault: _raise(ConnectionError(RESET))),
     "flip_snapshot_bit": Kind(_flip_bit),
-    "slow_step": Kind(_slow_down, 0.2),
-    "slow_rank": Kind(_slow_down, 0.2),
-    "growing_lr": Kind(_grow_lr, 0.03),
-    "oscillating_lr": Kind(_swing_lr, 0.02),
-    "creeping_scale": Kind(
-        lambda chaos, fault: _on_the_way_back(grown(chaos.since(fault), fault.strength)), 0.03
-    ),
+    "slow_step": Kind(lambda chaos, fault: time.sleep(fault.strength), 0.2),
+    "slow_rank": Kind(lambda chaos, fault: time.sleep(fault.strength), 0.2),
+    "growing_lr": Kind(_times(_scale_lr, _last_step_of(grown)), 0.03),
+    "oscillating_lr": Kind(_times(_scale_lr, _last_step_of(_swung)), 0.02),
+    "creeping_scale": Kind(_times(_scale_gradient, grown), 0.03),
     "creeping_noise": Kind(_add_noise, 0.04),
-    "creeping_drift": Kind(_drift, 0.01),
+    "creeping_drift": Kind(_times(_scale_weights, drift), 0.01),
     "sigterm": Kind(_send_signal),
     "sigkill": Kind(_send_signal),
 }

@@ -4,11 +4,25 @@ A probe leaves training bit by bit as it was: gradients, buffers, generators and
 the device, so it is for now and then. What each is good for, and what it costs: docs/probes.md.
 """
 
-from heal.lab.probes.consolidation import Anchor, AnchoredRecovery, fisher_diagonal, importance
-from heal.lab.probes.optimizer_state import OptimizerHealth, optimizer_health
-from heal.lab.probes.series import LyapunovMeter, NoiseScale, Oscillation, noise_scale, oscillation
-from heal.lab.probes.sharpness import Sharpness, sharpness
-from heal.lab.probes.undisturbed import every, undisturbed
+from heal.lab.probes.batch import (
+    Anchor,
+    AnchoredRecovery,
+    NoiseScale,
+    Sharpness,
+    every,
+    fisher_diagonal,
+    importance,
+    noise_scale,
+    sharpness,
+    undisturbed,
+)
+from heal.lab.probes.state import (
+    LyapunovMeter,
+    OptimizerHealth,
+    Oscillation,
+    optimizer_health,
+    oscillation,
+)
 
 __all__ = [
     "Anchor",

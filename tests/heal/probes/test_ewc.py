@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from heal.lab.probes.consolidation import Anchor, AnchoredRecovery
+from heal.lab.probes import Anchor, AnchoredRecovery
 from heal.testing import Chaos, Fault
 from tests.heal.probes.problems import Quadratic
 from tests.heal.runs import regression

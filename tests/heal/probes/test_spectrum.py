@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from heal.lab.probes import oscillation
-from heal.lab.probes.series import fisher_g
+from heal.lab.probes.state import fisher_g
 
 
 def wave(period, count=256, amplitude=1.0, noise=0.0, trend=0.0, seed=0):

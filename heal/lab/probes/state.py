@@ -1,18 +1,16 @@
-"""Finds oscillation in a series, such as the losses of a run, with its period and a p-value."""
+"""What a series, the weights and the optimizer say of a run: waves, growth, and sane memory."""
 
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.optim import SGD, Optimizer
 
-from heal.data.split import num_samples
-from heal.lab.probes.undisturbed import freeze_batch_statistics, pieces_of, undisturbed
-from heal.micro_batch import TrainStep
+from heal.lab.weight_anchor import SQUARES
 
 FEWEST = 16
 FEWEST_PERIODS = 3  # a wave that was seen less often cannot be told from a trend
@@ -102,7 +100,7 @@ def fisher_g(share: float, frequencies: int) -> float:
     return min(max(total, 0.0), 1.0)
 
 
-def _background(power: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def _background(power: Tensor, frequencies: Tensor) -> Tensor:
     """Return the spectrum of all that is no wave, fitted to the power.
 
     A sum of white noise, of decays (an exponential curve and lag-1 noise have the same spectrum),
@@ -121,7 +119,7 @@ def _background(power: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
     return weights @ shape
 
 
-def _refined(transform: torch.Tensor, peak: int, count: int) -> float:
+def _refined(transform: Tensor, peak: int, count: int) -> float:
     """Return the frequency between bins: Jacobsen's estimate from the peak and its neighbours."""
     if not 1 <= peak < len(transform) - 1:
         return peak / count
@@ -129,9 +127,6 @@ def _refined(transform: torch.Tensor, peak: int, count: int) -> float:
     divisor = 2.0 * at - before - after
     shift = ((before - after) / divisor).real if abs(divisor) > 0.0 else 0.0
     return (peak + min(max(shift, -0.5), 0.5)) / count
-
-
-# Finite-time Lyapunov exponent of training, from the velocity of the weights.
 
 
 SAMPLE = 4096  # weights that are followed; enough for a norm to within two percent
@@ -220,64 +215,150 @@ class LyapunovMeter:
         return float((steps * (logs - logs.mean())).sum() / steps.square().sum())
 
 
-# The gradient-noise scale: the batch size from which a larger batch brings little.
+NEVER_NEGATIVE = {
+    *SQUARES,
+    *("max_exp_avg_sq", "exp_inf", "row_var", "col_var", "variance", "acc_delta", "step_size"),
+}
+"""State of optimizers that is never below zero."""
+
+LARGE_UPDATE = 10.0  # Adam's update is below 1 where gradients are alike, and seldom above 10
+STALE = 1e4  # squared gradients so far above their mean were not known to it
 
 
 @dataclass(frozen=True, slots=True)
-class NoiseScale:
-    """Estimates without bias of the two parts of a gradient (McCandlish et al., arXiv:1812.06162).
+class OptimizerHealth:
+    """What was found; ``problems`` is empty if nothing is wrong.
 
-    ``signal`` is the squared length of the true gradient, ``noise`` the trace of the covariance of
-    one sample's. The estimate of a small signal may come out negative: then there is none to see.
+    ``update_rms`` and ``update_max`` are of first moment over root of second, bias taken out, in
+    units of the learning rate; NaN for optimizers without both. ``missing`` counts parameters with
+    a gradient and no state, ``unstepped`` those with moments and a step count below 1. Step counts
+    that differ are no problem: a layer that was unfrozen late has fewer.
     """
 
-    signal: float
-    noise: float
+    update_rms: float = math.nan
+    update_max: float = math.nan
+    nonfinite: int = 0
+    negative: int = 0
+    missing: int = 0
+    unstepped: int = 0
+    fewest_steps: float = math.nan
+    most_steps: float = math.nan
+    problems: list[str] = field(default_factory=list)
 
     @property
-    def samples(self) -> float:
-        """Noise over signal, in samples; infinite where there is no signal to be seen."""
-        return self.noise / self.signal if self.signal > 0.0 else math.inf
+    def is_ok(self) -> bool:
+        return not self.problems
 
 
-def noise_scale(
-    model: Module, train_step: TrainStep, batch: Any, pieces: int | None = None
-) -> NoiseScale:
-    """Compare the gradients of the pieces of a batch with that of the whole.
+@torch.no_grad()
+def optimizer_health(optimizer: Optimizer) -> OptimizerHealth:
+    """Measure the state of an optimizer of torch, wrapped or not; waits for the device once.
 
-    Batch norms use their running statistics, so that a piece is to be compared with the whole.
-
-    Args:
-        model: what is trained.
-        train_step: takes a batch, returns its mean loss over samples.
-        batch: at least two samples.
-        pieces: into how many the batch is cut; one per sample if None.
-
-    Raises:
-        ValueError: there is only one piece, or the batch does not divide.
+    Finds state that holds NaN or Inf, whatever it is called; second moments below zero; parameters
+    whose state is gone; moments whose step count was lost; updates of more than ten learning
+    rates; and second moments far below the present gradient (a reset, or a corrupted memory). An
+    optimizer that keeps no state, as SGD without momentum, has nothing to lose.
     """
-    with undisturbed(model) as params:
-        freeze_batch_statistics(model)
-        parts = pieces_of(batch, pieces)
-        count, samples = len(parts), num_samples(batch)
-        if count < 2:
-            raise ValueError(
-                f"batch: expected at least 2 pieces to measure noise with, got {count}"
-            )
-        total: list[torch.Tensor] | None = None
-        squares = 0.0
-        for part in parts:
-            grads = torch.autograd.grad(
-                train_step(part), [p for _, p in params], allow_unused=True, materialize_grads=True
-            )
-            squares += float(torch.stack([g.double().square().sum() for g in grads]).sum())
-            wide = [g.double() for g in grads]
-            total = wide if total is None else [a + b for a, b in zip(total, wide, strict=True)]
-        assert total is not None
-        small = squares / count  # mean squared length of a piece's gradient
-        large = float(torch.stack([(t / count).square().sum() for t in total]).sum())
-        size = samples / count
-        return NoiseScale(
-            signal=(samples * large - size * small) / (samples - size),
-            noise=(small - large) / (1.0 / size - 1.0 / samples),
-        )
+    told: list[Tensor] = []
+    missing = 0
+    keeps_any = False
+    for group in optimizer.param_groups:
+        keeps = _keeps_state(optimizer, group)
+        keeps_any = keeps_any or keeps
+        for param in group["params"]:
+            state = optimizer.state.get(param, {})
+            if any(isinstance(value, Tensor) and value.numel() for value in state.values()):
+                told.append(_measure(param, state, group))
+            else:
+                missing += keeps and param.grad is not None and param.numel() > 0
+    if not told:
+        problems = ["no state: the optimizer has not stepped, or was reset"] if keeps_any else []
+        return OptimizerHealth(missing=missing if problems else 0, problems=problems)
+    rows = torch.stack([row.to(told[0].device, non_blocking=True) for row in told]).cpu()
+    squares, elements, largest, nonfinite, negative, stale, steps = rows.unbind(1)
+    has_update = bool(elements.sum() > 0)
+    counts = [count for count in steps.tolist() if not math.isnan(count)]
+    health = OptimizerHealth(
+        update_rms=float((squares.sum() / elements.sum()).sqrt()) if has_update else math.nan,
+        update_max=float(largest.max()) if has_update else math.nan,
+        nonfinite=int(nonfinite.sum()),
+        negative=int(negative.sum()),
+        missing=int(missing),
+        unstepped=sum(count < 1.0 for count in counts),
+        fewest_steps=min(counts, default=math.nan),
+        most_steps=max(counts, default=math.nan),
+    )
+    health.problems.extend(_problems(health, int(stale.sum())))
+    return health
+
+
+def _keeps_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    inner = getattr(optimizer, "inner", optimizer)
+    return not (isinstance(inner, SGD) and not group.get("momentum"))
+
+
+def _measure(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """Sum of squares and number of updates, the largest, counts of what is wrong, and the step.
+
+    All of it on the device of the parameter, the step too: where it lives there, reading it would
+    be a wait for each parameter.
+    """
+    zero = torch.zeros((), dtype=torch.float64, device=param.device)
+    kept = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    nonfinite, negative = zero, zero
+    for name, value in kept.items():
+        nonfinite = nonfinite + _beside((~value.isfinite()).sum(), zero)
+        if name in NEVER_NEGATIVE:
+            negative = negative + _beside((value < 0).sum(), zero)
+    steps = _beside(torch.as_tensor(state.get("step", math.nan)), zero).reshape(())
+    second = next((kept[name] for name in SQUARES if name in kept), None)
+    first = kept.get("exp_avg")
+    stale = _stale(param, second, zero)
+    update = [zero, zero, zero]
+    if first is not None and second is not None and first.numel() and "betas" in group:
+        divisor = kept.get("max_exp_avg_sq", second)
+        update = _update(first, divisor, steps, group)
+    return torch.stack([*update, nonfinite, negative, stale, steps])
+
+
+def _stale(param: Tensor, second: Tensor | None, zero: Tensor) -> Tensor:
+    """Count squared gradients far above their running mean, if they are the most of a tensor."""
+    if second is None or param.grad is None or param.grad.layout is not torch.strided:
+        return zero  # a sparse gradient is silent on all rows but its own
+    if second.shape != param.grad.shape:
+        return zero
+    count = (param.grad.square() > STALE * second.clamp(min=1e-30)).sum().double()
+    return torch.where(count > param.numel() / 2, count, zero)  # a few are only rare rows
+
+
+def _update(first: Tensor, second: Tensor, steps: Tensor, group: dict[str, Any]) -> list[Tensor]:
+    """Return sum of squares, number and largest of Adam's updates, in learning rates."""
+    beta1, beta2 = (_beside(torch.as_tensor(beta), steps) for beta in group["betas"])
+    mean = first.double() / (1 - beta1**steps)
+    root = (second.double() / (1 - beta2**steps)).clamp(min=0).sqrt()
+    update = (mean / (root + group.get("eps", 1e-8))).nan_to_num(0.0, 0.0, 0.0)
+    return [update.square().sum(), torch.full_like(steps, update.numel()), update.abs().max()]
+
+
+def _beside(value: Tensor, other: Tensor) -> Tensor:
+    """Return a number in the precision and on the device of another, without a wait."""
+    return value.to(other.device, other.dtype, non_blocking=True)
+
+
+def _problems(health: OptimizerHealth, stale: int) -> list[str]:
+    checks = (
+        (health.nonfinite, f"{health.nonfinite} elements of the state are NaN or Inf"),
+        (health.negative, f"{health.negative} second moments are below zero"),
+        (health.missing, f"{health.missing} parameters with a gradient have no state"),
+        (
+            health.unstepped,
+            f"{health.unstepped} parameters have moments and a step count below 1",
+        ),
+        (
+            health.update_max > LARGE_UPDATE,
+            f"expected updates of at most {LARGE_UPDATE:g} learning rates, got one of "
+            f"{health.update_max:.3g}",
+        ),
+        (stale, f"{stale} second moments do not know of gradients as large as the present"),
+    )
+    return [text for is_wrong, text in checks if is_wrong]
