@@ -32,13 +32,8 @@ class Names:
     def __init__(self, state: TrainingState) -> None:
         self.state = state
         self.parameters = state.named_parameters()
-        self._full = {
-            kind: {plain_name(name): name for name in found}
-            for kind, found in (
-                ("parameter", self.parameters),
-                ("buffer", dict(state.model.named_buffers())),
-            )
-        }
+        self._parameters = {plain_name(name): name for name in self.parameters}
+        self._buffers = {plain_name(name): name for name, _ in state.model.named_buffers()}
         self._optimized = [state.optimized_by_name(o) for o in range(len(state.optimizers))]
 
     def text(self, key: Key) -> str:
@@ -50,35 +45,38 @@ class Names:
 
     def key(self, text: str) -> Key | None:
         """Return the key of a name; None if the run has no such parameter or optimizer."""
-        kind, *rest = (unquote(part) for part in text.split("/"))
+        parts = [unquote(part) for part in text.split("/")]
         try:
-            if kind == "parameter":
-                return (kind, self._full[kind][rest[0]])
-            if kind == "buffer":
-                return (kind, self._full[kind].get(rest[0], rest[0]))
-            if kind == "state":
-                o, name, slot = rest
-                full = self._full["parameter"][name]
-                return (kind, int(o), full, slot) if full in self._optimized[int(o)] else None
-            if kind == "group":
-                return (kind, int(rest[0]), int(rest[1]), rest[2])
+            match parts:
+                case ["parameter", name]:
+                    return ("parameter", self._parameters[name])
+                case ["buffer", name]:
+                    return ("buffer", self._buffers.get(name, name))
+                case ["state", o, name, slot]:
+                    full = self._parameters[name]
+                    has_it = full in self._optimized[int(o)]
+                    return ("state", int(o), full, slot) if has_it else None
+                case ["group", o, g, name]:
+                    return ("group", int(o), int(g), name)
+                case ["scaler" | "extra", *_]:
+                    return tuple(parts)
         except (KeyError, ValueError, IndexError):
-            return None
-        return (kind, *rest) if kind in ("scaler", "extra") else None
+            pass
+        return None
 
     def part_of(self, text: str) -> Chunk | None:
         """Return which part of a saved tensor this rank needs; None if that is not known.
 
         Moments that do not exist yet are cut as their parameter is.
         """
-        key = self.key(text)
-        if key is None or key[0] not in ("parameter", "state"):
-            return None
-        if key[0] == "parameter":
-            live = self.parameters[str(key[1])]
-        else:
-            param = self._optimized[int(key[1])][str(key[2])]
-            live = self.state.optimizers[int(key[1])].state.get(param, {}).get(key[3], param)
+        match self.key(text):
+            case ("parameter", name):
+                live = self.parameters[str(name)]
+            case ("state", int(o), name, slot):
+                param = self._optimized[o][str(name)]
+                live = self.state.optimizers[o].state.get(param, {}).get(slot, param)
+            case _:
+                return None
         return chunk_of(live) or Chunk.all_of(live.shape)
 
 
@@ -101,14 +99,11 @@ def chunk_of(tensor: Any) -> Chunk | None:
     shape, start = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    local: Tensor = tensor._local_tensor
-    if tuple(shape) != tuple(local.shape):
-        raise NotImplementedError(
-            f"expected a part of shape {tuple(shape)}, got one of {tuple(local.shape)}"
-        )
-    if local.numel() == 0:
-        start = tuple(0 for _ in shape)
-    return Chunk(tuple(tensor.shape), tuple(int(s) for s in start), tuple(local.shape))
+    local = tuple(tensor._local_tensor.shape)
+    if tuple(shape) != local:
+        raise NotImplementedError(f"expected a part of shape {tuple(shape)}, got one of {local}")
+    begins = (int(s) for s in start) if 0 not in local else (0 for _ in local)
+    return Chunk(tuple(tensor.shape), tuple(begins), local)
 
 
 def entry_of(tensor: Tensor, name: str, chunk: Chunk | None = None) -> Entry:
@@ -257,24 +252,26 @@ def _shares_memory(tensor: Tensor, live: Mapping[Key, Tensor]) -> bool:
 def _check_optimizers(state: TrainingState, values: Mapping[str, Any]) -> None:
     """Raise if the checkpoint is of other optimizers: settings of one name, as lr, would mix."""
     saved, here = values.get("names", {}).get("optimizers"), _kinds(state)
-    if saved is not None:
-        if saved != here:
-            raise StateMismatch(
-                f"optimizers of the checkpoint: expected {', '.join(here)}, as in this run, got "
-                f"{', '.join(saved)}; to go on with another optimizer, load the weights alone and "
-                "start a new checkpoint_dir"
-            )
+    if saved == here:
         return
-    groups = values["training"]["groups"]  # of one of the first checkpoints
-    for kind, optimizer, saved_groups in zip(here, state.optimizers, groups, strict=False):
-        for group in saved_groups:
-            lacking = sorted(set(optimizer.inner.defaults) - set(group) - {"lr"})  # may be a tensor
-            if lacking:
-                raise StateMismatch(
-                    f"optimizer of the checkpoint: expected {kind}, as in this run, got one with "
-                    f"no {', '.join(lacking)}; to go on with another optimizer, load the weights "
-                    "alone and start a new checkpoint_dir"
-                )
+    if saved is None:  # one of the first checkpoints: judged by its settings
+        of_each = zip(here, state.optimizers, values["training"]["groups"], strict=False)
+        lacking = [
+            # lr may be a tensor, which is not among the settings.
+            (kind, sorted(set(optimizer.inner.defaults) - set(group) - {"lr"}))
+            for kind, optimizer, groups in of_each
+            for group in groups
+        ]
+        expected, missing = next((pair for pair in lacking if pair[1]), ("", []))
+        if not missing:
+            return
+        got = f"one with no {', '.join(missing)}"
+    else:
+        expected, got = ", ".join(here), ", ".join(saved)
+    raise StateMismatch(
+        f"optimizers of the checkpoint: expected {expected}, as in this run, got {got}; to go on "
+        "with another optimizer, load the weights alone and start a new checkpoint_dir"
+    )
 
 
 def _check_counts(state: TrainingState, training: Mapping[str, Any]) -> None:

@@ -16,10 +16,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from heal.checkpoint.contents import state_dicts
-from heal.checkpoint.files import TEMPORARY, CheckpointError, flush_folder
+from heal.checkpoint.files import CheckpointError, whole_file
 from heal.checkpoint.store import save
 from heal.extra_state import listed, plain_name
 
+EXPORT_MODE = 0o666  # as of any other file; checkpoints are private
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizers", "optimizer", "optimizer_state_dict", "optim")
 SCHEDULER_KEYS = ("schedulers", "scheduler", "lr_scheduler", "scheduler_state_dict")
@@ -34,17 +35,12 @@ def export_torch(
     directory: str | os.PathLike[str], target: str | os.PathLike[str], step: int | None = None
 ) -> None:
     """Write a checkpoint as one file that ``torch.load`` reads; see :func:`state_dicts`."""
-    path = Path(target)
-    aside = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-    try:
-        with open(aside, "wb") as file:
-            torch.save(state_dicts(directory, step), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    flush_folder(path.absolute().parent)
+    dicts = state_dicts(directory, step)
+    with (
+        whole_file(Path(target), EXPORT_MODE) as descriptor,
+        open(descriptor, "wb", closefd=False) as file,
+    ):
+        torch.save(dicts, file)
 
 
 def export_dcp(
@@ -148,15 +144,15 @@ def _take_over(
 ) -> Path:
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{source}: expected state dicts, got a {type(tree).__name__}")
-    found = _first(tree, MODEL_KEYS)
-    weights = tree if found is None and _is_weights(tree) else found
+    # A file of nothing but tensors is the state dict of a model.
+    is_weights = bool(tree) and all(isinstance(value, Tensor) for value in tree.values())
+    weights = _first(tree, MODEL_KEYS, tree if is_weights else None)
     if weights is None:
         keys = ", ".join(MODEL_KEYS)
         raise CheckpointError(f"{source}: expected one of {keys}, got {list(tree)}")
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    schedulers = listed(scheduler)
-    saved_optimizers = _listed(_first(tree, OPTIMIZER_KEYS))
-    saved_schedulers = _listed(_first(tree, SCHEDULER_KEYS))
+    optimizers, schedulers = listed(optimizer), listed(scheduler)
+    saved_optimizers = _numbered(_first(tree, OPTIMIZER_KEYS, ()))
+    saved_schedulers = _numbered(_first(tree, SCHEDULER_KEYS, ()))
     for what, given, saved in (
         ("optimizers", optimizers, saved_optimizers),
         ("schedulers", schedulers, saved_schedulers),
@@ -189,18 +185,14 @@ def _by_number(state: Any, optimizer: Optimizer, model: Module) -> dict[str, Any
     return {"state": moments, "param_groups": groups}
 
 
-def _first(tree: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    return next((tree[key] for key in keys if key in tree), None)
+def _first(tree: Mapping[str, Any], keys: Sequence[str], otherwise: Any) -> Any:
+    return next((tree[key] for key in keys if tree.get(key) is not None), otherwise)
 
 
-def _is_weights(tree: Mapping[str, Any]) -> bool:
-    return bool(tree) and all(isinstance(value, Tensor) for value in tree.values())
-
-
-def _listed(found: Any) -> list[Any]:
-    if found is None:
-        return []
-    if isinstance(found, Mapping):
-        numbered = sorted(found, key=str) if all(str(k).isdecimal() for k in found) else None
-        return [found[key] for key in numbered] if numbered else [found]
-    return list(found)
+def _numbered(found: Any) -> list[Any]:
+    """Return one state dict, or several in a list or under their numbers, as a list."""
+    if not isinstance(found, Mapping):
+        return list(found)
+    if found and all(str(key).isdecimal() for key in found):
+        return [found[key] for key in sorted(found, key=str)]
+    return [found]

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, ItemsView, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,15 +46,15 @@ def encode(value: Any, where: str = "state") -> tuple[Any, dict[str, Tensor]]:
             raise CannotEncode(
                 f"{where} is nested more than {MAX_DEPTH} deep; does it hold itself?"
             )
-        if _is_json(value):
+        kind = type(value)
+        if value is None or kind in (bool, str) or _is_plain_number(value):
             return value
-        if type(value) is list:
+        if kind is list:
             return [encoded(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
-        if _is_plain_dict(value):
+        if kind is dict and TAG not in value and all(type(key) is str for key in value):
             return {k: encoded(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
         tag = _tag_of(value)
         if tag is None:
-            kind = type(value)
             raise CannotEncode(
                 f"{where}: expected numbers, texts, tensors and plain containers of these, got a "
                 f"{kind.__module__}.{kind.__qualname__}, which has no safe form on disk; leave it "
@@ -64,8 +64,8 @@ def encode(value: Any, where: str = "state") -> tuple[Any, dict[str, Tensor]]:
         for name, part in CODECS[tag].split(value).items():
             if isinstance(part, Tensor):
                 made[name] = put_aside(part, where)
-            elif name == "pairs":  # named by their keys in messages
-                made["items"] = [
+            elif isinstance(part, ItemsView):
+                made[name] = [
                     [
                         encoded(k, f"{where}: key {k!r}", depth + 1),
                         encoded(v, f"{where}[{k!r}]", depth + 1),
@@ -128,15 +128,10 @@ def decode(value: Any, tensors: Mapping[str, Tensor], path: Path) -> Any:
     return decoded(value)
 
 
-def _is_json(value: Any) -> bool:
-    kind = type(value)
-    if kind is float:
+def _is_plain_number(value: Any) -> bool:
+    if type(value) is float:
         return math.isfinite(value)
-    return value is None or kind in (bool, str) or (kind is int and -SAFE_INT < value < SAFE_INT)
-
-
-def _is_plain_dict(value: Any) -> bool:
-    return type(value) is dict and TAG not in value and all(type(key) is str for key in value)
+    return type(value) is int and abs(value) < SAFE_INT
 
 
 def _tag_of(value: Any) -> str | None:
@@ -164,7 +159,7 @@ def _sequence(kind: type, ordered: Callable[[Any], list[Any]] = list) -> Codec:
 
 
 def _mapping(kind: type) -> Codec:
-    return Codec(kind, lambda v: {"pairs": v.items()}, lambda items: kind(dict(_list(items))))
+    return Codec(kind, lambda v: {"items": v.items()}, lambda items: kind(dict(_list(items))))
 
 
 def _list(items: Any) -> list[Any]:

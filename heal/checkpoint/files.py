@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -77,17 +77,21 @@ def make_folder(path: Path) -> None:
     flush_folder(path.parent)
 
 
-def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
-    """Write a file so that it is either there whole, on the disk, or not there.
+@contextlib.contextmanager
+def whole_file(path: Path, mode: int = FILE_MODE) -> Iterator[int]:
+    """Let the body write a file that is there whole, on the disk, when it ends, or not at all.
+
+    Yields:
+        A descriptor.
 
     Raises:
         OSError: the disk is full or broken; nothing is left under the name.
     """
     aside = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_FOLLOW, FILE_MODE)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_FOLLOW, mode)
     try:
         try:
-            _write_all(descriptor, parts)
+            yield descriptor
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -98,16 +102,17 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
     flush_folder(path.parent)
 
 
-def _write_all(descriptor: int, parts: Iterable[memoryview | bytes]) -> None:
-    """Write many small or few large buffers; a disk that fills up takes a part of them first."""
+def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
+    """Write many small or few large buffers as a whole file; see :func:`whole_file`."""
     views = (memoryview(part).cast("B") for part in parts if len(part))
     left = deque(view[i : i + MAX_VIEW] for view in views for i in range(0, len(view), MAX_VIEW))
-    while left:
-        count = os.writev(descriptor, list(islice(left, MAX_VIEWS)))
-        while left and count >= len(left[0]):
-            count -= len(left.popleft())
-        if count:
-            left[0] = left[0][count:]
+    with whole_file(path) as descriptor:
+        while left:
+            count = os.writev(descriptor, list(islice(left, MAX_VIEWS)))
+            while left and count >= len(left[0]):
+                count -= len(left.popleft())
+            if count:
+                left[0] = left[0][count:]
 
 
 def flush_folder(path: Path) -> None:

@@ -41,7 +41,6 @@ from heal.checkpoint.manifest import (
 from heal.integrity import fingerprints
 
 ALIGNMENT = 8  # of the header, as the format asks for
-BATCH_BYTES = 64 * 2**20  # that are read and checked in one go
 LENGTH_BYTES = 8  # of the header's length, little-endian, at the beginning
 
 PartOf = Callable[[str], Chunk | None]
@@ -49,6 +48,8 @@ PartOf = Callable[[str], Chunk | None]
 
 Piece = tuple[Entry, tuple[slice, ...], tuple[slice, ...]]
 """A saved part that a needed one overlaps, and where: in the needed part, and in the saved one."""
+
+ALL: tuple[slice, ...] = ()  # where, if the parts are the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +134,24 @@ class CheckpointReader:
                     if entry.whole is not None:
                         entries.setdefault(name, entry)
         tensors: dict[str, Tensor] = {}
-        by_holder: dict[int, list[tuple[str, Piece | None]]] = {}
+        by_holder: dict[int, list[tuple[str, Piece]]] = {}
         for name, entry in entries.items():
             needed = part_of(name)
-            if needed is None or self._is_as_needed(entry, needed):
-                self._check_holder(name, entry)
-                tensors[name] = torch.empty(0)  # keeps the order
-                by_holder.setdefault(entry.held_by, []).append((name, None))
-                continue
-            tensors[name] = torch.empty(needed.shape, dtype=torch_dtype(entry.dtype))
-            for piece in self._pieces(name, entry, needed):
+            pieces = self._pieces(name, entry, needed)
+            if needed is not None and pieces != [(entry, ALL, ALL)]:
+                tensors[name] = torch.empty(needed.shape, dtype=torch_dtype(entry.dtype))
+            for piece in pieces:
+                self._check_holder(name, piece[0])
                 by_holder.setdefault(piece[0].held_by, []).append((name, piece))
         for holder, wanted in by_holder.items():
             with Shard(self.folder, holder, self.manifest(holder).entries) as shard:
-                for name, found in wanted:
-                    if found is None:
-                        tensors[name] = shard.read(name)
+                for name, (_, here, there) in wanted:
+                    tensor = shard.read(name)
+                    if here == there == ALL:
+                        tensors[name] = tensor
                     else:
-                        tensors[name][found[1]] = shard.read(name)[found[2]]
+                        tensors[name][here] = tensor[there]
+        tensors = {name: tensors[name] for name in entries}
         values = decode(own.values, tensors, self.folder / manifest_name(own.rank))
         return Restored(commit.step, own.rank, commit.world_size, commit.save_id, tensors, values)
 
@@ -164,41 +165,31 @@ class CheckpointReader:
         }
         return self.read(0, 1, wholes.get)
 
-    def _is_as_needed(self, entry: Entry, needed: Chunk) -> bool:
-        if entry.chunk is not None:
-            return entry.chunk == needed
-        # Saved whole. One of another shape is of another model, which the caller will see.
-        return needed.shape == needed.whole or needed.whole != entry.shape
-
-    def _pieces(self, name: str, entry: Entry, needed: Chunk) -> list[Piece]:
+    def _pieces(self, name: str, entry: Entry, needed: Chunk | None) -> list[Piece]:
         """Return the saved parts that a needed part of a tensor overlaps."""
-        parts: dict[Chunk, Entry] = {}
-        if entry.chunk is None:
-            parts[Chunk.all_of(entry.shape)] = entry
-        else:
-            for manifest in self.manifests():
-                part = manifest.entries.get(name)
-                if part is None or part.chunk is None:
-                    continue
-                if part.whole != needed.whole:
-                    raise CannotReshard(
-                        f"{self.folder}: {name!r}: expected {needed.whole} as in this run, got "
-                        f"{part.whole} in the checkpoint"
-                    )
-                parts.setdefault(part.chunk, part)  # replicas have the same
-        pieces, covered = [], 0
-        for chunk, part in parts.items():
-            here, there, count = needed.overlap(chunk)
-            if count:
-                self._check_holder(name, part)
-                pieces.append((part, here, there))
-                covered += count
+        saved = entry.chunk or Chunk.all_of(entry.shape)
+        is_of_another_model = entry.chunk is None and needed and needed.whole != entry.shape
+        if needed is None or needed == saved or is_of_another_model:
+            return [(entry, ALL, ALL)]
+        parts = {saved: entry}
+        for manifest in self.manifests() if entry.chunk else ():
+            part = manifest.entries.get(name)
+            if part is None or part.chunk is None:
+                continue
+            if part.whole != needed.whole:
+                raise CannotReshard(
+                    f"{self.folder}: {name!r}: expected {needed.whole} as in this run, got "
+                    f"{part.whole} in the checkpoint"
+                )
+            parts.setdefault(part.chunk, part)  # replicas have the same
+        meetings = [(part, *needed.overlap(chunk)) for chunk, part in parts.items()]
+        covered = sum(count for *_, count in meetings)
         if covered != math.prod(needed.shape):
             raise CannotReshard(
                 f"{self.folder}: the parts of {name!r} cover {covered} elements of the "
                 f"{needed.shape} at {needed.start} that this rank needs"
             )
-        return pieces
+        return [(part, here, there) for part, here, there, count in meetings if count]
 
     def _check_holder(self, name: str, entry: Entry) -> None:
         """Check that the manifest of the rank that holds a tensor lists it too."""
@@ -234,39 +225,33 @@ class Shard:
     def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
+    def check(self) -> None:
+        """Read every tensor, in memory that is used again; raise if the bytes of one changed."""
+        memory = torch.empty(
+            max((entry.num_bytes for entry in self._entries.values()), default=0),
+            dtype=torch.uint8,
+        )
+        for name, entry in self._entries.items():
+            self._read(name, memory[: entry.num_bytes])
+
     def read(self, name: str) -> Tensor:
         """Return a tensor in memory of its own; raise if its bytes have changed."""
         entry = self._entries[name]
-        memory = torch.empty(entry.num_bytes, dtype=torch.uint8)
-        self._fill(memory, entry.offset)
-        self._compare({name: memory})
+        memory = self._read(name, torch.empty(entry.num_bytes, dtype=torch.uint8))
         return memory.view(torch_dtype(entry.dtype)).view(entry.shape)
 
-    def check(self) -> None:
-        """Compare every tensor with its checksum, in memory that is used again."""
-        memory = torch.empty(0, dtype=torch.uint8)
-        for batch in _batches(self._entries):
-            begin = min(entry.offset for entry in batch.values())
-            sizes = [entry.num_bytes for entry in batch.values()]
-            if sum(sizes) > len(memory):
-                memory = torch.empty(sum(sizes), dtype=torch.uint8)
-            self._fill(memory[: sum(sizes)], begin)
-            parts = memory[: sum(sizes)].split(sizes)
-            self._compare(dict(zip(batch, parts, strict=True)))
-
-    def _fill(self, memory: Tensor, offset: int) -> None:
+    def _read(self, name: str, memory: Tensor) -> Tensor:
+        entry = self._entries[name]
         if len(memory):
-            read_into(self._file, memory_of(memory), len(self._header) + offset, self._path)
-
-    def _compare(self, found: Mapping[str, Tensor]) -> None:
-        """Raise unless the bytes of every tensor have the checksum of its entry."""
-        for name, got in checksums(found).items():
-            expected = self._entries[name].checksum
-            if got != expected:
-                raise CheckpointCorrupt(
-                    f"{self._path}: tensor {name!r} is not what was saved: expected checksum "
-                    f"{expected}, got {got}"
-                )
+            at = len(self._header) + entry.offset
+            read_into(self._file, memory_of(memory), at, self._path)
+        got = checksum_text(int(fingerprints([memory])) if len(memory) else 0)
+        if got != entry.checksum:
+            raise CheckpointCorrupt(
+                f"{self._path}: tensor {name!r} is not what was saved: expected checksum "
+                f"{entry.checksum}, got {got}"
+            )
+        return memory
 
     def _check_layout(self) -> None:
         offset = 0
@@ -285,20 +270,6 @@ class Shard:
             raise CheckpointCorrupt(f"{self._path}: the header is not that of its manifest")
 
 
-def _batches(entries: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
-    """Group neighbours, so that many small tensors take one read."""
-    batch: dict[str, Entry] = {}
-    size = 0
-    for name, entry in entries.items():
-        if batch and size + entry.num_bytes > BATCH_BYTES:
-            yield batch
-            batch, size = {}, 0
-        batch[name] = entry
-        size += entry.num_bytes
-    if batch:
-        yield batch
-
-
 def header(entries: Mapping[str, Entry], rank: int) -> bytes:
     """Return the beginning of a rank's shard: the length of the JSON, and the JSON, padded."""
     table = {}
@@ -313,13 +284,6 @@ def header(entries: Mapping[str, Entry], rank: int) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
-def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the fingerprints of tensors as the manifest has them; waits for the device."""
-    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-    sums = dict(zip(filled, fingerprints(filled.values()).tolist(), strict=True))
-    return {name: checksum_text(sums.get(name, 0)) for name in tensors}
 
 
 def checksum_text(number: int) -> str:

@@ -193,29 +193,29 @@ class Measured:
 
     @torch.no_grad()
     def __init__(self, tensors: Mapping[str, Tensor], allow_nonfinite: bool) -> None:
-        filled = {name: t for name, t in tensors.items() if t.numel()}
+        self._names = [name for name, tensor in tensors.items() if tensor.numel()]
         trained = [
-            t
-            for name, t in filled.items()
-            if name.startswith(("parameter/", "state/")) and t.dtype in MEASURED
+            tensors[name]
+            for name in self._names
+            if name.startswith(("parameter/", "state/")) and tensors[name].dtype in MEASURED
         ]
         is_checked = bool(trained) and not allow_nonfinite
         bad = grad_stats(trained)[:, NAN:].sum() if is_checked else torch.zeros(())
-        self._names = list(filled)
-        self._copies = HostCopies({"sums": fingerprints(filled.values()), "bad": bad}, {})
+        sums = fingerprints(tensors[name] for name in self._names)
+        self._copies = HostCopies({"sums": sums, "bad": bad}, {})
 
-    def problem(self) -> str:
-        """Return why the tensors must not be saved, empty if they may; waits for the device."""
-        bad = int(self._copies.wait()["bad"])
-        return f"parameters and optimizer state hold {bad} NaN or Inf" if bad else ""
+    def added_to(self, entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], str]:
+        """Return entries with their checksums, and why they must not be saved; empty if they may.
 
-    def added_to(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Return entries with their checksums; waits for the device."""
-        sums = dict(zip(self._names, self._copies.wait()["sums"].tolist(), strict=True))
-        return {
+        Waits for the device.
+        """
+        found = self._copies.wait()
+        sums, bad = dict(zip(self._names, found["sums"].tolist(), strict=True)), int(found["bad"])
+        complete = {
             name: entry._replace(checksum=checksum_text(sums.get(name, 0)))
             for name, entry in entries.items()
         }
+        return complete, f"parameters and optimizer state hold {bad} NaN or Inf" if bad else ""
 
 
 def write_shard(
@@ -246,10 +246,10 @@ class Job:
         try:
             make_folder(path)
             if self.measured is not None:
-                problem = self.measured.problem()
+                entries, problem = self.measured.added_to(manifest.entries)
                 if problem:
                     raise SaveFailed(f"step {manifest.step} was not saved: {problem}")
-                manifest = replace(manifest, entries=self.measured.added_to(manifest.entries))
+                manifest = replace(manifest, entries=entries)
             write_shard(path, rank, manifest.entries, self.tensors())
             if self.read_back:
                 with Shard(path, rank, manifest.entries) as shard:

@@ -142,10 +142,9 @@ def training_state(
     scaler: Any = None,
 ) -> TrainingState:
     """Return what a run without a healer is made of."""
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     wrapped = [
         o if isinstance(o, ClippedOptimizer) else cast(ClippedOptimizer, _Bare(o))
-        for o in optimizers
+        for o in listed(optimizer)
     ]
     return TrainingState(model, wrapped, listed(scheduler), scaler)
 
@@ -430,7 +429,8 @@ class CheckpointStore:
         # Alone, the device need not be waited for: the thread reads the checksums later.
         measures_later = in_thread and self.ranks.size == 1
         if not measures_later:
-            entries, trouble = measured.added_to(entries), trouble or measured.problem()
+            entries, problem = measured.added_to(entries)
+            trouble = trouble or problem
         folder, manifest = agree(self.directory, self.ranks, step, entries, values, trouble)
         held = {n: tensors[n] for n, e in manifest.entries.items() if e.held_by == manifest.rank}
         copies = None
