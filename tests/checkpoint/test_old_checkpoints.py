@@ -6,6 +6,7 @@ count up in eighths: the i-th tensor is ``arange / 8 + i``.
 
 import collections
 import math
+import os
 import random
 import shutil
 from pathlib import Path
@@ -16,7 +17,10 @@ import torch
 from torch import nn
 
 from heal import checkpoint, doctor
+from heal.checkpoint import CannotReshard
 from heal.checkpoint.contents import state_dicts
+from heal.checkpoint.manifest import Chunk
+from heal.checkpoint.reading import CheckpointReader
 
 SAVED = Path(__file__).parent / "saved_by_0_1"
 VALUES = {
@@ -96,3 +100,29 @@ def test_old_checkpoints_become_state_dicts(old):
 def test_the_doctor_reads_every_byte_of_an_old_checkpoint(old):
     told = [finding.what for finding in doctor.check_checkpoints(old)]
     assert "a run resumes from step 3" in told
+
+
+def test_every_shard_is_opened_once_however_many_tensors_are_put_together(monkeypatch):
+    opened, real = [], os.open
+
+    def counted(path, *args, **kwargs):
+        opened.append(Path(path).name)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", counted)
+    state_dicts(SAVED / "by-2")
+    shards = sorted(name for name in opened if name.endswith(".safetensors"))
+    assert shards == ["rank-00000.safetensors", "rank-00001.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("needed", "why"),
+    [
+        (Chunk((4, 5), (0, 0), (4, 5)), r"expected \(4, 5\) as in this run, got \(3, 5\)"),
+        (Chunk((3, 5), (2, 0), (2, 5)), r"cover 5 elements of the \(2, 5\) at \(2, 0\)"),
+    ],
+)
+def test_parts_that_do_not_make_up_what_is_needed_are_refused_by_name(needed, why):
+    reader = CheckpointReader(SAVED / "by-2" / "step-000003")
+    with pytest.raises(CannotReshard, match=f"'parameter/0.weight'.*{why}"):
+        reader.read(0, 1, {"parameter/0.weight": needed}.get)
