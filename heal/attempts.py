@@ -221,12 +221,11 @@ class Attempts:
     ) -> tuple[float | None, float | None]:
         """Return the loss of a batch with the weights of a snapshot; nothing else changes.
 
-        Where gradients are in question, also the loss with today's weights, else None: the cause
-        of NaN in the real step, such as a hook, may be missing in a trial.
+        Also that with today's weights where the real step does not show it, else None.
         """
         with self._experiment.trial() as trial:
             old = trial.forward(lambda: train_step(own_copy(batch)))
-            if not trial.wants_gradients:
+            if not trial.needs_both:
                 return old, None
             trial.put_back()
             return old, trial.forward(lambda: train_step(own_copy(batch)))

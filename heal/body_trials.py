@@ -57,6 +57,7 @@ class BodyTrials:
         self._forward = forward
         self._note = note
         self._trial: Trial | None = None
+        self._losses: list[float | None] = []  # that the trial has given so far, the old one first
         self._writes = Writes(note)
         self._outer: object = None
         self.is_open = False
@@ -86,13 +87,18 @@ class BodyTrials:
         """Take the loss of the body instead of a step, and put everything back."""
         trial = self._trial
         assert trial is not None
-        self._trial, self.is_open = None, False
         if loss is not None:
             loss = trial.judged(float(loss.detach() if isinstance(loss, Tensor) else loss))
-        trial.end()
+        self._losses.append(loss if trial.is_possible else None)
         if self._guarded.scaler is not None:
             self._guarded.forget_scaling()
-        self._experiment.note_losses(loss if trial.is_possible else None)
+        goes_on = trial.is_of_evaluation and len(self._losses) < 2
+        if goes_on:
+            trial.put_back()
+        else:
+            self._trial, self.is_open = None, False
+            trial.end()
+            self._experiment.note_losses(*self._losses)
         self._writes.watch(self._outer)
 
     def abandon(self) -> None:
@@ -119,15 +125,19 @@ class BodyTrials:
         self._experiment.note_losses(old, now)
 
     def _twice(self, batch: Any, source: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of one step for the trial, then again for real."""
+        """Yield the batches of one step for the trial, then again for real.
+
+        In evaluation mode the body runs twice in the trial: the step is not taken in that mode.
+        """
         trial = self._trial = self._experiment.begin_trial()
+        self._losses.clear()
         self.is_open = True
         self._outer = _get_current_dispatch_mode()
         drawn: list[tuple[Any, RngState]] = [(batch, RngState.now())]
         del batch
         try:
             yield own_copy(drawn[0][0])
-            while self._trial is not None:  # the step accumulates several batches
+            while self._trial is not None and not self._losses:  # the step accumulates batches
                 following = next(source, _END)
                 if following is _END:
                     self.abandon()  # the epoch ended in the midst of a step
@@ -135,6 +145,11 @@ class BodyTrials:
                 drawn.append((following, RngState.now()))
                 yield own_copy(following)
             self._writes.undo()
+            if self._trial is not None:  # in evaluation mode: with today's weights as well
+                for again, rng in drawn:
+                    rng.put_back()
+                    yield own_copy(again)
+                self._writes.undo()
         finally:  # also if the loop was left, by a break or by an exception
             self._writes.leave()
             if self._trial is trial:

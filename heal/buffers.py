@@ -92,6 +92,21 @@ def _once_each(tensor: Tensor) -> Tensor:
 SMALL_BYTES = 1 << 16  # copied before it was ever written: the first write may be a bad one
 STATISTICS = ("running_mean", "running_var")  # their kernels write without a trace in ``_version``
 
+
+def are_of_evaluation(module: Module) -> bool:
+    """Return whether a layer keeps numbers for evaluation: a moving average that it trains without.
+
+    So do norm layers with running statistics. Only a module without children: in one with children
+    the mode may decide what forward returns.
+    """
+    if next(module.children(), None) is not None:
+        return False
+    return any(
+        buffer is not None and (key in STATISTICS or isinstance(module, _NormBase))
+        for key, buffer in module._buffers.items()
+    )
+
+
 Checked = tuple[Tensor, Tensor]
 """A buffer, and whether it held what it must not before training: a bool on its device."""
 
@@ -122,6 +137,8 @@ class BufferCopies:
         self._moving: dict[str, _Slot] = {}
         self._still: dict[str, _Slot] = {}
         self._groups: list[_Group] = []
+        self._traced: list[Tensor] = []  # statistics, and how often each was written with a trace
+        self._traces: list[int] = []
         self._has_begun = self._has_settled = False
         self.find()
 
@@ -159,6 +176,18 @@ class BufferCopies:
     def statistics(self) -> dict[str, Checked]:
         """Return the buffers of norm layers, in which NaN and Inf are a fault."""
         return self._checked(are_statistics=True)
+
+    def were_written(self) -> bool:
+        """Return whether running statistics were written with a trace since the last call.
+
+        Kernels of BatchNorm leave none: it was something else, such as ``copy_`` or ``fill_``.
+        Some norm layers always leave one, and so does DDP where it broadcasts buffers.
+        """
+        if not self._traced:
+            return False
+        before = self._traces
+        self._traces = [buffer._version for buffer in self._traced]
+        return self._traces != before
 
     def without_nan(self) -> dict[str, Checked]:
         """Return the other moving buffers that NaN has no place in, though Inf may have.
@@ -228,6 +257,7 @@ class BufferCopies:
                 slot.copy = slot.buffer.detach().clone()
         self._regroup()
         self.refresh()
+        self.were_written()  # by what has restored them
 
     def settle(self, skipped: "bool | Tensor", spares_finite: bool = False) -> None:
         """Put the buffers back if the step was skipped, else make their present state the copy.
@@ -313,6 +343,10 @@ class BufferCopies:
             kind = slot.buffer.device, slot.buffer.dtype, slot.is_statistic, is_checked
             kinds.setdefault(kind, []).append(slot)
         self._groups = [_Group(slots) for slots in kinds.values()]
+        known = dict(zip(map(id, self._traced), self._traces, strict=True))
+        statistics = [slot.buffer for slot in self._moving.values() if slot.is_statistic]
+        self._traced = [s for s in statistics if s.is_floating_point() and not s.is_inference()]
+        self._traces = [known.get(id(buffer), buffer._version) for buffer in self._traced]
         slots = [*self._moving.values(), *self._still.values()]
         self._places = [(slot.owner, slot.key) for slot in slots]
         self._known = [slot.buffer for slot in slots]

@@ -362,6 +362,8 @@ class Finding:
         streak: how often in a row it was seen.
         wants_proof: whether it is a suspicion, which the experiment settles before anything acts.
             It depends on the evidence: weights that hold NaN need no proof, a leap of theirs does.
+        is_of_evaluation: whether it concerns what only a forward in evaluation mode reads, such as
+            running statistics, so that the experiment has to use that mode.
     """
 
     cause: Cause
@@ -371,6 +373,7 @@ class Finding:
     evidence: dict[str, object]
     streak: int = 1
     wants_proof: bool = False
+    is_of_evaluation: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return it as values that JSON has."""

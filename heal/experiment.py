@@ -78,7 +78,9 @@ class Pair(NamedTuple):
     old: float
 
 
-def judge(pairs: Sequence[Pair], noise: float, usual: float = math.nan) -> Answer | None:
+def judge(
+    pairs: Sequence[Pair], noise: float, usual: float = math.nan, is_of_evaluation: bool = False
+) -> Answer | None:
     """Compare paired losses; None if another batch is needed.
 
     Sequential. One batch that today's weights lose by far is enough, and so is one that is hard for
@@ -87,12 +89,14 @@ def judge(pairs: Sequence[Pair], noise: float, usual: float = math.nan) -> Answe
     are judged by differences beside the noise alone.
 
     Pairs share their batch and their random numbers, so that their differences vary far less than
-    losses do: today's weights that lose every batch are worse, though it be by a tenth.
+    losses do: today's weights that lose every batch are worse, though it be by a tenth. Not in
+    evaluation mode, where all pairs share the noise of the running statistics too.
 
     Args:
         pairs: at least one.
         noise: the usual spread of the loss from batch to batch.
         usual: the level of the loss before it was suspected; NaN if there was none.
+        is_of_evaluation: whether the losses are those of a forward in evaluation mode.
     """
     newest = pairs[-1]
     if not math.isfinite(newest.old):
@@ -105,7 +109,8 @@ def judge(pairs: Sequence[Pair], noise: float, usual: float = math.nan) -> Answe
     if len(pairs) < BATCHES:
         return None
     mean = _mean(pairs)
-    ratio = STEADY_RATIO if all(pair.now > pair.old for pair in pairs) else CLEAR_RATIO
+    is_steady = not is_of_evaluation and all(pair.now > pair.old for pair in pairs)
+    ratio = STEADY_RATIO if is_steady else CLEAR_RATIO
     is_lost = _loses(mean, CLEAR_NOISE * noise, ratio)
     return Answer.DAMAGED if is_lost else Answer.OTHER_DATA
 
@@ -171,7 +176,7 @@ class _Question:
     all_pairs: list[Pair] = field(default_factory=list)
     forwards: int = 0
     fresh: int | None = None  # the snapshot of right before the damage, once that was shown
-    level: float | None = None  # of the loss when the weights were last found damaged
+    excess: float | None = None  # of the loss when the weights were last found damaged
     trial_step: int = -1
     old_loss: float = math.nan
     now_loss: float | None = None
@@ -180,6 +185,11 @@ class _Question:
     def needs_gradients(self) -> bool:
         """Whether the loss is finite and the gradients are not: a forward pass shows nothing."""
         return self.finding.cause is Cause.NONFINITE_GRADIENT
+
+    @property
+    def is_of_evaluation(self) -> bool:
+        """Whether the losses are those of a forward in evaluation mode."""
+        return self.finding.is_of_evaluation
 
 
 class Experiment:
@@ -259,6 +269,14 @@ class Experiment:
         self._run.ring.pin({step for step, _ in arms})
         return True
 
+    def unanswered(self) -> Finding | None:
+        """Return, as a report, a suspicion that the end of the run leaves open.
+
+        Of what only evaluation reads: the loss of the last steps says nothing about it.
+        """
+        question = self._question
+        return None if question is None else as_report(question.finding)
+
     def clear(self) -> None:
         """Forget the question: the run has returned to another state."""
         self._question = None
@@ -295,7 +313,14 @@ class Experiment:
         except (SnapshotCorrupt, KeyError) as error:
             self._note(f"experiment: {error}")
             snapshot = None
-        return Trial(self._state, snapshot, player, question.needs_gradients, self._note)
+        return Trial(
+            self._state,
+            snapshot,
+            player,
+            question.needs_gradients,
+            question.is_of_evaluation,
+            self._note,
+        )
 
     def note_losses(self, old: Tensor | float | None, now: Tensor | float | None = None) -> None:
         """Take in what a trial has shown.
@@ -325,22 +350,22 @@ class Experiment:
             if record.step >= question.due_at + UNANSWERED_STEPS:
                 return self._settle(Answer.UNDECIDED, NO_FORWARD)
             return None
-        if record.step < question.trial_step:
-            return None
         now = question.now_loss
         if now is None:
+            if record.step < question.trial_step:
+                return None
             if record.step > question.trial_step:
                 return self._settle(Answer.UNDECIDED, "the step of the trial left no record")
             is_bad = question.needs_gradients and record.has_nonfinite_gradient
             now = record.loss if record.has_finite_loss and not is_bad else math.inf
-        question.trial_step = -1
-        question.due_at = record.step + 1
+        step, question.trial_step = question.trial_step, -1
+        question.due_at = step + 1
         if math.isnan(question.old_loss):
             return self._settle(Answer.UNDECIDED, "the forward pass with old weights failed")
         pair = Pair(now, question.old_loss)
         question.pairs.append(pair)
         question.all_pairs.append(pair)
-        return self._next(question, record.step)
+        return self._next(question, step)
 
     def _next(self, question: _Question, step: int) -> Settled | None:
         """Go on to the next batch, the next arm or the answer."""
@@ -354,7 +379,7 @@ class Experiment:
                 return self._settle(Answer.UNDECIDED, "")  # of this snapshot only
             self._run.ring.prove(question.fresh)
             return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
-        answer = judge(question.pairs, question.noise, question.usual)
+        answer = judge(question.pairs, question.noise, question.usual, question.is_of_evaluation)
         is_game = question.arms[0][1] is not None
         if answer is None and is_game:
             answer = Answer.OTHER_DATA  # what one player gains the other loses: only by far
@@ -411,15 +436,21 @@ class Experiment:
     def _wait(self, question: _Question, step: int) -> int:
         """Return for how many steps to wait before the question is asked again; 0 for none.
 
-        The first time always: Adam's slingshots and a few hard batches pass by themselves. Later
-        only if the loss has come down by half meanwhile.
+        The first time always: Adam's slingshots and a few hard batches pass by themselves, and
+        running statistics that were reset on purpose are soon what they should be. Later only if
+        the excess of the loss has come down by half meanwhile.
         """
-        level = median(self._recent) if self._recent else math.nan
-        before, question.level = question.level, level
-        recovers = before is None or level - question.usual < 0.5 * (before - question.usual)
+        patience = self._patience
+        if question.is_of_evaluation:
+            patience //= 2  # training takes no harm meanwhile, but the run may end
+            excess = fmean(pair.now - pair.old for pair in question.pairs)
+        else:
+            excess = (median(self._recent) if self._recent else math.nan) - question.usual
+        before, question.excess = question.excess, excess
+        recovers = before is None or excess < 0.5 * before
         if not recovers or step >= question.patient_until:
             return 0
-        return max(1, min(self._patience, step // 8))
+        return max(1, min(patience, step // 8))
 
     def _settle(self, answer: Answer, why: str) -> Settled:
         question = self._question
@@ -434,7 +465,8 @@ class Experiment:
         finding, cause = question.finding, question.finding.cause
         snapshots = tuple(dict.fromkeys(s for s, _ in question.arms[: question.arm + 1]))
         findings: list[Finding] = []
-        takes_level = answer is Answer.OTHER_DATA and cause is not Cause.NOT_LEARNING
+        asks_for_level = cause is not Cause.NOT_LEARNING and not finding.is_of_evaluation
+        takes_level = answer is Answer.OTHER_DATA and asks_for_level
         if answer is Answer.DAMAGED:
             finding = self._proven(question, snapshots[-1])
             findings = [finding]
@@ -443,7 +475,7 @@ class Experiment:
         elif why is NO_FORWARD and cause is not Cause.NOT_LEARNING:
             self._note(why)
             if not cause.about.is_nonfinite:  # else each skipped step was reported already
-                takes_level = True  # unexplained; later ones are measured against it
+                takes_level = asks_for_level  # unexplained; later ones are measured against it
                 if cause not in self._unprovable:
                     findings = [replace(finding, wants_proof=False)]
                 self._unprovable.add(cause)
@@ -460,11 +492,11 @@ class Experiment:
             "loss_now": pair.now,
             "loss_with_old_weights": pair.old,
             "snapshot": snapshot_step,
-            **self._changed_most(snapshot_step),
+            **self._changed_most(snapshot_step, finding.is_of_evaluation),
         }
         cause = finding.cause
         held, lr = self._held_lr(), self._run.learning_rate()
-        if held > 0.0 and not 0.0 < lr < CLEAR_RATIO * held:
+        if not finding.is_of_evaluation and held > 0.0 and not 0.0 < lr < CLEAR_RATIO * held:
             cause = Cause.LR_SPIKE
             evidence |= {"lr": lr, "usual_lr": held}
         if math.isinf(pair.now):
@@ -479,8 +511,12 @@ class Experiment:
         )
 
     @torch.no_grad()
-    def _changed_most(self, snapshot_step: int) -> dict[str, object]:
+    def _changed_most(self, snapshot_step: int, with_buffers: bool) -> dict[str, object]:
         """Return which weights have changed by more than their norm since a snapshot, as evidence.
+
+        Args:
+            snapshot_step: of the snapshot.
+            with_buffers: whether buffers are meant as well.
 
         Returns:
             The ``tensor`` that changed most, by what multiple of its norm, and how many ``tensors``
@@ -491,7 +527,8 @@ class Experiment:
             return {}
         rows, keys = [], []
         for key, tensor in self._state.tensors().items():
-            if key[0] == "parameter" and key in snapshot.tensors and tensor.is_floating_point():
+            is_meant = key[0] == "parameter" or (with_buffers and key[0] == "buffer")
+            if is_meant and key in snapshot.tensors and tensor.is_floating_point():
                 old = local_part(snapshot.tensors[key]).to(tensor.device, torch.float64)
                 moved = local_part(tensor).double() - old
                 rows.append(torch.stack([moved.norm(), old.norm()]).cpu())
@@ -521,6 +558,8 @@ class Experiment:
             return [(step, None) for step in good[-1:]] if len(self._state.optimizers) == 1 else []
         before = [s for s in good if s <= finding.bad_step] or good[-1:]
         players = len(self._state.optimizers)
+        if players > 1 and finding.is_of_evaluation:
+            return []  # players are swapped without buffers
         if players == 1:
             # When a slow change began is a guess: where the newest one wins, less is undone.
             tried = dict.fromkeys([*good[:1], *before[:1]])
@@ -547,6 +586,15 @@ class Experiment:
         if self._ranks.has_others:
             value = self._ranks.mean(value.to(self._ranks.device))
         return float(value)
+
+
+def as_report(finding: Finding) -> Finding | None:
+    """Return a suspicion as a report, for the end of a run; None if the loss would show it."""
+    if not finding.is_of_evaluation:
+        return None
+    hint = "the run ended before this was settled; evaluate the model before you use it"
+    evidence = {**finding.evidence, "hint": hint}
+    return replace(finding, severity=Severity.WARN, evidence=evidence, wants_proof=False)
 
 
 NO_FORWARD = (

@@ -264,8 +264,10 @@ class HealthCheck:
             were_bad = [b.to(bad.device, non_blocking=True) for _, b in checked.values()]
             bad[measured:] *= torch.stack(were_bad).logical_not()
         counted = counters.to(stats, non_blocking=True)
-        row = self._ranks.mean(torch.cat([stats[:measured, SUMSQ], bad, counted]))
-        row[:measured].sqrt_()
+        squares = stats[:, SUMSQ]
+        row = self._ranks.mean(torch.cat([squares[:measured], bad, counted, squares[measured:]]))
+        for norms in (row[:measured], row[row.numel() - len(checked) :]):
+            norms.sqrt_()
         row = row.float()
         mailbox = zclip.Mailbox(lag=0, width=row.numel())
         mailbox.post(step, row)
@@ -330,6 +332,7 @@ def _decode(step: int, values: Sequence[float], layout: _Layout) -> HealthRow:
     measured = count + len(layout.owners)
     counted = 2 * measured + len(layout.buffers)
     norms, bad = values[:measured], values[measured:counted]
+    of_buffers = counted + count  # behind a step count of each parameter
     squares = [NOTHING] * count
     moment_bad = [0] * count
     for moment, owner in enumerate(layout.owners):
@@ -341,10 +344,11 @@ def _decode(step: int, values: Sequence[float], layout: _Layout) -> HealthRow:
         weight_bad=tuple(_count(b) for b in bad[:count]),
         moment_norms=tuple(math.sqrt(s) if s >= 0 else s for s in squares),
         moment_bad=tuple(moment_bad),
-        step_counters=tuple(values[counted:]),
+        step_counters=tuple(values[counted:of_buffers]),
         names=layout.names,
         buffer_bad=tuple(_count(b) for b in bad[measured:]),
         buffer_names=layout.buffers,
+        buffer_norms=tuple(values[of_buffers:]),
     )
 
 

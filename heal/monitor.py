@@ -15,7 +15,7 @@ from heal.causes import Cause, Finding, Severity
 from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.detect import CalmLimits, Watch
-from heal.experiment import Answer, Experiment, Settled
+from heal.experiment import Answer, Experiment, Settled, as_report
 from heal.guarded_step import NO_LOSS_SCALE, TOGETHER, GuardedStep
 from heal.integrity import HealthCheck
 from heal.journal import LEFT_OUT
@@ -241,6 +241,8 @@ class Monitor:
         self._watches_moments = config.check_interval > 0 and not guarded.ranks.has_others
         self._moments: list[Moments] = []  # as the last step left them
         self._next_look = 0
+        self._were_written = True  # running statistics, in the last step; before the first: unknown
+        self._next_suspicion = 0
         run.hold("healing", watch.state, self._rolled_back)
 
     # Before and after a step.
@@ -257,6 +259,8 @@ class Monitor:
         if type(lr) is not float or self._schedules.are_followed:
             lr, scheduled = self._schedules.rates()
         flags = NO_FLAG
+        if self._guarded.buffers.are_there:
+            flags = self._look_at_statistics(self._run.step)
         while self._reported:
             flags |= self._reported.popleft()
         for source in self.sources:
@@ -284,6 +288,18 @@ class Monitor:
         if step >= self._next_look:
             self._next_look = 2 * step
             self.health.post(step)
+
+    def _look_at_statistics(self, step: int) -> Flag:
+        """Report that something other than forward wrote running statistics, without a wait.
+
+        Not where they are written with a trace in every step, and seldom where that is a habit:
+        after a report in step n the next is in step 2 n.
+        """
+        were, self._were_written = self._were_written, self._guarded.buffers.were_written()
+        if were or not self._were_written or step < self._next_suspicion:
+            return NO_FLAG
+        self._next_suspicion = 2 * step
+        return Flag.STATISTICS_WRITTEN
 
     def _flags_of(self, source: Callable[[], Flag]) -> Flag:
         try:
@@ -402,7 +418,10 @@ class Monitor:
         for step, row in self._guarded.mailbox.poll(lag=0):
             (findings,) = self.watch.observe_all([self._read(step, row)])
             known = [f for f in findings if not f.wants_proof or f.cause.about.is_nonfinite]
-            yield Seen(step, known)
+            yield Seen(step, known + [r for f in findings if (r := as_report(f)) is not None])
+        left = self._experiment.unanswered()
+        if left is not None:
+            yield Seen(self._run.step, [left])
 
     def on_record(self, callback: Callable[[Record], None]) -> None:
         """Call ``callback`` with every record that is polled."""
@@ -520,6 +539,7 @@ class Monitor:
         self._host.clear()
         self.health.clear()
         self._moments = []
+        self._were_written, self._next_suspicion = True, 0
         self._experiment.clear()
         self._calm = Calm(self._config, self._run.step)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
-from heal.buffers import Key
+from heal.buffers import Key, are_of_evaluation
 from heal.snapshots import Snapshot
 from heal.training_state import RngState, TrainingState
 
@@ -24,6 +25,8 @@ class Trial:
         snapshot: the old weights; None if there is none, so that nothing can be tried.
         player: the optimizer whose weights are swapped; None for those of all.
         wants_gradients: whether gradients are in question, so that the loss is backpropagated.
+        is_of_evaluation: whether layers that keep running statistics read them, as evaluation does.
+            All else stays in training mode: there forward returns what the caller expects.
         note: called with what failed.
     """
 
@@ -33,10 +36,12 @@ class Trial:
         snapshot: Snapshot | None,
         player: int | None,
         wants_gradients: bool,
+        is_of_evaluation: bool,
         note: Callable[[str], None],
     ) -> None:
         self._note = note
         self.wants_gradients = wants_gradients
+        self.is_of_evaluation = is_of_evaluation
         self._state = state
         self._live = state.everything()
         held = [key for key in self._live if key[0] in ("parameter", "buffer")]
@@ -44,6 +49,13 @@ class Trial:
         self._saved = {key: self._live[key].detach().to("cpu", copy=True) for key in held}
         self._grads = [(p, p.grad) for p in state.parameters()]
         self._modes = [(module, module.training) for module in state.model.modules()]
+        self._hooks: list[Any] = []
+        if is_of_evaluation:
+            for module, _ in self._modes:
+                if are_of_evaluation(module):
+                    module.eval()
+                    # The body may put the model into training mode once more.
+                    self._hooks.append(module.register_forward_pre_hook(_evaluate))
         self._values = state.values()
         self.rng = RngState.now()
         self.is_possible = snapshot is not None
@@ -62,6 +74,15 @@ class Trial:
         for module in () if fsdp is None else self._state.model.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()  # what a forward without a backward leaves gathered is old now
+
+    @property
+    def needs_both(self) -> bool:
+        """Whether the loss with today's weights must come from the trial too, not from the step.
+
+        The cause of NaN in the real step, such as a hook, may be missing in a trial, and the step
+        is not taken in evaluation mode.
+        """
+        return self.wants_gradients or self.is_of_evaluation
 
     def forward(self, compute: Callable[[], Tensor | float]) -> float | None:
         """Return a loss computed without gradients; None if that failed. Generators are put back.
@@ -125,10 +146,16 @@ class Trial:
         self._write(self._saved)
         for param, grad in self._grads:
             param.grad = grad
+        while self._hooks:
+            self._hooks.pop().remove()
         for module, mode in self._modes:
             module.training = mode
         self._state.restore_settings(self._values)
         self.rng.put_back()
+
+
+def _evaluate(module: Module, arguments: Any) -> None:
+    module.training = False
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -56,6 +56,7 @@ class Flag(IntFlag):
     UNKNOWN_ERROR = 1 << 20
     STEP_FAILED = 1 << 21  # the optimizer stopped half-way, in the step before
     SNAPSHOT_REQUESTED = 1 << 22
+    STATISTICS_WRITTEN = 1 << 23  # something other than forward wrote running statistics
     SNAPSHOT_WANTED = SNAPSHOT_REQUESTED  # the name of version 0.1, until 0.3
 
 
@@ -193,7 +194,8 @@ class HealthRow:
     that the optimizer keeps of that tensor, together; -1 where it keeps nothing yet.
     ``weight_bad`` and ``moment_bad`` count elements that are NaN or Inf. ``step_counters`` holds
     the optimizer's own step count of each tensor, -1 where it has none. ``buffer_bad`` counts what
-    must not be in the buffers that forward writes, in the order of ``buffer_names``.
+    must not be in the buffers that forward writes, in the order of ``buffer_names``, and
+    ``buffer_norms`` has their norms.
     """
 
     step: int
@@ -205,6 +207,7 @@ class HealthRow:
     names: tuple[str, ...] = ()
     buffer_bad: tuple[int, ...] = ()
     buffer_names: tuple[str, ...] = ()
+    buffer_norms: tuple[float, ...] = ()
 
     def name(self, index: int) -> str:
         """Return the name of a tensor, or its number if it has none."""

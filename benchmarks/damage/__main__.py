@@ -7,7 +7,9 @@ python -m benchmarks.damage --list                            # names of kinds a
 
 python -m benchmarks.damage --read runs.json --page benchmarks/results/damage.md
 
-A kind is chosen by any part of its name. ``--fresh N`` takes seeds from N on.
+A kind is chosen by any part of its name. ``--fresh N`` takes seeds from N on. ``--other PATH``
+measures a checkout of an older version too, with its extension built; ARC is measured where it is
+installed, ``pip install arc-training``. ``--read`` takes several files, by commas.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.damage.families import FAMILIES, STEPS
 from benchmarks.damage.kinds import KINDS, SHORT_RUN_KINDS
-from benchmarks.damage.runs import MODES, PROTECTIONS
+from benchmarks.damage.runs import MODES, PROTECTIONS, is_installed
 from benchmarks.damage.table import Job, Record, page, run_job
 
 SHORT_FAMILY, SHORT_STEPS, SHORT_SEEDS = "short CNN", 50, 10
@@ -44,9 +46,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--modes", type=words, default=list(MODES))
     parser.add_argument("--protections", type=words, default=list(PROTECTIONS))
     parser.add_argument("--arc", action="store_true", help="short runs, as ARC's comparison")
+    parser.add_argument("--other", default="", help="the checkout of an older version")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write every run to this file")
-    parser.add_argument("--read", type=Path, help="run nothing; take what --json wrote")
+    parser.add_argument("--read", type=words, help="run nothing; take what --json wrote")
     parser.add_argument("--page", type=Path, help="write the table to this file as well")
     parser.add_argument("--list", action="store_true", help="print all names and leave")
     parsed = parser.parse_args(arguments)
@@ -69,7 +72,8 @@ def jobs_of(parsed: argparse.Namespace) -> list[Job]:
     usual = [SHORT_FAMILY] if parsed.arc else [name for name in FAMILIES if name != SHORT_FAMILY]
     seeds = parsed.seeds or (SHORT_SEEDS if parsed.arc else LONG_SEEDS)
     steps = parsed.steps or (SHORT_STEPS if parsed.arc else STEPS)
-    chosen = tuple(kinds), tuple(parsed.modes), tuple(parsed.protections), steps, parsed.arc
+    protections = tuple(filter(is_installed, parsed.protections))
+    chosen = tuple(kinds), tuple(parsed.modes), protections, steps, parsed.arc, parsed.other
     return [
         Job(family, seed, *chosen)
         for seed in range(parsed.fresh, parsed.fresh + seeds)
@@ -83,7 +87,10 @@ def main(arguments: list[str] | None = None) -> None:
     if parsed.list:
         print("\n".join([*(kind.name for kind in KINDS + SHORT_RUN_KINDS), "", *FAMILIES]))
         return
-    records = run_all(parsed) if parsed.read is None else json.loads(parsed.read.read_text())
+    if parsed.read is None:
+        records = run_all(parsed)
+    else:
+        records = [record for name in parsed.read for record in json.loads(Path(name).read_text())]
     if parsed.json is not None:
         parsed.json.write_text(json.dumps(records, indent=1) + "\n")
     lines = "\n".join(page(records))

@@ -282,6 +282,7 @@ class Striker:
         self.victim = Victim(training, torch.Generator().manual_seed(seed))
         self.last_good: list[Tensor] = []
         self.batches_drawn = 0
+        self._undamaged: dict[int, Any] = {}  # by identity, which a reference keeps
 
     @torch.no_grad()
     def before_attempt(self) -> None:
@@ -305,6 +306,16 @@ class Striker:
         """Return the loader of the training, with bad batches where the kind has some."""
         return StruckLoader(self)
 
+    def damaged(self, batch: Any) -> Any:
+        """Return the batch with NaN in its numbers."""
+        bad = tuple(t * math.nan if t.is_floating_point() else t for t in batch)
+        self._undamaged[id(bad)] = bad, batch
+        return bad
+
+    def undamaged(self, batch: Any) -> Any:
+        """Return a batch of the loader as it was before its damage."""
+        return self._undamaged.get(id(batch), (None, batch))[1]
+
     def is_next_batch_bad(self) -> bool:
         """Count a batch that is drawn, and return whether it is bad."""
         since, self.batches_drawn = self.batches_drawn - self.at, self.batches_drawn + 1
@@ -323,6 +334,6 @@ class StruckLoader:
     def __iter__(self) -> Iterator[Any]:
         for batch in self._inner:
             if self._striker.is_next_batch_bad():
-                yield tuple(t * math.nan if t.is_floating_point() else t for t in batch)
+                yield self._striker.damaged(batch)
             else:
                 yield batch

@@ -1,13 +1,17 @@
 """One training, damaged or not, under one protection."""
 
+import importlib.util
 import math
 import tempfile
-from dataclasses import asdict, dataclass
+import warnings
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.damage.families import Training
 from benchmarks.damage.kinds import Kind, Striker
@@ -15,7 +19,14 @@ from benchmarks.healed_runs import Events, cause_of_end, quiet_healer
 
 MAX_NORM = 1.0
 MODES = ("run", "loop")
-PROTECTIONS = ("none", "clip", "heal")
+OLDER, ARC = "older", "ARC"
+PROTECTIONS = ("none", "clip", OLDER, ARC, "heal")
+Batches = list[Any]
+
+
+def is_installed(protection: str) -> bool:
+    """Return whether a protection can be measured here."""
+    return protection != ARC or importlib.util.find_spec("arc") is not None
 
 
 @dataclass
@@ -27,6 +38,7 @@ class Ended:
         died: what ended it before its time; empty if nothing did.
         detected: the step at which something was first reported, from the damage on.
         reports: how often each cause was reported.
+        batches: those of the steps that counted, as they were before any damage to them.
         keeps_last_good: whether the weights are those from right before the damage.
     """
 
@@ -38,9 +50,12 @@ class Ended:
     experiments: int = 0
     reports: dict[str, int] | None = None
     keeps_last_good: bool = False
+    batches: Batches | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "loss": self.loss if math.isfinite(self.loss) else None}
+        values = asdict(replace(self, batches=None))
+        del values["batches"]
+        return {**values, "loss": self.loss if math.isfinite(self.loss) else None}
 
 
 def bare(training: Training, striker: Striker, steps: int, max_norm: float | None = None) -> Ended:
@@ -56,14 +71,65 @@ def bare(training: Training, striker: Striker, steps: int, max_norm: float | Non
     return Ended(training.evaluate(), keeps_last_good=striker.ends_with_last_good())
 
 
+def under_arc(training: Training, striker: Striker, steps: int) -> Ended:
+    """Train under ARC's controller with its default settings."""
+    import arc
+
+    controller = arc.Controller(training.model, training.optimizer, verbose=False)
+    reports: Counter[str] = Counter()
+    detected, died = None, ""
+    warnings.simplefilter("ignore")  # that it cannot heal something: the table says so
+    try:
+        for step, batch in enumerate(islice(striker.loader(), steps)):
+            striker.before_attempt()
+            loss = training.train_step(batch)
+            loss.backward()
+            action = controller.step(loss)
+            if action.failure_type is not None or action.rolled_back:
+                reports[str(action.failure_type)] += 1
+                if detected is None and step >= striker.at:
+                    detected = step
+            if not action.should_skip:
+                training.optimizer.step()
+            training.optimizer.zero_grad()
+    except Exception as error:
+        died = cause_of_end(error)
+    return Ended(
+        training.evaluate(),
+        died,
+        detected,
+        rollbacks=controller.total_rollbacks,
+        reports=dict(reports),
+        keeps_last_good=striker.ends_with_last_good(),
+    )
+
+
+class Counted:
+    """Keeps the batch of each step; one of a step that was undone makes way for the next."""
+
+    def __init__(self, healer: Any, training: Training) -> None:
+        self._healer, self._training = healer, training
+        self._of_step: dict[int, Any] = {}
+
+    def train_step(self, batch: Any) -> Tensor:
+        """As that of the training."""
+        self._of_step[self._healer.last_step + 1] = batch
+        return self._training.train_step(batch)
+
+    def batches(self) -> Batches:
+        """Return the batches of the steps that counted."""
+        return [self._of_step[step] for step in sorted(self._of_step)]
+
+
 def healed(training: Training, striker: Striker, steps: int, mode: str, **settings: Any) -> Ended:
     """Train under a Healer: by ``healer.run``, or in a hand-written loop."""
     died = ""
     with tempfile.TemporaryDirectory() as folder:
         healer = quiet_healer(training.model, training.optimizer, run_dir=Path(folder), **settings)
+        counted = Counted(healer, training)
         train = _by_run if mode == "run" else _by_hand
         try:
-            train(healer, training, striker, steps)
+            train(healer, training._replace(train_step=counted.train_step), striker, steps)
         except Exception as error:  # a halt, or what it could not heal: the run is at its end
             died = cause_of_end(error)
         events = Events(Path(folder))
@@ -76,6 +142,7 @@ def healed(training: Training, striker: Striker, steps: int, mode: str, **settin
         events.counts["experiment"],
         dict(events.causes()),
         striker.ends_with_last_good(),
+        [striker.undamaged(batch) for batch in counted.batches()],
     )
 
 
@@ -122,4 +189,6 @@ def train(
     striker = Striker(kind, training, at, seed)
     if protection == "heal":
         return healed(training, striker, steps, mode, **settings)
+    if protection == ARC:
+        return under_arc(training, striker, steps)
     return bare(training, striker, steps, MAX_NORM if protection == "clip" else None)

@@ -1,9 +1,10 @@
 """Set-ups that differ in how they train: schedules, optimizers, batches, what is frozen."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, RMSprop
 from torch.optim import lr_scheduler as schedulers
 
@@ -149,6 +150,86 @@ def norm_of_small_batches(seed: int, guard: Bare) -> Modules:
     return [model]
 
 
+class TrackedInstances(nn.Module):
+    """InstanceNorm over parts of the features; it writes its statistics with a trace."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(width // 8, affine=True, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.unflatten(1, (-1, 8))).flatten(1)
+
+
+def with_statistics(
+    change: Callable[[int, nn.Sequential, Classes], None],
+    norm: Callable[[], nn.Module] = lambda: nn.BatchNorm1d(48),
+) -> Callable[[int, Bare], Modules]:
+    """Train layers that keep running statistics; ``change`` comes after every step."""
+
+    def train(seed: int, guard: Bare) -> Modules:
+        classes = Classes(seed)
+        layers = (nn.Linear(16, 48), norm(), nn.ReLU(), nn.Linear(48, 48), norm(), nn.ReLU())
+        model = nn.Sequential(*layers, nn.Linear(48, 5))
+        optimizer, loss_of = adam(model), cross_entropy(model)
+        healer = guard.watch(model, optimizer)
+        for batch in healer.batches(classes.stream()):
+            model.train()
+            loss = loss_of(batch)
+            loss.backward()
+            healer.step(loss)
+            optimizer.zero_grad()
+            change(healer.last_step, model, classes)
+        return [model]
+
+    return train
+
+
+def norms_of(model: nn.Module) -> list[nn.BatchNorm1d]:
+    return [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+
+
+@torch.no_grad()
+def measure_statistics(model: nn.Module, classes: Classes) -> None:
+    """Compute running statistics as plain means over 20 batches, as ``update_bn`` does."""
+    g = torch.Generator().manual_seed(classes.seed)
+    for norm in norms_of(model):
+        norm.reset_running_stats()
+        norm.momentum = None
+    for _ in range(20):
+        model(classes.draw(g)[0])
+    for norm in norms_of(model):
+        norm.momentum = 0.1
+
+
+def measure_often(step: int, model: nn.Module, classes: Classes) -> None:
+    """Precise BatchNorm (Wu and Johnson 2021, arXiv:2105.07576), for an evaluation now and then."""
+    if step % 100 == 99:
+        measure_statistics(model, classes)
+
+
+def reset_statistics(step: int, model: nn.Module, classes: Classes) -> None:
+    for norm in norms_of(model) if step == CHANGE else ():
+        norm.reset_running_stats()
+
+
+def slow_statistics(step: int, model: nn.Module, classes: Classes) -> None:
+    for norm in norms_of(model) if step == CHANGE else ():
+        norm.momentum = 0.003
+
+
+def average_weights(step: int, model: nn.Module, classes: Classes) -> None:
+    """Go on from a mean of weights, with statistics of its own; SWA, arXiv:1803.05407."""
+    means = vars(model).setdefault("means", [p.detach().clone() for p in model.parameters()])
+    with torch.no_grad():
+        for mean, param in zip(means, model.parameters(), strict=True):
+            mean.lerp_(param, 0.02)
+            if step == 2 * CHANGE - 50:
+                param.copy_(mean)
+    if step == 2 * CHANGE - 50:
+        measure_statistics(model, classes)
+
+
 def own_clipping(seed: int, guard: Bare) -> Modules:
     """A loop that clips to 0.1 before the healer's step."""
     classes, model = Classes(seed), mlp(16, 5)
@@ -207,6 +288,13 @@ SETUPS = {
     "hinge loss, mostly zero": regression(lambda x, g: x[:, :1].sign(), hinge, steps=800, batch=4),
     "edge of stability": full_batch_edge,
     "BatchNorm, batch of 4": norm_of_small_batches,
+    "precise BatchNorm": with_statistics(measure_often),
+    "BatchNorm statistics reset": with_statistics(reset_statistics),
+    "BatchNorm momentum lowered": with_statistics(slow_statistics),
+    "weights averaged, update_bn": with_statistics(average_weights),
+    "InstanceNorm with statistics": with_statistics(
+        lambda step, model, classes: None, lambda: TrackedInstances(48)
+    ),
     "own clipping": own_clipping,
     "new task, loop without batches()": without_batches,
 }

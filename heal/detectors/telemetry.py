@@ -1,11 +1,11 @@
-"""What a fused optimizer measured while it updated: writes that no update explains."""
+"""Writes that neither an update nor a forward pass explains."""
 
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.detectors.robust import RECENT
-from heal.verdict import Flag, Record
+from heal.verdict import NO_FLAG, Flag, Record
 
 
 class ForeignWrites:
@@ -15,6 +15,9 @@ class ForeignWrites:
     swapped in) look alike, so that the experiment decides. Where such writes are a habit they say
     nothing: one is a suspicion only if none came for ``RECENT`` steps. NaN and Inf in weights or
     moments are not judged here: the flag has the monitor check them at once.
+
+    Running statistics that something other than a forward pass wrote are suspected as well. Only
+    evaluation reads them, so that the experiment runs in that mode.
 
     Args:
         delay: steps after a write until a record has the flag; 1 where other ranks share records.
@@ -27,6 +30,22 @@ class ForeignWrites:
 
     def observe(self, record: Record) -> Finding | None:
         """Judge a record; see :class:`heal.detect.Detector`."""
+        if record.flags is NO_FLAG:
+            return None
+        if record.has(Flag.STATISTICS_WRITTEN) and record.step > self.expected:
+            evidence: dict[str, object] = {
+                "written_by": "something other than a forward pass",
+                "tensor": "running statistics",
+            }
+            return Finding(
+                cause=Cause.WEIGHT_CORRUPTION,
+                step=record.step,
+                bad_step=record.step,
+                severity=Severity.WARN,
+                evidence=evidence,
+                wants_proof=True,
+                is_of_evaluation=True,
+            )
         if not record.has(Flag.FOREIGN_WRITE):
             return None
         written = record.step - self._delay
@@ -34,10 +53,10 @@ class ForeignWrites:
         if written <= self.expected or since < RECENT:
             return None
         return Finding(
-            cause=Cause.WEIGHT_DRIFT,
+            cause=Cause.WEIGHT_CORRUPTION,
             step=record.step,
             bad_step=written,
-            severity=Severity.ERROR,
+            severity=Severity.WARN,
             evidence={"written_by": "something other than the optimizer", "measured": True},
             wants_proof=True,
         )

@@ -1,6 +1,7 @@
 """Detectors over weights and optimizer state, measured every ``check_interval`` steps."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -18,7 +19,9 @@ class StateHealth:
     checks is a suspicion; where more steps lie between, it may have changed by as much more. Fast
     early training, a schedule that raises the rate and weights that
     something else has written look alike, and the experiment tells them apart. What no norm
-    shows, such as one flipped bit in a large tensor, shows in the loss if it matters.
+    shows, such as one flipped bit in a large tensor, shows in the loss if it matters. The same
+    holds for running statistics and other buffers that forward writes, but for the experiment:
+    it runs in evaluation mode, because training does not read them.
 
     An optimizer that has lost its moments or step counts is reported and left alone: ReLoRA
     (arXiv:2307.05695) clears them on purpose, moments grow back, and harm shows in the loss.
@@ -34,6 +37,7 @@ class StateHealth:
         self.counters: list[float] = []
         self.moments: list[float] = []
         self.largest_moments: list[float] = []
+        self.buffers: dict[str, list[float]] = {}  # norm, its largest change, checks between
 
     def observe_health(self, row: HealthRow) -> Finding | None:
         """Judge a check. What is bad is not learned from."""
@@ -41,7 +45,7 @@ class StateHealth:
         if finding is None:
             if self.weights and self._has_other_tensors(row):
                 self._follow(row)
-            finding = self._lost(row) or self._leap(row)
+            finding = self._lost(row) or self._leap(row) or self._leap_of_buffers(row)
         if finding is None or finding.severity < Severity.ERROR:
             self._learn(row)
         return finding
@@ -92,24 +96,54 @@ class StateHealth:
 
     def _leap(self, row: HealthRow) -> Finding | None:
         """Suspect the tensor whose norm changed most against what it did before, if any did."""
-        if not self.weights:
-            return None
-        typical = median(self.weights)
-        stretch = max(1.0, (row.step - self.clean_step) / max(self.longest, 1))
-        worst, most = None, 0.0
-        for index, (before, now) in enumerate(zip(self.weights, row.weight_norms, strict=True)):
-            change, usual = abs(now - before), stretch * self.changes[index]
-            if self.intervals[index] < FIRST or change <= SAME * typical:
-                continue
-            if before / self.drift_factor <= now <= before * self.drift_factor:
-                continue
-            if usual > 0.0 and change > max(FAR, most) * usual:
-                worst, most = index, change / usual
+        known = zip(self.weights, self.changes, self.intervals, strict=True)
+        worst = self._leaps_most(row, list(known), row.weight_norms)
         if worst is None:
             return None
         evidence = {"norm_before": self.weights[worst], "norm": row.weight_norms[worst]}
         found = self._found(Cause.WEIGHT_CORRUPTION, row, worst, Severity.WARN, evidence)
         return replace(found, wants_proof=True)
+
+    def _leap_of_buffers(self, row: HealthRow) -> Finding | None:
+        """As :meth:`_leap`, for the buffers that forward writes."""
+        norms = dict(zip(row.buffer_names, row.buffer_norms, strict=False))
+        names = [name for name in norms if name in self.buffers]
+        known = [tuple(self.buffers[name]) for name in names]
+        worst = self._leaps_most(row, known, [norms[name] for name in names])
+        if worst is None:
+            return None
+        name, before = names[worst], known[worst][0]
+        return Finding(
+            cause=Cause.WEIGHT_CORRUPTION,
+            step=row.step,
+            bad_step=self.clean_step,
+            severity=Severity.WARN,
+            evidence={"tensor": f"buffer {name}", "norm_before": before, "norm": norms[name]},
+            wants_proof=True,
+            is_of_evaluation=True,
+        )
+
+    def _leaps_most(
+        self,
+        row: HealthRow,
+        known: Sequence[tuple[float, ...]],
+        norms: Sequence[float],
+    ) -> int | None:
+        """Return which norm changed most against what it did before; None if none has leapt."""
+        if not known:
+            return None
+        typical = median(before for before, *_ in known)
+        stretch = max(1.0, (row.step - self.clean_step) / max(self.longest, 1))
+        worst, most = None, 0.0
+        for index, ((before, largest, count), now) in enumerate(zip(known, norms, strict=True)):
+            change, usual = abs(now - before), stretch * largest
+            if count < FIRST or change <= SAME * typical:
+                continue
+            if before / self.drift_factor <= now <= before * self.drift_factor:
+                continue
+            if usual > 0.0 and change > max(FAR, most) * usual:
+                worst, most = index, change / usual
+        return worst
 
     def _found(
         self,
@@ -138,6 +172,9 @@ class StateHealth:
             self.changes = [0.0] * len(row.weight_norms)
             self.intervals = [0] * len(row.weight_norms)
         self.names = list(row.names)
+        for name, norm in zip(row.buffer_names, row.buffer_norms, strict=False):
+            before, largest, count = self.buffers.get(name, (norm, 0.0, -1))
+            self.buffers[name] = [norm, max(largest, abs(norm - before)), count + 1]
         self.weights = _floats(row.weight_norms)
         self.counters = _floats(row.step_counters)
         self.moments = _floats(row.moment_norms)
@@ -176,17 +213,23 @@ class StateHealth:
         """Learn anew from the next check what weights and moments are like."""
         for name in ("names", "weights", "changes", "intervals", "counters", "moments"):
             setattr(self, name, [])
-        self.largest_moments, self.longest = [], 0
+        self.largest_moments, self.longest, self.buffers = [], 0, {}
 
     def state(self) -> dict[str, Any]:
         lists = ("names", "weights", "changes", "intervals", "counters", "moments")
         state = {name: list(getattr(self, name)) for name in (*lists, "largest_moments")}
-        return {"clean_step": self.clean_step, "longest": self.longest, **state}
+        buffers = {name: list(known) for name, known in self.buffers.items()}
+        return {
+            "clean_step": self.clean_step,
+            "longest": self.longest,
+            "buffers": buffers,
+            **state,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             if name != "resets":  # of version 0.1
-                setattr(self, name, list(value) if isinstance(value, list) else value)
+                setattr(self, name, deepcopy(value))
         if not isinstance(self.intervals, list):  # saved when all tensors had one count
             self.intervals = [self.intervals] * len(self.weights)
 

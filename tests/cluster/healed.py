@@ -79,6 +79,33 @@ def silent_flip(folder, victim, at):
     dist.destroy_process_group()
 
 
+def spoilt_statistics(folder, victim, at):
+    """Train with the running statistics of one rank spoilt once, before step ``at``."""
+    rank = join().rank
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    # Else each forward copies the statistics of rank 0 to all, which heals them, or spoils all.
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    healer = Healer(model, optimizer, config=CONFIG, run_dir=folder, rank=rank)
+    spoilt = []
+
+    def on_step(step):
+        if step == at - 1 and rank == victim and not spoilt:
+            spoilt.append(step)
+            layers[1].running_mean.add_(50.0)
+
+    def train_step(batch):
+        return (healer.model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+    healer.run(train_step, batches(rank), 60, progress=False, on_step=on_step)
+    causes = [d.cause.value for _, d, _ in healer.history]
+    plans = [[type(action).__name__ for action in plan] for _, _, plan in healer.history]
+    told = {"causes": causes, "plans": plans, "weights": digest(healer.model.parameters())}
+    tell(folder, rank, {**told, "largest": float(layers[1].running_mean.max())})
+    dist.destroy_process_group()
+
+
 def differing_from_the_start(folder):
     """Replicas that were never the same, as in local SGD: not to be healed."""
     rank = join().rank

@@ -42,6 +42,15 @@ def test_a_bit_that_flips_in_one_replica_is_healed_bit_by_bit(tmp_path):
     assert (event["tensor"], event["odd_ranks"]) == ("module.weight", [1])
 
 
+def test_statistics_that_are_spoilt_on_one_rank_are_healed_by_all(tmp_path):
+    first, second = told_by_all(tmp_path, 2, healed.spoilt_statistics, 1, 40)
+    assert first["causes"] == second["causes"] == ["weight_corruption"]
+    assert first["plans"] == second["plans"]
+    assert "Rollback" in first["plans"][0]
+    assert first["weights"] == second["weights"]
+    assert max(first["largest"], second["largest"]) < 10.0
+
+
 def test_replicas_that_were_never_the_same_are_left_alone(tmp_path):
     for told in told_by_all(tmp_path, 2, healed.differing_from_the_start):
         assert told["history"] == 0
