@@ -120,7 +120,7 @@ ROWS = [
     Row(
         ForeignWrites,
         "foreign_writes",
-        "weights or moments that the fused optimizer did not write",
+        "weights, moments or running statistics that neither update nor forward wrote",
         EXPERIMENT,
         by_norm,
     ),
