@@ -5,6 +5,7 @@ from heal.causes import Cause
 from heal.report.collect import read_run
 from heal.report.data import summarise, worst_tensors
 from heal.report.page import make_page
+from heal.report.story import KINDS
 from heal.report.text import make_text
 from heal.report.words import action_kind, action_words, clean, duration, show, title
 from tests.report.journals import (
@@ -196,6 +197,7 @@ def test_an_anchor_and_the_alarm_of_a_probe_are_told_in_words():
 @pytest.mark.parametrize("action", actions.ACTIONS, ids=lambda action: action.__name__)
 def test_every_action_has_a_phrase_of_its_own(action):
     assert action_words({"action": action.__name__}, None) != action.__name__
+    assert action_kind({"action": action.__name__}) in KINDS
 
 
 @pytest.mark.parametrize(("healed", "outcome"), [(True, "healed"), (False, "unhealed")])
