@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zclip
-from heal.cluster.groups import has_peers
+from heal.cluster.launch import has_peers
 from zclip.parallel.placement import is_dtensor, local_part
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from heal.cluster.groups import has_peers, own_store
+from heal.cluster.launch import has_peers, own_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

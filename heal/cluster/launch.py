@@ -1,4 +1,4 @@
-"""Joining the other ranks, at the first start and after every restart."""
+"""Joining the other ranks, at the first start and after every restart; groups beside theirs."""
 
 import os
 import time
@@ -7,15 +7,17 @@ import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
-from weakref import ref
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from heal.cluster.groups import side_group
 from heal.cluster.slurm import get_slurm_info
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 TIMEOUT = timedelta(minutes=10)
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.005, 0.2  # seconds between two looks at the store
@@ -207,6 +209,37 @@ def cannot_come_back(environment: Mapping[str, str]) -> str:
         "torch.distributed: after a SIGKILL its ranks may dial the dead and never come back. Use "
         "heal.cluster.init_process_group instead"
     )
+
+
+_made: "WeakValueDictionary[tuple[Any, ...], ProcessGroup]" = WeakValueDictionary()
+"""Weakly, so that ``destroy_process_group`` ends their threads: those must not outlive Python."""
+
+_made_in: "list[ref[Any] | None]" = [None]  # the world that the groups above belong to
+
+
+def has_peers(group: "ProcessGroup | None" = None) -> bool:
+    """Return whether there are other ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def side_group(group: "ProcessGroup | None" = None) -> "ProcessGroup":
+    """Return the gloo group with the same ranks; made by all of them when first asked for."""
+    if _made_in[0] is None or _made_in[0]() is not dist.group.WORLD:
+        _made.clear()
+        _made_in[0] = ref(dist.group.WORLD)
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    made = _made.get(ranks)
+    if made is None:
+        is_local = group is not None
+        made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=is_local)
+        _made[ranks] = made
+    return made
+
+
+def own_store() -> Any:
+    """Return a new client of the default group's store, whose own is locked while one waits."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 @dataclass(frozen=True, slots=True)

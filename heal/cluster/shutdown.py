@@ -14,7 +14,11 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from heal.cluster.groups import Agreement
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from heal.cluster.launch import has_peers, side_group
 from heal.cluster.watchdog import dump_stacks
 from heal.exit_codes import ExitCode
 
@@ -32,7 +36,51 @@ for an echo of the first."""
 LAST_SECONDS = 5.0
 """Limit of ``before_exit``: a disk that hangs must not keep the process alive."""
 
+CLOSE_SECONDS = 1.0
+"""How long a message under way is waited for at the end: its peers may be gone already."""
+
 STOP = 0  # no signal has this number: the byte that ends the thread
+
+
+class Agreement:
+    """Whether any rank says yes, by an all-reduce over gloo that no rank has to wait for.
+
+    The device takes no part, whatever the backend of training: nothing is enqueued on it, nothing
+    waits for it. All ranks of the group call :meth:`any` equally often.
+    """
+
+    def __init__(self, group: "ProcessGroup | None" = None) -> None:
+        self._group = group
+        self._under_way: tuple[Any, Tensor] | None = None
+
+    def any(self, vote: bool, wait: bool = False) -> bool:
+        """Send the vote of this rank; return the result of the call before, or of this one."""
+        if not has_peers(self._group):
+            return vote
+        if not wait and self._collect():
+            return True  # on every rank, so that none starts a message that others miss
+        votes = torch.full((1,), int(vote), dtype=torch.int32)
+        group = side_group(self._group)
+        work = dist.all_reduce(votes, dist.ReduceOp.MAX, group=group, async_op=True)
+        earlier = self._collect() if wait else False
+        self._under_way = work, votes
+        return (self._collect() or earlier) if wait else False
+
+    def close(self) -> None:
+        """Wait a second for what is under way: a thread must not write to memory that is gone."""
+        until = time.monotonic() + CLOSE_SECONDS  # no longer: the peers may be gone already
+        while self._under_way and time.monotonic() < until:
+            if self._under_way[0].is_completed():
+                break
+            time.sleep(0.001)
+        self._under_way = None
+
+    def _collect(self) -> bool:
+        if self._under_way is None:
+            return False
+        (work, votes), self._under_way = self._under_way, None
+        work.wait()
+        return bool(votes.item())
 
 
 class ShutdownHandler:

@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from heal.causes import Cause, Finding, Severity
 from heal.cluster.fingerprints import ReplicaCheck
-from heal.cluster.groups import has_peers, side_group
 from heal.cluster.hardware import GroupPing, check_gpu_health
-from heal.cluster.launch import cannot_come_back
+from heal.cluster.launch import cannot_come_back, has_peers, side_group
 from heal.cluster.watchdog import HangReport, HangWatchdog
 from heal.config import HealingConfig
 from heal.exit_codes import ExitCode
@@ -126,7 +125,8 @@ class ClusterWatch:
                     evidence={"type": health.reason, "missing": health.missing},
                 )
                 return [finding]
-        if _is_due(step, self._config.nccl_health_check_interval):
+        is_due = _is_due(step, self._config.nccl_health_check_interval)
+        if is_due and self._ping_read_at is None:  # else the one under way is never read
             self._ping.start()
             self._ping_read_at = step + self._config.lag
         return []

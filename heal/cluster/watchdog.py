@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from heal.cluster.groups import own_store
+from heal.cluster.launch import own_store
 from heal.json_lines import now
 
 STORE_SECONDS = 3.0  # a store that takes longer to answer is taken for dead
@@ -30,8 +30,7 @@ WAITING = (
     "torch/autograd/graph.py",
     "torch/nn/parallel/",
     "torch/cuda/",
-    "heal/cluster/groups.py",
-    "heal/cluster/hardware.py",
+    "heal/cluster/",
     "zclip/mailbox.py",
 )
 """Files in which a rank waits for others, or for its device."""

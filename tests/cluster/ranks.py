@@ -18,7 +18,7 @@ from heal.cluster import (
     check_nccl_health,
     init_process_group,
 )
-from heal.cluster import groups as side_groups
+from heal.cluster import launch as side_groups
 from heal.exit_codes import ExitCode
 
 

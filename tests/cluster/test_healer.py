@@ -57,8 +57,13 @@ def test_replicas_that_were_never_the_same_are_left_alone(tmp_path):
         assert any("replicas differ from the start" in note for note in told["notes"])
 
 
-def test_a_rank_that_misses_the_ping_ends_the_run_of_the_others_by_name(tmp_path):
-    told = told_by_all(tmp_path, 2, healed.absent_at_the_ping, 1)
+@pytest.mark.parametrize(
+    ("interval", "read_at"), [(5, 12), (1, 13)], ids=["rarely", "more often than it is read"]
+)
+def test_a_rank_that_misses_the_ping_ends_the_run_of_the_others_by_name(
+    tmp_path, interval, read_at
+):
+    told = told_by_all(tmp_path, 2, healed.absent_at_the_ping, 1, interval, read_at)
     code, why = told[0]
     assert code == ExitCode.DISTRIBUTED
     assert "missing: rank 1" in why
