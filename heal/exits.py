@@ -12,13 +12,14 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import util
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from heal.actions import HealingError
-from heal.cluster.shutdown import ShutdownHandler
+from heal.cluster.shutdown import SIGNAL_BASE, ShutdownHandler
 from heal.exit_codes import ExitCode
 from heal.journal import ExitReason, Journal
 
@@ -75,7 +76,6 @@ def is_interactive() -> bool:
 
 
 SIGNALS = ("SIGTERM", "SIGUSR1")  # what schedulers send before they kill
-SIGNAL_BASE = 128  # a shell's code for "ended by signal n" is this plus n
 
 
 class Exits:
@@ -171,7 +171,8 @@ class Exits:
         """Write no postmortem: this run is watched, not trained, by its healer."""
         self._closed = self._is_written = True
         atexit.unregister(self.at_exit)
-        self._end_shutdown(self._restored_signals())
+        with self._signals_given_back():
+            pass
 
     def at_exit(self) -> None:
         """Close a run that is still open, by how the process ended."""
@@ -197,27 +198,24 @@ class Exits:
         if not healer.stream.was_left:
             self._finish(None)
             return
-        self._journal.draft_postmortem(**self._page(None, ExitReason.EXITED))
-        self._end_shutdown(self._restored_signals())  # no step will come that could stop the run
+        with self._signals_given_back():  # no step will come that could stop the run
+            self._journal.draft_postmortem(**self._page(None, ExitReason.EXITED))
 
     def _finish(self, error: BaseException | None, reason: ExitReason | None = None) -> None:
-        shutdown = self._restored_signals()
-        if not self._closed:
+        with self._signals_given_back():
+            if self._closed:
+                return
             self._closed = True
-            self._write(error, reason)
+            healer = self._healer()
+            if healer is not None:
+                sudden = isinstance(error, Exception) and not isinstance(error, HealingError)
+                healer.finish(hurries=sudden)
+                self._facts = _facts_of(healer)
+            if self._facts:
+                self._is_written = True
+                self._journal.postmortem(**self._page(error, reason))
+                self._journal.close()
             atexit.unregister(self.at_exit)
-        self._end_shutdown(shutdown)  # only now: its deadline covers the last save and postmortem
-
-    def _write(self, error: BaseException | None, reason: ExitReason | None) -> None:
-        healer = self._healer()
-        if healer is not None:
-            sudden = isinstance(error, Exception) and not isinstance(error, HealingError)
-            healer.finish(hurries=sudden)
-            self._facts = _facts_of(healer)
-        if self._facts:
-            self._is_written = True
-            self._journal.postmortem(**self._page(error, reason))
-            self._journal.close()
 
     def _page(
         self,
@@ -237,18 +235,16 @@ class Exits:
             **self._facts,
         }
 
-    def _end_shutdown(self, shutdown: ShutdownHandler | None) -> None:
-        if shutdown is not None:
-            shutdown.finish()
-
-    def _restored_signals(self) -> ShutdownHandler | None:
-        """Restore the signal handlers; return ours, whose deadline still runs."""
-        if threading.current_thread() is not threading.main_thread():
-            return None
+    @contextmanager
+    def _signals_given_back(self) -> Iterator[None]:
+        """Restore the signal handlers; our deadline covers the body, and ends with it."""
+        if threading.current_thread() is not threading.main_thread() or self._shutdown is None:
+            yield
+            return
         shutdown, self._shutdown = self._shutdown, None
-        if shutdown is not None:
-            shutdown.restore()
-        return shutdown
+        shutdown.restore()
+        yield
+        shutdown.finish()
 
 
 def _exit_code(error: BaseException | None) -> int:
