@@ -5,6 +5,7 @@ buffers are written is found out by watching: masks, position tables and quantis
 are, and cost neither time nor copies.
 """
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from typing import Any
@@ -495,6 +496,12 @@ def _is_plain(buffer: Tensor) -> bool:
 
 
 PLAIN = (Tensor, torch.nn.Parameter)  # whose bytes are all there is to them
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a dense tensor on the host, shared; it must outlive them."""
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
 
 
 def is_run_of_bytes(target: Tensor, source: Tensor) -> bool:

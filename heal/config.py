@@ -180,8 +180,8 @@ class HealingConfig:
     snapshot_interval: int = setting(50, "Steps between snapshots in host memory.", least=1)
     snapshot_memory_factor: float = setting(
         4.0,
-        "Host memory for snapshots, as a multiple of the bytes of the trainable state: about the "
-        "number of snapshots kept.",
+        "Host memory for snapshots, as a multiple of the bytes of the trainable state. At least "
+        "four are kept; those that memory has no room for are on the disk.",
         group="durability",
         above=0,
     )

@@ -177,6 +177,7 @@ class Healer:
             self.durable,
             note,
             sleep,
+            [] if checkpoint_dir is None else [Path(checkpoint_dir)],
         )
 
         watch = Watch(config, ranks.has_others)
@@ -374,8 +375,13 @@ class Healer:
         It would replace another one, which the check or the experiment may need.
         """
         ring = self.training.ring
-        if not self._wants_snapshot and not ring.is_due(self.training.step):
-            return
+        if not self._wants_snapshot:
+            if not ring.is_due(self.training.step):
+                return
+            if ring.is_slow:  # then the first rank that is ready asks all others
+                if ring.is_ready:
+                    self.request_snapshot()
+                return
         self._wants_snapshot = True
         if ring.is_suspect:
             return
@@ -993,6 +999,7 @@ class Healer:
             "healing/recovery_attempts": float(history.total_attempts),
             "healing/nan_count": float(history.nan_count),
             "healing/snapshot_bytes": float(self.training.ring.held_bytes()),
+            "healing/snapshot_disk_bytes": float(self.training.ring.disk_bytes()),
             **self.monitor.watch.metrics(self.monitor.pending),
             **({} if self.probes is None else self.probes.metrics()),
         }

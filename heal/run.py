@@ -6,6 +6,7 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +22,14 @@ from heal.integrity import Constants, find_corruption
 from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, checkpoint_activations
 from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
+from heal.spill import temporary_folders
 from heal.training_state import RestoreFailed, RngState, StateMismatch, TrainingState
 
 if TYPE_CHECKING:
     from heal.checkpointing import Durable
     from heal.lab.weight_anchor import WeightAnchor
 
+LEAST_SNAPSHOTS = 4  # of different ages; those that memory has no room for are on the disk
 TRIES = 2  # to write a snapshot before an older one is used
 
 
@@ -58,6 +61,7 @@ class TorchRun:
         durable: "Durable | None",
         note: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
+        folders: Sequence[Path] = (),
     ) -> None:
         self.step = self.calls = 0
         self.buffers = state.buffers
@@ -67,9 +71,10 @@ class TorchRun:
         self._rollback_callbacks: list[Callable[[int], None]] = []
         self.ring = SnapshotRing(
             config.snapshot_interval,
-            math.ceil(config.snapshot_memory_factor),
+            max(LEAST_SNAPSHOTS, math.ceil(config.snapshot_memory_factor)),
             config.snapshot_memory_factor,
             config.quarantine_steps,
+            [*folders, *temporary_folders()],
         )
         self._state = state
         self._guarded = guarded
@@ -150,7 +155,7 @@ class TorchRun:
         snapshot = self.ring.of_step(self.step) if taken else None
         if snapshot is not None:
             snapshot.owners = [weakref.ref(p) for p in self._state.parameters()]
-        elif self.ring.degraded:
+        if self.ring.degraded:
             self._note(self.ring.degraded)
         return taken
 

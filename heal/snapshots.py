@@ -1,13 +1,17 @@
-"""A ring of snapshots in host memory: checksummed, quarantined, kept at geometric ages.
+"""A ring of snapshots: checksummed, quarantined, kept at geometric ages.
 
-What belongs to a snapshot is decided in :mod:`heal.training_state`; this file copies it out,
-decides which copies to keep, and vouches for what it gives back.
+They are in host memory; those that it has no room for are on the disk. What belongs to a snapshot
+is decided in :mod:`heal.training_state`; this file copies it out, decides which copies to keep,
+and vouches for what it gives back.
 """
 
 import math
+import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from torch import Tensor
 
 from heal.buffers import Key
 from heal.integrity import copy_on_host, count_bad, fingerprints
+from heal.spill import BackgroundWrite, SpillFile, folder_on_disk, free_bytes
 from heal.training_state import available_bytes, copy_by_kind
 
 # Copies to the host on a stream of their own, beside the run.
@@ -44,16 +49,22 @@ def host_memory(like: Tensor) -> Tensor:
 
 AGE_RATIO = 4  # each good one is at most about this many times older than the next younger one
 STARVED = 3  # snapshots in a row with NaN or Inf in them that are worth a word
-FREE_SHARE = 0.5  # of the memory now free, that all snapshots together may take
+FREE_SHARE = 0.5  # of the memory or disk now free, that all snapshots of a host may take
+PATIENCE = 1.0  # seconds that a step may wait for the disk without a word
+WAIT_SHARE = 0.02  # of the time, that steps may wait for the disk from then on
 
 
 class SnapshotCorrupt(RuntimeError):
     """The bytes of a snapshot are not those that were captured."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Snapshot:
-    """The state before step ``step``: host copies, plain values, and what vouches for both."""
+    """The state before step ``step``: copies, plain values, and what vouches for both.
+
+    ``buffers`` is its host memory, and ``file`` has the same on the disk. It may be in either or,
+    until the memory is needed, in both; ``tensors`` are in memory wherever they can be.
+    """
 
     step: int
     tensors: dict[Key, Tensor]
@@ -67,11 +78,13 @@ class Snapshot:
     num_bytes: int = 0
     owners: list["weakref.ref[Tensor]"] = field(default_factory=list, repr=False)
     buffers: dict[Key, Tensor] = field(default_factory=dict, repr=False)
+    file: SpillFile | None = field(default=None, repr=False)
 
     def wait(self) -> None:
         """Wait until the copies are there."""
-        if self.landed is not None:
-            self.landed.synchronize()
+        landed = self.landed  # once: the thread that writes it to the disk waits too
+        if landed is not None:
+            landed.synchronize()
             self.landed = None
 
     @property
@@ -88,12 +101,19 @@ class Snapshot:
         self.wait()
         if not self.tensors:
             return
+        where = "in host memory" if self.buffers or self.file is None else "on the disk"
+        if self.file is not None and not self.buffers:
+            try:
+                self.file.check()
+            except OSError as error:
+                why = f"snapshot of step {self.step} cannot be read from the disk: {error}"
+                raise SnapshotCorrupt(why) from None
         now = torch.ops.zclip.fingerprint(list(self.tensors.values()))
         differs = (now != self.hashes).nonzero()
         if len(differs):
             key = list(self.tensors)[int(differs[0])]
             raise SnapshotCorrupt(
-                f"snapshot of step {self.step}: {' '.join(map(str, key))} changed in host memory"
+                f"snapshot of step {self.step}: {' '.join(map(str, key))} changed {where}"
             )
 
 
@@ -116,36 +136,55 @@ def next_due(step: int, interval: int, is_dense: bool = True) -> int:
 
 
 class SnapshotRing:
-    """Takes snapshots into memory that it allocates once, and keeps the most useful.
+    """Takes snapshots into memory and files that it makes once, and keeps the most useful.
 
     A snapshot is good once ``quarantine_steps`` clean steps have followed it and its numbers are
     finite. With a CUDA device the copies run on a stream of their own: :meth:`before_step` keeps
     the next update from overtaking them, and nothing waits on the host.
+
+    Where memory has room for fewer than ``count``, the oldest in memory is written to a file in
+    the background, so that the next one finds its place free. Where it has room for none, they are
+    written to the disk at once, and the run waits.
 
     Args:
         interval: steps between snapshots; sets the scale of the ages.
         count: most snapshots to keep.
         memory_fraction: most host memory, as a multiple of one snapshot.
         quarantine_steps: clean steps before a snapshot is good.
+        folders: where files may go, best first; the first one on a disk is taken.
 
     Attributes:
-        degraded: why fewer snapshots are kept than asked for; empty if they are not.
+        degraded: why not all that are asked for are kept in memory; empty if they are.
+        is_slow: whether the disk has kept a step waiting: take snapshots only if :attr:`is_ready`.
     """
 
     def __init__(
-        self, interval: int, count: int, memory_fraction: float, quarantine_steps: int
+        self,
+        interval: int,
+        count: int,
+        memory_fraction: float,
+        quarantine_steps: int,
+        folders: Sequence[Path] = (),
     ) -> None:
         self.interval = interval
         self.count = count
         self.memory_fraction = memory_fraction
         self.quarantine_steps = quarantine_steps
         self.degraded = ""
+        self._limits: tuple[int, int, str] | None = None  # that ``degraded`` is about
+        self.is_slow = False
         self._checked_step = -1
         self._suspect_since: int | None = None
         self._pinned: set[int] = set()
         self._num_rejected = 0  # in a row
         self._kept: list[Snapshot] = []  # oldest first
         self._spare: list[dict[Key, Tensor]] = []
+        self._folders = folders
+        self._folder: Path | None = None  # looked for when memory is short
+        self._disk_failed = ""
+        self._spare_files: list[SpillFile] = []
+        self._writing: tuple[Snapshot, BackgroundWrite] | None = None
+        self._not_before = 0.0  # of the clock; when the disk may keep a step waiting again
         self.copying: torch.Event | None = None
         self._sides: dict[torch.device, SideStream] = {}
 
@@ -189,6 +228,17 @@ class SnapshotRing:
         slots = [s.buffers for s in self._kept] + self._spare
         return sum(t.nbytes for slot in slots for t in slot.values())
 
+    def disk_bytes(self) -> int:
+        """Return the disk space in use."""
+        files = [s.file for s in self._kept if s.file is not None] + self._spare_files
+        return sum(file.num_bytes for file in files)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a snapshot would not wait for the disk, or may do so by now."""
+        is_writing = self._writing is not None and self._writing[1].is_going_on
+        return not is_writing and time.monotonic() >= self._not_before
+
     @torch.no_grad()
     def capture(
         self,
@@ -208,22 +258,58 @@ class SnapshotRing:
             without_nan: buffers in which NaN is a fault, see :func:`heal.integrity.count_bad`.
         """
         num_bytes = sum([t.nbytes for t in tensors.values()])
-        if not self._make_room(step, num_bytes):
+        in_memory, places = self._places(num_bytes)
+        if not self._make_room(step, in_memory, places):
             return False
+        if in_memory:
+            snapshot = self._in_memory(step, tensors, values, without_nan)
+        else:
+            snapshot = self._on_disk(step, tensors, values, without_nan)
+        if snapshot is None:
+            return False
+        snapshot.is_proven, snapshot.num_bytes = is_proven, num_bytes
+        self._kept = [s for s in self._kept if s.step < step] + [snapshot]
+        self._write_ahead(step, in_memory, places)
+        return True
+
+    def _in_memory(
+        self,
+        step: int,
+        tensors: Mapping[Key, Tensor],
+        values: dict[str, Any],
+        without_nan: Mapping[Key, Tensor] | None,
+    ) -> Snapshot | None:
         slot = self._spare.pop() if self._spare else {}
         try:
             copies = {key: _fitting(slot.get(key), t) for key, t in tensors.items()}
         except (RuntimeError, MemoryError) as error:  # torch has no error of its own for the host
             self.degraded = f"no memory for another snapshot: {error}".splitlines()[0]
-            self.count = len(self._kept)
-            return False
+            self.memory_fraction = len(self._in_host_memory())
+            return None
         slot.clear()
         slot.update(copies)
         hashes, num_bad, landed = self._copy(copies, tensors, without_nan)
-        snapshot = Snapshot(step, copies, values, hashes, num_bad, landed, buffers=slot)
-        snapshot.is_proven, snapshot.num_bytes = is_proven, num_bytes
-        self._kept = [s for s in self._kept if s.step < step] + [snapshot]
-        return True
+        return Snapshot(step, copies, values, hashes, num_bad, landed, buffers=slot)
+
+    def _on_disk(
+        self,
+        step: int,
+        tensors: Mapping[Key, Tensor],
+        values: dict[str, Any],
+        without_nan: Mapping[Key, Tensor] | None,
+    ) -> Snapshot | None:
+        """Write a snapshot while the run waits."""
+        began = time.monotonic()
+        try:
+            file = self._file_for(tensors)
+            file.write(tensors)
+        except OSError as error:
+            self._give_up_disk(error)
+            return None
+        hashes = fingerprints(tensors.values()).cpu()
+        num_bad = count_bad(tensors.items(), without_nan).cpu()
+        self._note_waited(time.monotonic() - began)
+        return Snapshot(step, file.tensors(), values, hashes, num_bad, None, file=file)
 
     def before_step(self) -> None:
         """Have the device finish copying before anything it copies is written."""
@@ -349,54 +435,174 @@ class SnapshotRing:
     def _drop(self, snapshot: Snapshot) -> None:
         snapshot.wait()  # its memory will be written again
         self._kept.remove(snapshot)
-        self._spare.append(snapshot.buffers)
+        if self._writing is not None and self._writing[0] is snapshot:
+            self._writing[1].cancel()  # it has the memory until it ends
+            self._writing = None
+        elif snapshot.buffers:
+            self._spare.append(snapshot.buffers)
+        if snapshot.file is not None:
+            self._spare_files.append(snapshot.file)
 
-    def _make_room(self, step: int, num_bytes: int) -> bool:
-        """Drop snapshots until one more fits; False if not even one does."""
-        places = min(self.count, self._affordable(num_bytes))
+    def _make_room(self, step: int, in_memory: int, places: int) -> bool:
+        """Drop snapshots, or leave them to the disk, until one more fits; False if none does."""
         if places < 1:
             return False
         self._kept.sort(key=lambda s: s.step)
         while len(self._kept) >= places:
-            victim = self._least_useful(step, must=len(self._kept) > places)
+            victim = self._least_useful(step, self._kept, len(self._kept) > places)
             if victim is None:
                 return False
             self._drop(victim)
+        while in_memory and len(held := self._in_host_memory()) >= in_memory:
+            self._note_waited(self._finish_write())
+            saved = next((s for s in held if s.file is not None), None)
+            if saved is not None:
+                self._leave_to_disk(saved)
+                continue
+            victim = self._least_useful(step, held, len(held) > in_memory)
+            if victim is None:
+                self._write_ahead(step, in_memory, places)  # for the next time
+                return False
+            self._drop(victim)
         # What was kept for a larger state, or for more of them, goes back to the system.
-        del self._spare[places - len(self._kept) :]
+        del self._spare[max(0, in_memory - len(self._in_host_memory())) :]
+        del self._spare_files[max(0, places - len(self._kept)) :]
         return True
 
-    def _affordable(self, num_bytes: int) -> int:
-        """How many snapshots of this size the limits allow."""
+    def _in_host_memory(self) -> list[Snapshot]:
+        return [s for s in self._kept if s.buffers]
+
+    def _places(self, num_bytes: int) -> tuple[int, int]:
+        """How many snapshots of this size host memory has room for, and how many there are."""
         if num_bytes == 0:
-            return self.count
-        by_setting = max(1, math.floor(self.memory_fraction)) if self.memory_fraction >= 1 else 0
-        most = min(self.count, by_setting)
-        if most and sum([s.num_bytes for s in self._kept]) >= most * num_bytes:
+            return self.count, self.count
+        in_memory = self._affordable(num_bytes)
+        if in_memory == self.count:
+            self.degraded, self._limits = "", None
+            return in_memory, in_memory
+        places = min(self.count, in_memory + self._affordable_on_disk(num_bytes))
+        self._explain(in_memory, places, num_bytes)
+        return in_memory, places
+
+    def _affordable(self, num_bytes: int) -> int:
+        """How many snapshots of this size the limits of host memory allow."""
+        most = min(self.count, math.floor(self.memory_fraction))
+        if sum([s.num_bytes for s in self._in_host_memory()]) >= most * num_bytes:
             return most  # all are there: no need to ask the system for more
         free = available_bytes()
-        by_memory = self.count
-        if free is not None:
-            by_memory = int((FREE_SHARE * free + self.held_bytes()) // num_bytes)
-        affordable = min(by_setting, by_memory)
-        if affordable < most or by_setting == 0:
-            limit = "snapshot_memory_factor" if by_setting == 0 else "free host memory"
-            self.degraded = (
-                f"{affordable} snapshots of {num_bytes} bytes instead of {max(most, 1)}: {limit}"
-            )
-        return affordable
+        if free is None:
+            return most
+        return min(most, int((_share(free) + self.held_bytes()) // num_bytes))
 
-    def _least_useful(self, step: int, must: bool) -> Snapshot | None:
+    def _affordable_on_disk(self, num_bytes: int) -> int:
+        """How many snapshots of this size the disk has room for, those that are there included."""
+        if self._folder is None:
+            self._folder = folder_on_disk(self._folders)
+        if self._folder is None or self._disk_failed:
+            return sum(s.file is not None for s in self._kept)
+        return int((_share(free_bytes(self._folder)) + self.disk_bytes()) // num_bytes)
+
+    def _explain(self, in_memory: int, places: int, num_bytes: int) -> None:
+        """Say what limits the snapshots, and what to do about it; once for each limit."""
+        limits = in_memory, places, self._disk_failed
+        if limits == self._limits:
+            return
+        self._limits = limits
+        is_set = in_memory == math.floor(self.memory_fraction)
+        limit = "snapshot_memory_factor" if is_set else "free host memory"
+        got = (
+            f"expected {self.count} snapshots of {num_bytes / 1e9:.3g} GB in host memory, got "
+            f"room for {in_memory} by {limit}"
+        )
+        if places == self.count:
+            self.degraded = "" if is_set else f"{got}; the others are on disk, in {self._folder}"
+            return
+        why = self._disk_failed or (
+            "no temporary folder is on a disk"
+            if self._folder is None
+            else f"{self._folder} has room for {places - in_memory} more"
+        )
+        needed = (self.count - in_memory) * num_bytes / FREE_SHARE / 1e9
+        self.degraded = (
+            f"{got}, and {why}: {places} are kept; set TMPDIR to a folder on a disk with "
+            f"{needed:.3g} GB free"
+        )
+
+    # Older ones on the disk.
+
+    def _file_for(self, tensors: Mapping[Key, Tensor]) -> SpillFile:
+        """Return a file to write; one that is not needed any more if it fits."""
+        while self._spare_files:
+            file = self._spare_files.pop()
+            if file.fits(tensors):
+                return file
+        if self._folder is None:
+            raise FileNotFoundError("no temporary folder is on a disk")
+        return SpillFile(self._folder, tensors)
+
+    def _write_ahead(self, step: int, in_memory: int, places: int) -> None:
+        """Begin to write the oldest in memory, if the next snapshot will need its place."""
+        held = self._in_host_memory()
+        is_needed = 0 < in_memory < places and len(held) >= in_memory
+        if not is_needed or self._writing is not None or any(s.file is not None for s in held):
+            return
+        if len(self._kept) >= places:
+            # By then the newest one has proven itself, and one of the others makes room.
+            good = [s for s in self._kept if s.is_good or s is self._kept[-1]]
+            following = self._least_useful(step + self.interval, self._kept, False, good)
+            if following in held:
+                return
+        oldest = held[0]
+        tensors = oldest.tensors
+        write = BackgroundWrite(lambda: self._file_for(tensors), tensors, oldest.wait)
+        self._writing = oldest, write
+
+    def _finish_write(self) -> float:
+        """Wait until the write that is under way has ended; return for how many seconds."""
+        if self._writing is None:
+            return 0.0
+        (snapshot, write), self._writing = self._writing, None
+        seconds = write.wait()
+        if write.error is not None:
+            self._give_up_disk(write.error)
+        snapshot.file = write.file
+        return seconds
+
+    def _leave_to_disk(self, snapshot: Snapshot) -> None:
+        assert snapshot.file is not None
+        self._spare.append(snapshot.buffers)
+        snapshot.buffers = {}
+        snapshot.tensors = snapshot.file.tensors()
+
+    def _note_waited(self, seconds: float) -> None:
+        if seconds > PATIENCE:
+            self.is_slow = True
+            self._not_before = time.monotonic() + seconds / WAIT_SHARE
+
+    def _give_up_disk(self, error: Exception) -> None:
+        """Keep what is there, and write no more: a disk that is full or broken stays so."""
+        why = getattr(error, "strerror", None) or repr(error)
+        self._disk_failed = f"{self._folder} could not be written: {why}"
+
+    def _least_useful(
+        self,
+        step: int,
+        among: Sequence[Snapshot],
+        must: bool,
+        good: Sequence[Snapshot] | None = None,
+    ) -> Snapshot | None:
         """Choose which to drop so that the ages of the others stay closest to geometric.
 
         Never one in quarantine: where snapshots come faster than they are proven, none would ever
-        be good. Nor the newest good one, nor the newest from before the last sound check.
+        be good. Nor the newest good one, nor the newest from before the last sound check. Where
+        one ``must`` go, these may.
         """
-        good = [s for s in self._kept if s.is_good]
+        good = [s for s in self._kept if s.is_good] if good is None else good
         checked = [s for s in good if s.step <= self._checked_step]
-        needed = {s.step for s in good[-1:] + checked[-1:]} if len(self._kept) > 1 else set()
-        choices = [s for s in good if s.step not in needed | self._pinned]
-        choices = choices or (good or self._kept if must else [])
+        needed = {s.step for s in [*good[-1:], *checked[-1:]]} if len(self._kept) > 1 else set()
+        mine = [s for s in good if s in among]
+        choices = [s for s in mine if s.step not in needed | self._pinned]
+        choices = choices or (mine or list(among) if must else [])
         misfit = {s.step: _misfit([g for g in good if g is not s], step) for s in choices}
         return min(choices, key=lambda s: misfit[s.step], default=None)
 
@@ -426,6 +632,12 @@ class SnapshotRing:
             )
         )
         return hashes, num_bad, self.copying
+
+
+def _share(free: int) -> float:
+    """Return how much of what is free the snapshots of one rank may take."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # on this host; set by torchrun and its like
+    return FREE_SHARE * free / max(1, int(ranks) if ranks.isdigit() else 1)
 
 
 def _fitting(buffer: Tensor | None, like: Tensor) -> Tensor:

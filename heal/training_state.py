@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -455,16 +456,49 @@ class TrainingState:
             state.update(copied(known))
 
 
-def available_bytes() -> int | None:
-    """Return how much memory the system could give without swapping; None if it does not say."""
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Return how much memory the system could give without swapping; None if it does not say.
+
+    Args:
+        root: where the files of the system are.
+    """
     try:
-        with open("/proc/meminfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return min([int(line.split()[1]) * 1024, *_left_in_containers(root)])
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def _left_in_containers(root: Path) -> Iterator[int]:
+    """Yield what the memory limits of our control groups leave: the system itself may have more.
+
+    File cache counts as free, because it makes way.
+    """
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            mount, limit, used = "sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes"
+        elif not controllers:  # version 2
+            mount, limit, used = "sys/fs/cgroup", "max", "current"
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        for folder in {root / mount / part for part in (group, *group.parents)}:
+            most, now = (_lines(folder / f"memory.{name}") for name in (limit, used))
+            if most and now and most[0].isdigit():
+                stat = dict(row.split() for row in _lines(folder / "memory.stat"))
+                cache = stat.get("total_inactive_file", stat.get("inactive_file", "0"))
+                yield int(most[0]) - int(now[0]) + int(cache)
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file of the system; none if it is not there."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def copy_by_kind(targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool) -> None:

@@ -5,7 +5,6 @@ not parsed. The rest of the file is the tensors, each with its checksum. Any rea
 can open a shard; none is needed here.
 """
 
-import ctypes
 import hashlib
 import json
 import math
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heal.buffers import memory_of
 from heal.checkpoint.encode import decode, torch_dtype
 from heal.checkpoint.files import (
     CannotReshard,
@@ -289,9 +289,3 @@ def header(entries: Mapping[str, Entry], rank: int) -> bytes:
 def checksum_text(number: int) -> str:
     """Return a fingerprint as the manifest has it; that of a tensor without elements is 0."""
     return f"{number & (2**64 - 1):016x}"
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host, shared; it must outlive them."""
-    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return memoryview(array).cast("B")

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from heal.buffers import memory_of
 from heal.checkpoint.files import (
     COMMIT,
     NoSpace,
@@ -44,7 +45,7 @@ from heal.checkpoint.manifest import (
     shard_name,
     to_bytes,
 )
-from heal.checkpoint.reading import Shard, checksum_text, header, memory_of
+from heal.checkpoint.reading import Shard, checksum_text, header
 from heal.integrity import MEASURED, fingerprints
 from heal.training_state import copy_by_kind
 from zclip import grad_stats

@@ -228,7 +228,8 @@ def test_a_plan_to_halt_may_come_from_the_hook(tmp_path):
     assert caught.value.exit_code == 99
 
 
-def test_a_run_without_snapshots_still_refuses_and_halts_where_it_must():
+def test_a_run_without_snapshots_still_refuses_and_halts_where_it_must(monkeypatch):
+    monkeypatch.setattr("heal.run.temporary_folders", lambda: [])  # nor a disk
     setup = regression(snapshot_memory_factor=0.5)
     healer = setup.healer()
     strike(setup, [Fault("nan_loss", at=20)], 40, healer)

@@ -6,7 +6,7 @@ from torch import nn
 
 from heal.integrity import count_bad
 from heal.snapshots import SnapshotRing
-from heal.training_state import TrainingState
+from heal.training_state import TrainingState, available_bytes
 from tests.heal.state.snapshot_states import build, take, train
 
 
@@ -114,10 +114,48 @@ def test_memory_that_is_short_for_the_second_leaves_one(monkeypatch):
     monkeypatch.setattr("heal.snapshots.available_bytes", lambda: 0)
     assert take(state, ring, 10)
     assert len(ring._kept) == 1
-    assert "1 snapshots" in ring.degraded
+    assert "1 are kept" in ring.degraded
 
 
 def test_a_fraction_below_one_means_no_snapshots_and_says_so():
     state, ring = build(memory_fraction=0.5)
     assert not take(state, ring, 0)
     assert "snapshot_memory_factor" in ring.degraded
+
+
+def system(root, files):
+    for name, text in {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 64 kB\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return available_bytes(root)
+
+
+def test_memory_is_what_the_system_has_available(tmp_path):
+    assert system(tmp_path, {}) == 64 * 1024
+    assert available_bytes() > 0
+
+
+@pytest.mark.parametrize("inner", ["job/step", "job"])
+def test_a_container_has_no_more_memory_than_its_limit_leaves(tmp_path, inner):
+    groups = "sys/fs/cgroup"
+    files = {
+        "proc/self/cgroup": f"1:name=systemd:/x\n0::/{inner}\n",
+        f"{groups}/job/memory.max": "50000\n",  # also of what is inside
+        f"{groups}/job/memory.current": "40000\n",
+        f"{groups}/job/memory.stat": "anon 1\ninactive_file 7000\n",
+        f"{groups}/job/step/memory.max": "max\n",
+        f"{groups}/job/step/memory.current": "40000\n",
+    }
+    assert system(tmp_path, files) == 17000
+
+
+def test_a_container_of_the_first_version_has_a_limit_too(tmp_path):
+    folder = "sys/fs/cgroup/memory/job"
+    files = {
+        "proc/self/cgroup": "4:cpu,memory:/job\n",
+        f"{folder}/memory.limit_in_bytes": "50000\n",
+        f"{folder}/memory.usage_in_bytes": "30000\n",
+        f"{folder}/memory.stat": "cache 5\ninactive_file 1\ntotal_inactive_file 500\n",
+    }
+    assert system(tmp_path, files) == 20500
