@@ -90,8 +90,7 @@ class GradientExplosion:
             return None
         if record.flags is not NO_FLAG and record.has(NONFINITE_GRADIENT):
             return None
-        usual, patience = self.norms.level(), self.norms.patience
-        streak = self.norms.push(norm)
+        streak, patience = self.norms.push(norm), self.norms.patience
         if streak == 1:
             self.first_step = record.step
         if streak not in (1, patience):
@@ -102,7 +101,8 @@ class GradientExplosion:
             step=record.step,
             bad_step=max(self.first_step - 1, 0) if wants_proof else self.first_step,
             severity=Severity.WARN,
-            evidence=_blame(record) | {"usual_norm": usual, "ratio": norm / usual},
+            evidence=_blame(record)
+            | {"usual_norm": self.norms.usual, "ratio": norm / self.norms.usual},
             streak=streak,
             wants_proof=wants_proof,
         )

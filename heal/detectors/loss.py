@@ -62,7 +62,7 @@ class LossChange:
         if level != level:
             self._absorb(record)
             return None
-        self.ratio = self.ratio_of(loss)
+        self.ratio = self._ratio(loss, level, noise)
         z = (loss - level) / noise
         if self.leap == 0.0:
             self.leap_step = record.step
@@ -93,7 +93,9 @@ class LossChange:
 
     def ratio_of(self, loss: float) -> float:
         """Return a loss over its level; that of the last one where the level is not known."""
-        level, noise = self.level()
+        return self._ratio(loss, *self.level())
+
+    def _ratio(self, loss: float, level: float, noise: float) -> float:
         ratio = 1.0 + (loss - level) / max(abs(level), noise)
         return ratio if math.isfinite(ratio) else self.ratio
 

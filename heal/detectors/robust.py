@@ -134,16 +134,19 @@ class UpperRange:
 
     Attributes:
         streak: values in a row that are far above; 0 if the last one was not.
+        usual: the upper range before the last value.
     """
 
     def __init__(self, limit: float, patience: int, floor: float = 0.0) -> None:
         self.limit, self.patience, self.floor = limit, patience, floor
         self.values = Window(RECENT)
         self.streak = 0
+        self.usual = 0.0
 
     def push(self, value: float) -> int:
         """Add a value and return the streak."""
-        bound = max(self.limit * self.level(), self.floor)
+        self.usual = self.level()
+        bound = max(self.limit * self.usual, self.floor)
         is_far = len(self.values) >= FEWEST and 0.0 < bound < value
         self.streak = self.streak + 1 if is_far else 0
         if not is_far or self.streak > self.patience:
