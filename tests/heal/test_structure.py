@@ -51,6 +51,14 @@ def test_a_healthy_step_adds_few_calls_to_a_fused_optimizer():
     assert len(trace.visited) <= MOST_CALLS_ABOVE
 
 
+def test_a_loop_over_batches_adds_one_call_that_notices_other_optimizers():
+    run, traces = trace_calls.Run(is_fused=True), []
+    for number, _ in enumerate(run.build().batches(range(80))):
+        traces.append(run.trace_step() if number >= 60 else run.step())
+    calls = sorted(len(trace.visited) for trace in traces[60:])
+    assert calls[10] == MOST_CALLS_ABOVE + 1
+
+
 @pytest.mark.parametrize("name", CORE)
 def test_nobody_assigns_an_attribute_of_a_collaborator(name):
     found = [
