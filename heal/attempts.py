@@ -118,6 +118,21 @@ class Attempts:
             self.heal(*failure)  # never tried again: some weights may be updated already
             return False
 
+    def repeat(
+        self, compute: Callable[[], Any], failed: Callable[[Diagnosis], None]
+    ) -> tuple[bool, Any]:
+        """Call ``compute`` again after each failure that has a cure; see :meth:`Healer.repeat`."""
+        while True:
+            try:
+                return True, compute()
+            except Exception as error:
+                failure = self.judge(error, self._micro.phase)
+            # The except block is left: nothing holds the frames whose tensors must be freed.
+            failed(failure[0])
+            self._micro.undo()
+            if not self.heal(*failure):
+                return False, None
+
     @contextmanager
     def attempt(self, was_stepping: Callable[[], bool]) -> Iterator[None]:
         """Recover from exceptions of the body: its batch is dropped. Raise those without a cure.

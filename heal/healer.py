@@ -522,6 +522,29 @@ class Healer:
         with self.halting():
             return self.retries.heal(diagnosis, error)
 
+    def repeat(
+        self,
+        compute: Callable[[], Any],
+        failed: Callable[[Diagnosis], None] = lambda diagnosis: None,
+    ) -> tuple[bool, Any]:
+        """Compute the gradients of a step; again after each failure that has a cure.
+
+        For integrations in one process, after ``healer.micro.begin()``. Gradients, buffers and
+        generators are put back before each further call.
+
+        Args:
+            compute: forward and backward of the step.
+            failed: is called with each failure first, to add evidence.
+
+        Returns:
+            Whether it worked, and what ``compute`` returned. If not, the batch is to be given up.
+
+        Raises:
+            HealingError: the run must stop; the postmortem is written.
+        """
+        with self.halting():
+            return self.retries.repeat(compute, failed)
+
     def pieces(self, batch: Any) -> list[tuple[Any, float]]:
         """Cut a batch into pieces that fit into memory, with the share of each in the mean loss.
 

@@ -94,6 +94,7 @@ class TorchRun:
         self._constants = Constants(state, note)
         state.has_changed_shape()  # what comes later is compared with the present one
         self.is_between_steps = False
+        self._saved_late: dict[str, Callable[[], Any]] = {}  # those held until the next step
         self._unfinished: Snapshot | None = None  # to be completed
         self._returned_to: Snapshot | None = None  # by the rollback of this step
 
@@ -101,9 +102,22 @@ class TorchRun:
         """Count from the step that a trainer is at."""
         self.step = step
 
-    def hold(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """Add what ``save`` returns to snapshots in memory; a rollback calls ``load`` with it."""
+    def hold(
+        self,
+        name: str,
+        save: Callable[[], Any],
+        load: Callable[[Any], None],
+        *,
+        until_next_step: bool = False,
+    ) -> None:
+        """Add what ``save`` returns to snapshots in memory; a rollback calls ``load`` with it.
+
+        ``until_next_step``: save once more before the next step, because what comes after a step
+        changes it too.
+        """
         self._held[name] = save, load
+        if until_next_step:
+            self._saved_late[name] = save
 
     def on_rollback(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(step)`` after each rollback, when all else has returned to ``step``."""
@@ -225,6 +239,7 @@ class TorchRun:
         if snapshot is not None:
             if self._state.added:
                 snapshot.values["added"] = self._state.added.saved()
+            snapshot.values.update((name, save()) for name, save in self._saved_late.items())
             if is_drawing:
                 snapshot.values["rng"] = RngState.now()
         returned, self._returned_to = self._returned_to, None

@@ -32,22 +32,14 @@ def batches_of_steps(trainer: Any, steps: int) -> tuple[int | None, int]:
 class TrainerBatches:
     """Stands in for ``trainer.get_batch_samples``: the same batches, drawn through the healer.
 
-    ``before_step`` is called before anything is drawn for a step; ``of_step`` holds the batches of
-    the step that is under way. If ``is_followed``, the trainer's loop goes back when the data does,
-    and begins epochs again that the stream has begun already.
+    ``of_step`` holds the batches of the step that is under way. If ``is_followed``, the trainer's
+    loop goes back when the data does, and begins epochs again that the stream has begun already.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        healer: Healer,
-        before_step: Callable[[], None],
-        is_followed: bool = False,
-    ) -> None:
+    def __init__(self, trainer: Any, healer: Healer, is_followed: bool = False) -> None:
         self._trainer = trainer
         self._healer = healer
         self._stream = healer.stream
-        self._before_step = before_step
         self._is_followed = is_followed
         self.of_step: list[Any] = []
         self._place_of: dict[int, Place] = {}  # by identity, of the batches of this step
@@ -85,7 +77,6 @@ class TrainerBatches:
         self, epoch_iterator: Any, num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
         """Return the batches of one step and the number of items in them."""
-        self._before_step()
         self._place_of.clear()
         if epoch_iterator is not self._offered:
             self._offered = epoch_iterator

@@ -1,4 +1,4 @@
-"""The wrapper: an already built trainer, trained under healing."""
+"""Healing in a trainer: a callback that watches it from within, and a wrapper that retries too."""
 
 import copy
 import math
@@ -6,45 +6,70 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 from transformers.trainer_utils import get_last_checkpoint
 
-from heal.actions import Backoff, Halt, Rollback, ScaleLr, ShrinkBatch, Skip, SkipBatches
+from heal.actions import Backoff, Halt, Plan, Rollback, ScaleLr, ShrinkBatch, Skip, SkipBatches
+from heal.causes import Cause
 from heal.config import HealingConfig
+from heal.detect import LogWatch
+from heal.detectors.preference import ACCURACY, MARGIN
+from heal.detectors.progress import Plateau
+from heal.diagnose import Diagnosis
 from heal.healer import Healer, checked_config
-from heal.integrations.patches import Patches
+from heal.integrations.patches import Patches, hold_models_of
 from heal.integrations.trackers import make_trackers
-from heal.integrations.transformers.session import Session
+from heal.integrations.transformers.batches import ReplayedEpochs, TrainerBatches
+from heal.integrations.transformers.position import (
+    TrainerPosition,
+    UndoneCheckpoints,
+    checkpoint_folder,
+)
+from heal.integrations.transformers.steps import TrainerSteps
+from heal.policy import LR_FLOOR
+from heal.recovery import Hook
 from heal.training_state import RngState
 from heal.undone_steps import DryRunReport
 
+FILE = "healing.pt"  # what healing has learned, beside the files of a trainer's checkpoint
 MORE_EPOCHS = 10**6  # beyond the planned ones: steps that were undone need batches too
 LARGEST_LR_RAISE = 5.0  # a larger factor makes a run diverge that was only stuck
 
 
-class SelfHealingTrainer:
-    """Trains a ``transformers.Trainer``, or any trainer of TRL, and heals what goes wrong.
+class SelfHealingCallback(TrainerCallback):
+    """Detection, experiments, clipping and skipping for a trainer, without the retry loop.
+
+    Gradients are measured before they are clipped; a step with NaN or Inf is skipped on the
+    device; loss, gradients, weights and evaluations are watched; damage is rolled back in memory.
+    Exceptions pass: :class:`SelfHealingTrainer` heals these too.
 
     Args:
-        trainer: already built; it is changed only while :meth:`train` runs, and put back after.
+        trainer: already built; it is changed only while it trains, and put back after. The callback
+            has to be added to this one: hooks see neither losses nor gradients before clipping.
         config: settings, or a dict of them. With ``zclip_enabled`` our clipper replaces the
             trainer's, with the trainer's ``max_grad_norm`` as its limit.
         run_dir: where journal and postmortem go; the trainer's ``output_dir`` if None.
         trackers: names or objects that get alerts and numbers, beside the trainer's own
-            ``report_to``, which always gets the numbers.
+            ``report_to``, which always gets the numbers of :class:`SelfHealingTrainer`.
         plateau_lr_factor: what the learning rate is multiplied by when preference training stays
             at chance, from 1 to 5; None for an alert and no more.
         sleep: waits between retries after a network failure.
+
+    Attributes:
+        healer: of the run that is under way, or the last one; None before.
+        log_watch: watches the lines of the trainer's log.
+        resumed_from: the checkpoint whose healing state is to be loaded; None for none.
 
     Raises:
         TypeError: the trainer is not one.
@@ -52,10 +77,11 @@ class SelfHealingTrainer:
         ValueError: a tracker is not known, or the factor makes no sense.
 
     Example:
-        >>> trainer = SFTTrainer(model, args=args, train_dataset=dataset)
-        >>> result = SelfHealingTrainer(trainer, HealingConfig()).train()
-        >>> result.metrics["healing/recovery_attempts"]
+        >>> trainer.add_callback(SelfHealingCallback(trainer))
+        >>> trainer.train()
     """
+
+    _retries = False
 
     def __init__(
         self,
@@ -67,21 +93,177 @@ class SelfHealingTrainer:
         plateau_lr_factor: float | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._callback = RetryingCallback(
-            trainer,
-            config,
-            run_dir,
-            trackers=trackers,
-            plateau_lr_factor=plateau_lr_factor,
-            sleep=sleep,
-        )
-        self.trainer = trainer
-        self.config = self._callback.config
+        if plateau_lr_factor is not None and not 1.0 < plateau_lr_factor <= LARGEST_LR_RAISE:
+            raise ValueError(
+                f"plateau_lr_factor: expected more than 1 and at most {LARGEST_LR_RAISE}, got "
+                f"{plateau_lr_factor!r}"
+            )
+        self.config = checked_config(config)
+        self.trainer = checked_trainer(trainer)
+        self.trackers = make_trackers(trackers) or None
+        self.log_watch = LogWatch(self.config)
+        self.healer: Healer | None = None
+        self.resumed_from: str | None = None
+        self._run_dir = run_dir
+        self._plateau_lr_factor = plateau_lr_factor
+        self._sleep = sleep
+        self._patches = Patches()
+        self._batches: TrainerBatches | None = None
+        self._steps: TrainerSteps | None = None
 
-    @property
-    def healer(self) -> Healer | None:
-        """The healer of the run, None before :meth:`train`."""
-        return self._callback.healer
+    # The run begins and ends.
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Bind a healer to the trainer, whose model, optimizer and scheduler are ready now."""
+        self.detach()
+        trainer, config, patches = self.trainer, self.config, self._patches
+        own = args.max_grad_norm
+        if own and 0 < own < math.inf:
+            config = replace(config, max_grad_norm=float(own))
+        healer = Healer(
+            trainer.model,
+            inner_optimizer(trainer),
+            trainer.lr_scheduler,
+            config,
+            run_dir=args.output_dir if self._run_dir is None else self._run_dir,
+            trackers=self.trackers,
+            sleep=self._sleep,
+        )
+        healer.training.begin_at(state.global_step)
+        healer.schedules.follow_caller()  # a rollback returns the trainer's count as well
+        hold_models_of(trainer.callback_handler.callbacks, healer)
+        if self._plateau_lr_factor is not None:
+            healer.on_instability(raise_lr_at_chance(self._plateau_lr_factor, config))
+        self.log_watch = LogWatch(config)
+        replays = config.after_rollback == "replay_data"
+        position = self._position = TrainerPosition(trainer, replays)
+        # A step's log, evaluation and save come after its snapshot and are not repeated after a
+        # rollback: what they change is saved before the next step.
+        hold = healer.training.hold
+        hold("trainer", position.save, self._put_position_back, until_next_step=True)
+        hold("log", self.log_watch.state, self.log_watch.load_state, until_next_step=True)
+        self._checkpoints = UndoneCheckpoints(trainer, healer.note)
+        healer.enter(catches_signals=self._retries)
+        epochs = None
+        if self._retries:
+            if replays and hasattr(trainer, "_run_epoch"):
+                epochs = ReplayedEpochs(trainer, patches)
+            self._batches = TrainerBatches(trainer, healer, is_followed=epochs is not None)
+            patches.set(trainer, "get_batch_samples", self._batches.get_batch_samples)
+        self._steps = TrainerSteps(trainer, healer, patches, position, self._batches, epochs)
+        self.healer = healer
+        if self.resumed_from:
+            self._resume(Path(self.resumed_from) / FILE)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.detach()
+        if self.healer is not None:
+            self.healer.leave()
+
+    def detach(self) -> None:
+        """Give the trainer back as it was; done at the end of training."""
+        self._patches.put_back()
+
+    # Every step.
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._steps is not None:
+            self._steps.begin_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._steps is not None:
+            self._steps.end_step(control)
+
+    def _put_position_back(self, saved: Any) -> None:
+        """Follow a rollback, unless the trainer has a loop of its own."""
+        if self._steps is not None and self._steps.has_hooks and self.healer is not None:
+            self._position.put_back(saved)
+            self.healer.contained(self._undo_checkpoints)
+
+    # Between steps.
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        loss = (metrics or {}).get("eval_loss")
+        if self.healer is not None and loss is not None:
+            self.healer.observe_eval(float(loss))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Take in a line of the trainer's log: what it shows of preferences and rewards."""
+        healer = self.healer
+        if healer is None or not logs:
+            return
+        if ACCURACY in logs or MARGIN in logs:
+            # The loss alone would suggest a plateau at chance; here there is better evidence.
+            plateau = healer.monitor.watch.detectors.get("plateau")
+            if isinstance(plateau, Plateau):
+                plateau.chance = 0.0
+        healer.contained(lambda: healer.treat(self.log_watch.observe(healer.training.step, logs)))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add what healing has learned to the checkpoint that the trainer has just saved."""
+        healer = self.healer
+        if healer is None:
+            return
+        folder = checkpoint_folder(self.trainer, state.global_step)
+        if args.should_save and folder.is_dir():
+            healer.contained(lambda: self._save(folder))
+        healer.contained(lambda: self._report_aside(self._checkpoints.after_save()))
+
+    def _save(self, folder: Path) -> None:
+        assert self.healer is not None
+        unwanted = [] if self._batches is None else self._batches.unwanted()
+        own = {"log": self.log_watch.state(), "unwanted": unwanted}
+        beside = folder / f"{FILE}.partial"
+        torch.save({**self.healer.memory.state_dict(), **own}, beside)
+        os.replace(beside, folder / FILE)
+
+    def _resume(self, path: Path) -> None:
+        """Return to what was saved; nothing if the checkpoint was made without healing.
+
+        What cannot be read is noted: training goes on, and learns it again.
+        """
+        if self.healer is None or not path.is_file():
+            return
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            self.healer.memory.load_state_dict(state)
+            self.log_watch.load_state(state["log"])
+            if self._batches is not None:
+                self._batches.leave_out(state["unwanted"])
+        except Exception as error:  # a torn file raises almost anything
+            self.healer.note(f"{path} cannot be read: {error!r}")
+
+    def _undo_checkpoints(self) -> None:
+        """Also those that were saved before the damage: the run will save these steps again."""
+        assert self.healer is not None
+        treated = self.healer.recovery.treated
+        bad_step = self.trainer.state.global_step if treated is None else treated.bad_step
+        self._report_aside(self._checkpoints.put_aside(bad_step))
+
+    def _report_aside(self, paths: Sequence[Path]) -> None:
+        assert self.healer is not None
+        for path in paths:
+            step = self.trainer.state.global_step
+            self.healer.journal.event("checkpoint_abandoned", step, path=str(path))
+
+
+class SelfHealingTrainer(SelfHealingCallback):
+    """Trains a ``transformers.Trainer``, or any trainer of TRL, and heals what goes wrong.
+
+    It takes the arguments of :class:`SelfHealingCallback`, which it adds to the trainer for the
+    time of :meth:`train`, and also heals what steps and the loader raise, leaves out batches that
+    did harm, and stops cleanly after SIGTERM.
+
+    Example:
+        >>> trainer = SFTTrainer(model, args=args, train_dataset=dataset)
+        >>> result = SelfHealingTrainer(trainer, HealingConfig()).train()
+        >>> result.metrics["healing/recovery_attempts"]
+    """
+
+    _retries = True
+    _planned_epochs: int | None = None
 
     def dry_run(self, num_steps: int = 2) -> DryRunReport:
         """Try some steps on the trainer's own data and undo them.
@@ -110,175 +292,54 @@ class SelfHealingTrainer:
             RuntimeError: the trainer is training already.
             PermissionError: its ``output_dir`` cannot be written.
         """
-        trainer, callback, patches = self.trainer, self._callback, Patches()
+        trainer, patches = self.trainer, Patches()
         check_ready(trainer)
-        if resume_from_checkpoint:
-            kwargs["resume_from_checkpoint"] = resume_from_checkpoint
-        callback.prepare(resume_from_checkpoint)
+        self.healer = self._steps = None
+        resume = resume_from_checkpoint
+        if resume:
+            kwargs["resume_from_checkpoint"] = resume
+        folder = get_last_checkpoint(trainer.args.output_dir) if resume is True else resume
+        self.resumed_from = str(folder) if folder else None
         numbers = TrackedNumbers(lambda: {} if self.healer is None else self.healer.metrics())
         error: BaseException | None = None
         _TRAINING.add(trainer)
         try:
-            if hasattr(trainer, "set_initial_training_values"):
-                planned = trainer.set_initial_training_values
-                values = partial(callback.with_more_epochs, planned)
+            planned = getattr(trainer, "set_initial_training_values", None)
+            if planned is not None:
+                values = self._with_more_epochs(planned)
                 patches.set(trainer, "set_initial_training_values", values)
             trainer.callback_handler.callbacks.insert(0, numbers)
-            trainer.add_callback(callback)
+            trainer.add_callback(self)
             output = trainer.train(**kwargs)
-            if callback.session is not None and callback.session.stopped is not None:
-                raise callback.session.stopped
+            if self._steps is not None and self._steps.stopped is not None:
+                raise self._steps.stopped
         except BaseException as raised:
             error = raised
             raise
         finally:
-            callback.detach()
-            for added in (callback, numbers):
+            self.detach()
+            for added in (self, numbers):
                 trainer.remove_callback(added)
             patches.put_back()
             trainer.is_in_train = False
             _TRAINING.discard(trainer)
-            if callback.session is not None:
-                callback.session.close(error)
+            if self.healer is not None:
+                self.healer.leave(error)
         if self.healer is not None and hasattr(output, "metrics"):
             output.metrics.update(summary(self.healer))
         return output
 
+    def _with_more_epochs(self, planned: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function for what the trainer plans, with epochs to spare, and as many steps."""
 
-# Watches a trainer from within: what its hooks report goes to the healer.
+        def values(*args: Any, **kwargs: Any) -> Any:
+            epochs, *rest = planned(*args, **kwargs)
+            self._planned_epochs = epochs
+            if self._steps_done() >= rest[-1]:
+                return (epochs, *rest)  # all are done: one epoch more would be one step more
+            return (min(epochs + MORE_EPOCHS, 2**62), *rest)
 
-
-class SelfHealingCallback(TrainerCallback):
-    """Detection, clipping and skipping for a trainer, without the retry loop.
-
-    Gradients are measured before they are clipped; a step with NaN or Inf is skipped on the
-    device; loss, gradients, weights and evaluations are watched; damage is rolled back in memory.
-    Exceptions pass: :class:`SelfHealingTrainer` heals these too.
-
-    Args:
-        trainer: the one that it is added to: hooks see neither losses nor gradients before
-            clipping.
-        config: settings, or a dict of them.
-        run_dir: where the journal goes; the trainer's ``output_dir`` if None.
-        trackers: names or objects that get alerts and numbers.
-        plateau_lr_factor: what the learning rate is multiplied by when preference training stays
-            at chance, from 1 to 5; None for an alert and no more.
-        sleep: waits between retries.
-
-    Attributes:
-        session: the run that is under way, or the last one; None before.
-        resumed_from: the checkpoint whose healing state is to be loaded; None for none.
-
-    Raises:
-        TypeError: the trainer is not one.
-        ConfigError: a setting is unknown or wrong.
-
-    Example:
-        >>> trainer.add_callback(SelfHealingCallback(trainer))
-        >>> trainer.train()
-    """
-
-    _retries = False
-
-    def __init__(
-        self,
-        trainer: Any,
-        config: HealingConfig | Mapping[str, Any] | None = None,
-        run_dir: str | Path | None = None,
-        *,
-        trackers: Any = None,
-        plateau_lr_factor: float | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        if plateau_lr_factor is not None and not 1.0 < plateau_lr_factor <= LARGEST_LR_RAISE:
-            raise ValueError(
-                f"plateau_lr_factor: expected more than 1 and at most {LARGEST_LR_RAISE}, got "
-                f"{plateau_lr_factor!r}"
-            )
-        self._plateau_lr_factor = plateau_lr_factor
-        self.config = checked_config(config)
-        self.session: Session | None = None
-        self.resumed_from: str | None = None
-        self._trainer = checked_trainer(trainer)
-        self.trackers = make_trackers(trackers) or None
-        self._run_dir = run_dir
-        self._sleep = sleep
-        self._patches = Patches()
-
-    @property
-    def healer(self) -> Healer | None:
-        """The healer of the run, None before the first."""
-        return None if self.session is None else self.session.healer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.detach()
-        self.session = Session(
-            self._trainer,
-            self.config,
-            args.output_dir if self._run_dir is None else self._run_dir,
-            self._retries,
-            self._sleep,
-            self._patches,
-            self._plateau_lr_factor,
-            self.trackers,
-        )
-        if self.resumed_from:
-            self.session.resume(self.resumed_from)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.session is not None:
-            self.session.begin_step()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.session is not None:
-            self.session.end_step(control)
-
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
-    ) -> None:
-        loss = (metrics or {}).get("eval_loss")
-        if self.session is not None and loss is not None:
-            self.session.healer.observe_eval(float(loss))
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.session is not None and logs:
-            self.session.observe_log(logs)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.session is not None:
-            self.session.after_save()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.detach()
-        if self.session is not None:
-            self.session.close()
-
-    def detach(self) -> None:
-        """Give the trainer back as it was; done at the end of training."""
-        self._patches.put_back()
-
-
-class RetryingCallback(SelfHealingCallback):
-    """What :class:`SelfHealingTrainer` adds to its trainer for the time of ``train``."""
-
-    _retries = True
-    _planned_epochs: int | None = None
-
-    def prepare(self, resume: str | bool | None) -> None:
-        """Find the checkpoint to resume from, before the trainer does the same."""
-        self.session = None
-        if resume is True:
-            self.resumed_from = get_last_checkpoint(self._trainer.args.output_dir)
-        else:
-            self.resumed_from = str(resume) if resume else None
-
-    def with_more_epochs(self, planned: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what the trainer plans, with epochs to spare; the number of steps stays."""
-        epochs, *rest = planned(*args, **kwargs)
-        self._planned_epochs = epochs
-        if self._steps_done() >= rest[-1]:
-            return (epochs, *rest)  # all steps are done: one epoch more would be one step more
-        return (min(epochs + MORE_EPOCHS, 2**62), *rest)
+        return values
 
     def _steps_done(self) -> int:
         """Return how many steps the trainer had taken when it saved the checkpoint."""
@@ -294,15 +355,40 @@ class RetryingCallback(SelfHealingCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on after an epoch that gave no batch; the trainer would take it for the end."""
-        session = self.session
-        if session is None or session.batches is None or session.stopped is not None:
+        if self._steps is None or self._batches is None or self._steps.stopped is not None:
             return
-        if session.batches.has_lost_epoch and state.global_step < state.max_steps:
+        if self._batches.has_lost_epoch and state.global_step < state.max_steps:
             control.should_training_stop = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the end to the wrapper, which raises if a signal stopped the run."""
+        """Leave the end to :meth:`train`, which raises if a signal stopped the run."""
         self.detach()
+
+
+def inner_optimizer(trainer: Any) -> Optimizer:
+    """Return the torch optimizer within what accelerate made of it.
+
+    Raises:
+        TypeError: it is not one that can be guarded.
+    """
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "the trainer's optimizer: expected a torch Optimizer, whose steps can be skipped, got "
+            f"{type(optimizer).__name__}; DeepSpeed steps by itself and cannot be healed"
+        )
+    return optimizer
+
+
+def raise_lr_at_chance(factor: float, config: HealingConfig) -> Hook:
+    """Return a hook that answers a plateau at chance with a higher learning rate."""
+
+    def hook(diagnosis: Diagnosis, plan: Plan) -> Plan | None:
+        if diagnosis.cause is Cause.PLATEAU and diagnosis.evidence.get("at_chance"):
+            return (ScaleLr(factor, LR_FLOOR, config.lr_ramp_steps),)
+        return None
+
+    return hook
 
 
 class TrackedNumbers(TrainerCallback):

@@ -50,7 +50,7 @@ def resumed_after_harm(folder, samples, data, accumulate):
     assert len(crashed.fed) == 2
     again = Fed(tiny.plain(folder / "run", **settings), bad)
     resumed = Healed(again.trainer, resume=True, **config)
-    assert resumed.wrapper._callback.resumed_from == str(folder / "run" / "checkpoint-6")
+    assert resumed.wrapper.resumed_from == str(folder / "run" / "checkpoint-6")
     assert resumed.error is None
     assert again.trainer.state.global_step == 24
     return again, resumed.healer
@@ -75,7 +75,7 @@ def trainer_at(step, length=16, accumulate=3, ignores=False):
 
 def batches_at(step, **options):
     healer = SimpleNamespace(stream=BatchStream(lambda *_: None))
-    return TrainerBatches(trainer_at(step, **options), healer, print), healer.stream
+    return TrainerBatches(trainer_at(step, **options), healer), healer.stream
 
 
 @pytest.mark.parametrize(

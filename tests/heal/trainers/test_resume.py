@@ -117,7 +117,7 @@ def test_what_the_log_showed_survives_the_resume(tmp_path):
     assert saved != LogWatch(HealingConfig()).state()
     rest = {**SAVING, "max_steps": 9, "logging_steps": 5}  # a single line, that has no KL
     again = Healed(tiny.plain(tmp_path, **rest), resume=str(tmp_path / "checkpoint-8"))
-    assert again.wrapper._callback.session.log_watch.state() == saved
+    assert again.wrapper.log_watch.state() == saved
 
 
 def test_a_lowered_learning_rate_survives_the_resume(tmp_path):

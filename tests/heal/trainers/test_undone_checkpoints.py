@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from transformers import TrainerState
 
-from heal.integrations.transformers.session import (
+from heal.integrations.transformers.position import (
     TrainerPosition,
     UndoneCheckpoints,
     checkpoint_folder,
@@ -38,7 +38,7 @@ def test_no_resume_begins_with_a_checkpoint_of_steps_that_were_taken_back(tmp_pa
     assert (tmp_path / "abandoned-checkpoint-9").is_dir()
     again = tiny.plain(tmp_path, **settings)
     resumed = Healed(again, resume=True, **damaged)
-    assert resumed.wrapper._callback.resumed_from == str(tmp_path / "checkpoint-6")
+    assert resumed.wrapper.resumed_from == str(tmp_path / "checkpoint-6")
     assert resumed.error is None
     assert resumed.decisions == []
     assert again.state.global_step == 30
@@ -134,7 +134,7 @@ def test_a_run_killed_right_after_a_rollback_can_be_resumed(tmp_path):
     assert healed.healer.last_step < 6  # before the checkpoint, which was made before the damage
     again = tiny.plain(tmp_path, **settings)
     resumed = Healed(again, resume=True, check_interval=1, quarantine_steps=4)
-    assert resumed.wrapper._callback.resumed_from == str(tmp_path / "checkpoint-6")
+    assert resumed.wrapper.resumed_from == str(tmp_path / "checkpoint-6")
     assert resumed.error is None
     assert again.state.global_step == 16
     assert is_finite(again)
