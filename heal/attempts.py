@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -111,12 +112,24 @@ class Attempts:
                     if not self._stream.will_rewind:
                         batches.draw_rest()
                     return False
-            failure = self._try_step(step, loss)
-            if failure is None:
-                self.worked()
-                return True
-            self.heal(*failure)  # never tried again: some weights may be updated already
-            return False
+            return self.try_step(partial(step, loss))
+
+    def try_step(self, step: Callable[[], None]) -> bool:
+        """Take a step, and recover from what it raises; return whether it was taken.
+
+        It is never tried again: some weights may be updated already.
+        """
+        try:
+            step()
+        except HealingError:
+            raise
+        except Exception as error:
+            failure = self.judge(error, "step")
+        else:
+            self.worked()
+            return True
+        self.heal(*failure)
+        return False
 
     def repeat(
         self, compute: Callable[[], Any], failed: Callable[[Diagnosis], None]
@@ -266,15 +279,6 @@ class Attempts:
     def _scale(self) -> Callable[[Tensor], Tensor]:
         scaler = self._guarded.scaler
         return scaler.scale if scaler is not None else (lambda loss: loss)
-
-    def _try_step(self, step: Step, loss: Tensor | None) -> Failure | None:
-        try:
-            step(loss)
-        except HealingError:
-            raise
-        except Exception as error:
-            return self.judge(error, "step")
-        return None
 
     def _stand_in(self, failure: Failure, train_step: TrainStep, count: int) -> None:
         """Report a failure to all ranks, and send what they wait for. Halt if that is too late."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from heal.buffers import local_part
-from heal.causes import Cause, Finding, Severity
+from heal.causes import Cause, Family, Finding, Severity
 from heal.ranks import Ranks
 from heal.run import TorchRun
 from heal.snapshots import Snapshot, SnapshotCorrupt
@@ -252,6 +252,11 @@ class Experiment:
             return False
         return self._run.step >= question.due_at
 
+    @property
+    def suspicion(self) -> Finding | None:
+        """What is being looked into; None if nothing is."""
+        return None if self._question is None else self._question.finding
+
     def ask(self, finding: Finding) -> bool:
         """Look into a suspicion, unless one is being looked into or the budget is spent."""
         if self._question is not None or not self._can_afford():
@@ -292,8 +297,21 @@ class Experiment:
         finally:
             trial.end()
 
-    def compare(self, compute: Callable[[], Tensor | float]) -> None:
-        """Run a whole trial: note the loss with the old weights, and that with today's."""
+    def compare(
+        self,
+        compute: Callable[[], Tensor | float],
+        level: tuple[float, float] | None = None,
+    ) -> None:
+        """Run a whole trial: note the loss with the old weights, and that with today's.
+
+        Args:
+            compute: returns the loss.
+            level: the usual value of what ``compute`` returns and its noise, if it is not the loss
+                that the run is trained with.
+        """
+        question = self._question
+        if level is not None and question is not None:
+            question.usual, question.noise = level
         with self.trial() as trial:
             old = trial.forward(compute)
             trial.put_back()
@@ -494,7 +512,9 @@ class Experiment:
             "snapshot": snapshot_step,
             **self._changed_most(snapshot_step, finding.is_of_evaluation),
         }
-        cause = finding.cause
+        # An alert has led to the proof: what is proven is that the weights are damaged.
+        is_alert = finding.cause.about.family is Family.ALERT
+        cause = Cause.WEIGHT_CORRUPTION if is_alert else finding.cause
         held, lr = self._held_lr(), self._run.learning_rate()
         if not finding.is_of_evaluation and held > 0.0 and not 0.0 < lr < CLEAR_RATIO * held:
             cause = Cause.LR_SPIKE

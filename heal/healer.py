@@ -665,6 +665,16 @@ class Healer:
         with self.halting():
             self.recovery.treat_findings(findings)
 
+    def suspect(self, finding: Finding) -> None:
+        """Have an experiment tell whether the weights are damaged, as ``finding`` may suggest.
+
+        For integrations. If they are, the run returns to a snapshot from before
+        ``finding.bad_step``, or to a newer one that is sound; else nothing happens.
+        """
+        self.recovery.catch_up()
+        self.monitor.suspect(finding)
+        self._busy_at = 0
+
     def add_state(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
         """Add a state outside of model and optimizer to rollbacks and checkpoints.
 

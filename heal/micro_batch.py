@@ -95,10 +95,15 @@ class MicroBatcher:
     def begin(self, rng: RngState | None = None) -> None:
         """Begin a step, from these generators; :meth:`undo` puts them and the buffers back."""
         self.attempts += 1
+        self.phase = "forward"
         self._total = None
         self._rng = RngState.now() if rng is None else rng
         self._buffers.begin()
         self.messages.begin()
+
+    def note_backward(self) -> None:
+        """Note that what an integration raises from here on is raised by backward."""
+        self.phase = "backward"
 
     def add(
         self,

@@ -443,15 +443,19 @@ class Monitor:
         is_clean = self._judge_snapshots(record, findings)
         return Seen(record.step, findings, is_clean, settled)
 
+    def suspect(self, finding: Finding) -> None:
+        """Have an experiment settle a suspicion, unless another one is under way."""
+        is_asked = self._experiment.ask(finding)
+        if is_asked and finding.cause is not Cause.NOT_LEARNING:  # that doubts no state
+            self._run.ring.note_suspect(finding.bad_step)
+            self._needs_check = True
+
     def _known(self, findings: list[Finding]) -> list[Finding]:
         """Leave suspicions to the experiment, and return the rest."""
         known = []
         for finding in findings:
             if finding.wants_proof:
-                is_asked = self._experiment.ask(finding)
-                if is_asked and finding.cause is not Cause.NOT_LEARNING:  # that doubts no state
-                    self._run.ring.note_suspect(finding.bad_step)
-                    self._needs_check = True
+                self.suspect(finding)
                 if not finding.cause.about.is_nonfinite:
                     continue
                 finding = replace(finding, wants_proof=False)  # the step was skipped all the same

@@ -1,6 +1,6 @@
 """Reinforcement that lost its signal or ran away: rewards of groups, distance to the reference.
 
-Reads the trainer's log. Alerts only.
+Reads the trainer's log. Alerts; whether the weights are to blame, an experiment can tell.
 """
 
 from collections.abc import Mapping
@@ -30,12 +30,13 @@ class RewardCollapse:
     Advantages within a group are then zero and the gradient is noise. Some such groups are usual.
     """
 
-    WINDOWS = ("zero", "std", "reward", "earlier")
+    WINDOWS = ("zero", "std", "reward", "earlier", "steps")
 
     def __init__(self, config: HealingConfig) -> None:
         self.zero = Window(BLOCK)
         self.std = Window(BLOCK)
         self.reward = Window(BLOCK)
+        self.steps = Window(BLOCK)
         self.earlier = Window(RECENT)  # rewards before those: easy and hard prompts come and go
         self.best: float | None = None
         self.noise = 0.0  # the largest spread of rewards while they were well
@@ -47,6 +48,7 @@ class RewardCollapse:
         if len(self.reward) == BLOCK:
             self.earlier.push(self.reward.oldest)
         self.reward.push(float(logs[REWARD]))
+        self.steps.push(step)
         for window, key in ((self.zero, "frac_reward_zero_std"), (self.std, "reward_std")):
             if key in logs:
                 window.push(float(logs[key]))
@@ -61,7 +63,7 @@ class RewardCollapse:
         return Finding(
             cause=Cause.REWARD_COLLAPSE,
             step=step,
-            bad_step=step,
+            bad_step=int(self.steps.oldest),  # medians of all these lines have changed
             severity=Severity.WARN,
             evidence={
                 "how": how,

@@ -14,6 +14,7 @@ from torch.nn import Module
 from heal.actions import HealingError
 from heal.config import HealingConfig
 from heal.data.split import own_copy
+from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
 from heal.healer import Healer
 from heal.integrations.patches import Patches, hold_models_of
@@ -124,8 +125,8 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
     # Every batch.
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        if self._steps is not None:
-            self._steps.note_backward()
+        if self.healer is not None:
+            self.healer.micro.note_backward()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -223,7 +224,6 @@ class HealedSteps:
     def __init__(
         self, trainer: Any, module: Module, healer: Healer, schedules: "list[LightningSchedule]"
     ) -> None:
-        self._phase = "forward"
         self._has_stepped = False
         self._schedules = schedules
         self._first_step = trainer.global_step - (healer.last_step + 1)  # where ours is 0
@@ -249,10 +249,6 @@ class HealedSteps:
     def is_before_step(self) -> bool:
         """Return whether the optimizer has yet to take the step under way."""
         return bool(self._watched.steps == self._clips_before)
-
-    def note_backward(self) -> None:
-        """Note that what is raised from here on is raised by backward."""
-        self._phase = "backward"
 
     def end_batch(self, loss: Tensor | None) -> None:
         """Add the loss of a batch that was only accumulated; after a step, follow a rollback."""
@@ -311,23 +307,22 @@ class HealedSteps:
         micro, arguments = self._healer.micro, step_fn.args[0]
         # The first attempt gets the batch itself: hooks may look for what it wrote there.
         as_it_came = own_copy(arguments.get("batch"))
-        while True:
-            self._phase = "forward"
-            try:
-                if micro.pieces > 1:
-                    return True, self._in_pieces(closure)
-                micro.begin()
-                return True, closure()
-            except Exception as error:
-                failure = self._healer.retries.judge(error, self._phase)
-            # The except block is left: nothing holds the frames whose tensors must be freed.
-            micro.undo()
-            if not self._healer.heal(*failure):
-                loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
-                closure._result = loop.output_result_cls(None)
-                return False, None
+
+        def compute() -> Any:
+            if micro.pieces > 1:
+                return self._in_pieces(closure)
+            micro.begin()
+            return closure()
+
+        def failed(diagnosis: Diagnosis) -> None:
             if "batch" in arguments:  # not if training_step draws from the loader itself
                 arguments["batch"] = own_copy(as_it_came)
+
+        is_done, loss = self._healer.repeat(compute, failed)
+        if not is_done:
+            loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
+            closure._result = loop.output_result_cls(None)
+        return is_done, loss
 
     def _try_old_weights(self, arguments: Mapping[str, Any]) -> None:
         """Compare old weights with today's on this batch; nothing is logged meanwhile."""
@@ -352,7 +347,6 @@ class HealedSteps:
         outputs = []
 
         def train_step(piece: Any) -> Tensor:
-            self._phase = "forward"
             arguments["batch"] = piece
             outputs.append(step_fn())
             loss: Tensor = outputs[-1].closure_loss
@@ -368,16 +362,11 @@ class HealedSteps:
         return loss
 
     def _step(self, loss: Tensor | None) -> None:
-        try:
+        if not self._heals_errors:
             self._healer.step(loss)
-        except HealingError:
-            raise
-        except Exception as error:
-            if not self._heals_errors:
-                raise
-            self._healer.heal(*self._healer.retries.judge(error, "step"))
-        else:
-            self._healer.retries.worked()
+            return
+        with self._healer.halting():
+            self._healer.retries.try_step(lambda: self._healer.step(loss))
 
     def _mean(self, loss: Tensor | None) -> Tensor | None:
         """Return the mean loss of all batches of the step, computed on the device."""

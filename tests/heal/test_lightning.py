@@ -623,3 +623,40 @@ def test_a_read_would_be_counted(monkeypatch):
     step = HealedSteps._step
     monkeypatch.setattr(HealedSteps, "_step", lambda s, loss: (float(loss), step(s, loss)))
     assert reads_of([healing()], steps=10) == bare + 10
+
+
+class Scaled(pl.Callback):
+    """Multiplies all weights once, as no optimizer does."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if module.seen == 70:
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.mul_(1000.0)
+
+
+def test_damage_without_nan_is_found_by_an_experiment_with_default_settings(tmp_path):
+    healed, spoiled = Module(), Module()
+    callback = SelfHealingLightningCallback(run_dir=tmp_path)
+    fit(healed, Scaled(), callback, steps=120)
+    fit(spoiled, Scaled(), steps=120)
+    assert any(isinstance(plan[0], Rollback) for _, _, plan in callback.healer.history if plan)
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    answers = [event["answer"] for event in map(json.loads, lines) if "answer" in event]
+    assert answers == ["damaged"]
+    norms = [float(module.net[4].weight.detach().norm()) for module in (healed, spoiled)]
+    assert norms[0] < 5.0 < 100.0 < norms[1]
+
+
+def test_other_targets_are_left_alone_with_default_settings():
+    def other(module, batch):
+        return module.loss((batch[0], 5.0 - 3.0 * batch[1]))
+
+    faults = dict.fromkeys(range(70, 200), other)
+    healed, bare = Module(faults=faults), Module(faults=faults)
+    callback = SelfHealingLightningCallback(HealingConfig(zclip_enabled=False))
+    first = fit(healed, callback, steps=120)
+    second = fit(bare, steps=120)
+    assert callback.healer.experiment.forwards > 0
+    assert all(plan == () for _, _, plan in callback.healer.history)
+    assert_same(outcome(healed, first), outcome(bare, second))

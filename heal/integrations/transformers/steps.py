@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from heal.actions import HealingError
-from heal.causes import Family
+from heal.causes import Cause, Family
 from heal.data.split import CannotSplit, num_samples, own_copy, split
+from heal.detectors.rewards import REWARD
+from heal.detectors.robust import FEWEST, RECENT, SAME, Window
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
 from heal.guarded_step import Judged, WatchedOptimizer
@@ -128,15 +130,18 @@ class TrainerSteps:
     def _trial(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Iterator[None]:
         """Compare old weights with today's on a micro-batch before the step takes it.
 
-        The batch is prepared once: completions that were generated for the trial serve the step
-        as well. What the trainer counts and logs in ``compute_loss`` is put back.
+        The batch is prepared once: completions that were generated for the step serve the trial
+        as well. But a loss over completions that the policy has just generated is about zero,
+        whatever the weights: there rewards are compared, for which both weights generate answers
+        to the prompts. What the trainer counts and logs meanwhile is put back.
         """
-        trainer = self._trainer
+        trainer, experiment = self._trainer, self._healer.experiment
         model.train()
         prepared = trainer._prepare_inputs(inputs)
         kept = {
             name: copy.deepcopy(vars(trainer)[name]) for name in LOGGED if name in vars(trainer)
         }
+        num_tokens = getattr(trainer.state, "num_input_tokens_seen", 0)
 
         def compute() -> Tensor:
             with trainer.compute_loss_context_manager():
@@ -145,8 +150,19 @@ class TrainerSteps:
                 )
             return loss.mean()
 
-        self._healer.experiment.compare(compute)
+        def lost_reward() -> float:
+            trainer._generate_and_score_completions(own_copy(inputs))
+            return -float(trainer._metrics["train"][REWARD][-1])
+
+        suspicion, level = experiment.suspicion, None
+        if suspicion is not None and suspicion.cause is not Cause.NONFINITE_GRADIENT:
+            level = reward_level(trainer, suspicion.bad_step)
+        if level is None:
+            experiment.compare(compute)
+        else:
+            experiment.compare(lost_reward, level)
         vars(trainer).update(kept)
+        trainer.state.num_input_tokens_seen = num_tokens
         with Patches() as patches:
             patches.set(trainer, "_prepare_inputs", lambda _: prepared)
             yield
@@ -361,6 +377,25 @@ class TrainerSteps:
                 raise
             self.stopped = halt  # raised once the trainer has saved and returned
             control.should_save = control.should_training_stop = True
+
+
+def reward_level(trainer: Any, bad_step: int) -> tuple[float, float] | None:
+    """Return the usual reward, negated like a loss, and its noise, from before a step.
+
+    None if the trainer makes no completions, if another process makes them, which does not have the
+    weights of a trial, or if it has logged too few rewards.
+    """
+    if not hasattr(trainer, "_generate_and_score_completions") or trainer.use_vllm:
+        return None
+    rewards = [
+        line[REWARD]
+        for line in trainer.state.log_history
+        if REWARD in line and line["step"] <= bad_step
+    ]
+    if len(rewards) < FEWEST:
+        return None
+    window = Window(RECENT, rewards)
+    return -window.median, max(window.spread, SAME * abs(window.median))
 
 
 # A batch of a trainer in pieces, each weighted so that the gradient stays that of the whole.

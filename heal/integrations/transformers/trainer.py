@@ -199,7 +199,14 @@ class SelfHealingCallback(TrainerCallback):
             plateau = healer.monitor.watch.detectors.get("plateau")
             if isinstance(plateau, Plateau):
                 plateau.chance = 0.0
-        healer.contained(lambda: healer.treat(self.log_watch.observe(healer.training.step, logs)))
+        healer.contained(lambda: self._observe(healer, logs))
+
+    def _observe(self, healer: Healer, logs: Mapping[str, Any]) -> None:
+        findings = self.log_watch.observe(healer.training.step, logs)
+        healer.treat(findings)
+        for finding in findings:
+            if finding.cause is Cause.REWARD_COLLAPSE:  # which losses of such trainers do not show
+                healer.suspect(finding)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add what healing has learned to the checkpoint that the trainer has just saved."""
