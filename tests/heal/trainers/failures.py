@@ -10,7 +10,9 @@ from heal.data.split import num_samples
 
 
 class Injection:
-    """Changes what ``compute_loss`` of one trainer does; counts its calls while training.
+    """Changes what ``compute_loss`` of one trainer does; counts its calls in steps.
+
+    Not those of experiments, which compute without gradients: they would use up the failure.
 
     Args:
         trainer: any; its instance is patched, as a faulty subclass would be written.
@@ -25,7 +27,7 @@ class Injection:
         trainer.compute_loss = self.compute_loss
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.trainer.model.training:
+        if not self.trainer.model.training or not torch.is_grad_enabled():
             return self._sound(model, inputs, *args, **kwargs)
         call, self.calls = self.calls, self.calls + 1
         return self._harm(call, inputs, lambda: self._sound(model, inputs, *args, **kwargs))
