@@ -156,7 +156,10 @@ class TrainerSteps:
 
         suspicion, level = experiment.suspicion, None
         if suspicion is not None and suspicion.cause is not Cause.NONFINITE_GRADIENT:
-            level = reward_level(trainer, suspicion.bad_step)
+            # Not in evaluation mode, where the trainer keeps rewards elsewhere.
+            level = (
+                None if suspicion.is_of_evaluation else reward_level(trainer, suspicion.bad_step)
+            )
         if level is None:
             experiment.compare(compute)
         else:
