@@ -27,6 +27,7 @@ TABLE = "heal"
 """The table of a TOML file that is ours, where the file has others."""
 
 
+LEAST_SNAPSHOTS = 4  # of different ages; those that memory has no room for are on the disk
 WAITS = "eight waits of 30 seconds to ten minutes are fixed; a hook may plan Backoff(seconds)"
 
 OLD: dict[str, Renamed | Removed] = {

@@ -24,7 +24,7 @@ from heal.checkpoint.files import (
     list_folders,
 )
 from heal.cluster.slurm import get_slurm_info
-from heal.config import ConfigError, HealingConfig
+from heal.config import LEAST_SNAPSHOTS, ConfigError, HealingConfig
 
 GIB = 2**30
 CONNECT_SECONDS = 3.0
@@ -339,7 +339,7 @@ def check_config(path: str | os.PathLike[str]) -> list[Finding]:
 
 def _pairs(config: HealingConfig) -> list[Finding]:
     """Settings that are right by themselves and wrong together."""
-    count = math.ceil(config.snapshot_memory_factor)
+    count = max(LEAST_SNAPSHOTS, math.ceil(config.snapshot_memory_factor))
     reach = config.snapshot_interval * count
     quarantine = f"quarantine_steps = {config.quarantine_steps}"
     skips, patience = config.max_consecutive_skips, config.nan_patience

@@ -14,7 +14,7 @@ import torch
 from heal.actions import HealingError
 from heal.buffers import Key
 from heal.causes import Cause
-from heal.config import HealingConfig
+from heal.config import LEAST_SNAPSHOTS, HealingConfig
 from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
 from heal.guarded_step import ClipLimits, GuardedStep
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from heal.checkpointing import Durable
     from heal.lab.weight_anchor import WeightAnchor
 
-LEAST_SNAPSHOTS = 4  # of different ages; those that memory has no room for are on the disk
 TRIES = 2  # to write a snapshot before an older one is used
 
 

@@ -301,7 +301,7 @@ class SnapshotRing:
         """Write a snapshot while the run waits."""
         began = time.monotonic()
         try:
-            file = self._file_for(tensors)
+            file = self._file_for(tensors)()
             file.write(tensors)
         except OSError as error:
             self._give_up_disk(error)
@@ -448,20 +448,22 @@ class SnapshotRing:
         if places < 1:
             return False
         self._kept.sort(key=lambda s: s.step)
-        while len(self._kept) >= places:
-            victim = self._least_useful(step, self._kept, len(self._kept) > places)
-            if victim is None:
-                return False
-            self._drop(victim)
         while in_memory and len(held := self._in_host_memory()) >= in_memory:
             self._note_waited(self._finish_write())
             saved = next((s for s in held if s.file is not None), None)
             if saved is not None:
                 self._leave_to_disk(saved)
                 continue
-            victim = self._least_useful(step, held, len(held) > in_memory)
+            # The only place cannot be kept for the newest good one: that would grow ever older.
+            is_only = in_memory == 1 and bool(self._disk_failed) and held[0].is_good
+            victim = self._least_useful(step, held, len(held) > in_memory or is_only)
             if victim is None:
                 self._write_ahead(step, in_memory, places)  # for the next time
+                return False
+            self._drop(victim)
+        while len(self._kept) >= places:
+            victim = self._least_useful(step, self._kept, len(self._kept) > places)
+            if victim is None:
                 return False
             self._drop(victim)
         # What was kept for a larger state, or for more of them, goes back to the system.
@@ -482,7 +484,8 @@ class SnapshotRing:
             return in_memory, in_memory
         places = min(self.count, in_memory + self._affordable_on_disk(num_bytes))
         self._explain(in_memory, places, num_bytes)
-        return in_memory, places
+        can_take = in_memory or not self._disk_failed
+        return in_memory, places if can_take else 0
 
     def _affordable(self, num_bytes: int) -> int:
         """How many snapshots of this size the limits of host memory allow."""
@@ -498,7 +501,9 @@ class SnapshotRing:
         """How many snapshots of this size the disk has room for, those that are there included."""
         if self._folder is None:
             self._folder = folder_on_disk(self._folders)
-        if self._folder is None or self._disk_failed:
+        if self._folder is None:
+            return 0
+        if self._disk_failed:
             return sum(s.file is not None for s in self._kept)
         return int((_share(free_bytes(self._folder)) + self.disk_bytes()) // num_bytes)
 
@@ -514,7 +519,7 @@ class SnapshotRing:
             f"expected {self.count} snapshots of {num_bytes / 1e9:.3g} GB in host memory, got "
             f"room for {in_memory} by {limit}"
         )
-        if places == self.count:
+        if places == self.count and not self._disk_failed:
             self.degraded = "" if is_set else f"{got}; the others are on disk, in {self._folder}"
             return
         why = self._disk_failed or (
@@ -530,21 +535,25 @@ class SnapshotRing:
 
     # Older ones on the disk.
 
-    def _file_for(self, tensors: Mapping[Key, Tensor]) -> SpillFile:
-        """Return a file to write; one that is not needed any more if it fits."""
+    def _file_for(self, tensors: Mapping[Key, Tensor]) -> Callable[[], SpillFile]:
+        """Return what opens a file to write: one that is not needed any more if it fits.
+
+        It is called in the background, and so that it shares nothing, what is spare is taken here.
+        """
         while self._spare_files:
             file = self._spare_files.pop()
             if file.fits(tensors):
-                return file
-        if self._folder is None:
-            raise FileNotFoundError("no temporary folder is on a disk")
-        return SpillFile(self._folder, tensors)
+                return lambda: file
+        folder = self._folder
+        assert folder is not None  # else there is no place on the disk
+        return lambda: SpillFile(folder, tensors)
 
     def _write_ahead(self, step: int, in_memory: int, places: int) -> None:
         """Begin to write the oldest in memory, if the next snapshot will need its place."""
         held = self._in_host_memory()
         is_needed = 0 < in_memory < places and len(held) >= in_memory
-        if not is_needed or self._writing is not None or any(s.file is not None for s in held):
+        is_done = self._writing is not None or any(s.file is not None for s in held)
+        if not is_needed or is_done or self._disk_failed:
             return
         if len(self._kept) >= places:
             # By then the newest one has proven itself, and one of the others makes room.
@@ -553,8 +562,7 @@ class SnapshotRing:
             if following in held:
                 return
         oldest = held[0]
-        tensors = oldest.tensors
-        write = BackgroundWrite(lambda: self._file_for(tensors), tensors, oldest.wait)
+        write = BackgroundWrite(self._file_for(oldest.tensors), oldest.tensors, oldest.wait)
         self._writing = oldest, write
 
     def _finish_write(self) -> float:

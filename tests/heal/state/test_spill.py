@@ -158,6 +158,25 @@ def test_a_disk_that_fills_up_leaves_what_memory_holds_and_says_so(tmp_path, ful
     assert "set TMPDIR to a folder on a disk" in ring.degraded
 
 
+@pytest.mark.parametrize("memory", [0.0, 1.0, 2.0])
+def test_what_was_written_before_the_disk_broke_stays(tmp_path, monkeypatch, memory):
+    ring = lived(ring_with(memory, [tmp_path]), 400)
+
+    def broken(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(SpillFile, "write", broken)
+    weight = torch.zeros(100)
+    for step in range(400, 520):
+        if ring.is_due(step):
+            ring.capture(step, {KEY: weight.fill_(step)}, {})
+        ring.note_clean(step)
+    assert weights_of(ring) == {float(s): {float(s)} for s in ring.good_steps()}
+    assert len(ring.good_steps()) >= 3
+    assert "Input/output error" in ring.degraded
+    assert (ring.good_steps()[0] == 500) is (memory > 0)
+
+
 def test_a_full_disk_is_one_note_and_the_run_goes_on(full_disk, tmp_path, monkeypatch):
     monkeypatch.setattr("heal.run.temporary_folders", lambda: [tmp_path])
     setup = regression(snapshot_memory_factor=2.0, snapshot_interval=5, quarantine_steps=2)
