@@ -366,12 +366,6 @@ class SnapshotRing:
             if snapshot.step > step or not snapshot.is_good:
                 self._drop(snapshot)
 
-    def drop_unproven(self) -> None:
-        """Forget snapshots still in quarantine: there was trouble, and they may hold it."""
-        for snapshot in list(self._kept):
-            if not snapshot.is_good:
-                self._drop(snapshot)
-
     def drop_all(self) -> None:
         """Forget everything: the run has parameters that no snapshot knows."""
         for snapshot in list(self._kept):
