@@ -127,7 +127,10 @@ class HealingConfig:
         0.0, "Fixed limit of the gradient norm, besides ZClip; 0: none.", least=0
     )
     loss_spike_factor: float = setting(
-        5.0, "A loss of more than this many times its recent level is a spike.", above=1
+        5.0,
+        "A loss of more than this many times its running mean gets the flag LOSS_SPIKE in its "
+        "record, which is polled at once; the detectors judge a loss by its own noise.",
+        above=1,
     )
     plateau_steps: int = setting(
         1000, "Steps without improvement of the loss that are reported; 0: never.", least=0
