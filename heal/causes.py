@@ -67,7 +67,7 @@ class About:
     Attributes:
         title: what happened, in a few words, for the report.
         summary: one sentence.
-        family: which ladder treats it.
+        family: whose ladder recovers from it.
         severity: of a finding or an exception, unless it knows better.
         blames: where the fault lies.
         is_fact: whether it is counted or signalled, and not inferred.

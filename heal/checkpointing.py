@@ -124,7 +124,7 @@ class HealingMemory:
         self._recovery.catch_up()  # the detectors are saved with all that they can know
         return {
             "healing": self._monitor.watch.state(),
-            "untreated": self._recovery.untreated(),
+            "untreated": self._recovery.late_findings(),
             "history": self._recovery.history.state(),
             "run": plain(self._run.state()),
         }

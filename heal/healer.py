@@ -58,8 +58,9 @@ FORMER = {
     "hear_the_rest": "finish",
     "is_in_loop": "stream.is_open",
     "left_loop_early": "stream.was_left",
+    "treat": "recover_from",
 }
-"""Names of version 0.1 that work until 0.3, with a warning."""
+"""Former names that work until 0.3, with a warning."""
 
 Entered = TypeVar("Entered", bound="Healer")
 
@@ -337,7 +338,7 @@ class Healer:
         self._wants_snapshot |= has_changed_shape
         self.contained(self.monitor.check_health)
         for seen in self.recovery.poll():
-            if self.recovery.treat(seen):
+            if self.recovery.recover(seen):
                 break  # the remaining records are of steps that did not happen
         else:
             self._maintain(step)
@@ -611,7 +612,7 @@ class Healer:
     def add_detector(self, name: str, detector: Detector) -> None:
         """Call ``detector.observe(record)`` with every record from now on.
 
-        Its findings are treated like ours; one with ``wants_proof`` is settled by an experiment
+        Healing acts on its findings as on its own; an experiment settles one with ``wants_proof``
         first. Its state is saved in snapshots and checkpoints under ``name``.
 
         Raises:
@@ -654,16 +655,16 @@ class Healer:
         """Report the loss of an evaluation, to be warned of overfitting."""
         self.recovery.catch_up()
         watch, step = self.monitor.watch, self.training.step
-        self.treat(watch.observe_eval(step, eval_loss, train_loss))
+        self.recover_from(watch.observe_eval(step, eval_loss, train_loss))
 
-    def treat(self, findings: Sequence[Finding]) -> None:
+    def recover_from(self, findings: Sequence[Finding]) -> None:
         """Diagnose findings of your own and carry out the plan, as for those of detectors.
 
         Raises:
             HealingError: the run must stop; the postmortem is written.
         """
         with self.halting():
-            self.recovery.treat_findings(findings)
+            self.recovery.recover_from(findings)
 
     def suspect(self, finding: Finding) -> None:
         """Have an experiment tell whether the weights are damaged, as ``finding`` may suggest.

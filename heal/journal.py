@@ -330,7 +330,7 @@ BY_EXIT_CODE: dict[int, ExitReason] = {
 
 
 def exit_reason(exc: BaseException | None, last_cause: str = "") -> ExitReason:
-    """Return why a run ended: by what was raised, then by the cause that was last treated."""
+    """Return why a run ended: by what was raised, then by the cause that was last acted upon."""
     if exc is None:
         return ExitReason.COMPLETED
     if isinstance(exc, KeyboardInterrupt):

@@ -50,7 +50,7 @@ SPENT = (
 class Recovery:
     """Carries out what the policy decides, and remembers it.
 
-    :meth:`poll` yields what was found, :meth:`treat` recovers from it, step by step:
+    :meth:`poll` yields what was found, and :meth:`carry_out` reads as what a sick step does:
     :func:`heal.diagnose.diagnose` names one cause, :func:`heal.policy.decide` chooses a plan, the
     user's hook may replace it, and each action is applied to the run.
 
@@ -58,8 +58,8 @@ class Recovery:
         history: what was tried; survives rollbacks.
         log: the step that came next, diagnosis and plan of everything that was found.
         num_changes: how many plans changed training.
-        late: what was found when a plan was made or the run saved; treated by the next step.
-        treated: the diagnosis whose plan is being carried out; None when there is none.
+        late: what was found when a plan was made or the run saved; the next step recovers from it.
+        recovering_from: the diagnosis whose plan is being carried out; None when there is none.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Recovery:
         self.log: deque[tuple[int, Diagnosis, Plan]] = deque(maxlen=MAX_LOGGED)
         self.num_changes = 0
         self.late: list[Seen] = []
-        self.treated: Diagnosis | None = None
+        self.recovering_from: Diagnosis | None = None
         self._hook: Hook | None = None
         self._run = run
         self._monitor = monitor
@@ -90,7 +90,7 @@ class Recovery:
         self._hook = hook
 
     def poll(self) -> Iterator[Seen]:
-        """Yield what was found and is not treated yet, then what the monitor polls now."""
+        """Yield what was found late, then what the monitor polls now."""
         late, self.late = self.late, []
         yield from late
         for seen in self._monitor.poll():
@@ -101,7 +101,7 @@ class Recovery:
     def catch_up(self) -> None:
         """Poll now, because a plan is about to be made or the run to be saved.
 
-        Clean steps prove the snapshots that it may need. Findings are treated by the next step.
+        Clean steps prove the snapshots that it may need. The next step recovers from findings.
         """
         try:
             for seen in self._monitor.poll():
@@ -121,20 +121,20 @@ class Recovery:
                 self._write_outcome(incident, loss, noise)
             self._write_overflows()
 
-    def treat(self, seen: Seen) -> bool:
+    def recover(self, seen: Seen) -> bool:
         """Recover from what was found in one step; return whether the run was rolled back.
 
         Raises:
             HealingError: the run must stop.
         """
         self._write_forecast(seen)  # first: a rollback forgets it, and a halt ends the run
-        plan = self.treat_findings(seen.findings)
+        plan = self.recover_from(seen.findings)
         rolled_back = any(isinstance(action, Rollback) for action in plan)
         if not rolled_back and is_suspect(seen.findings):
             self._run.ring.note_settled()  # nothing was undone: the next snapshots prove themselves
         return rolled_back
 
-    def treat_findings(self, findings: Sequence[Finding]) -> Plan:
+    def recover_from(self, findings: Sequence[Finding]) -> Plan:
         """Diagnose findings and carry out the plan; return it.
 
         Raises:
@@ -170,22 +170,25 @@ class Recovery:
         if is_state:
             plan = self._restore_lr(plan)
         plan = self._ask_hook(diagnosis, plan)
+        self._apply_all(diagnosis, plan)
+        return plan
 
-        at, before, began = self._run.step, self._knobs(), time.monotonic()
+    def _apply_all(self, diagnosis: Diagnosis, plan: Plan) -> None:
+        """Apply the actions in order and write down what they did, also if one halts the run."""
+        at, before, began = self._run.step, self._adjusted(), time.monotonic()
         effects: list[bool] = []
-        self.treated = diagnosis
+        self.recovering_from = diagnosis
         try:
             for action in plan:
                 effects.append(self._apply(action))
         except HealingError:
             self._has_halted = True
             raise
-        finally:  # also after a halt: the journal says why
-            self.treated = None
+        finally:
+            self.recovering_from = None
             seconds = time.monotonic() - began
             self.history.note_plan(diagnosis, plan, effects, first_pending=at - self._config.lag)
             self._write(diagnosis, plan, effects, at, before, seconds)
-        return plan
 
     def would_halt(self, diagnosis: Diagnosis) -> bool:
         """Return whether the policy would halt for a diagnosis; nothing is done."""
@@ -236,7 +239,7 @@ class Recovery:
             diagnosis, config.nan_patience, config.max_consecutive_skips
         ):
             return diagnosis, False
-        # All ranks treat a record in the same step, but not an exception.
+        # All ranks act on a record in the same step, but not on an exception.
         try:
             was_raised = "type" in diagnosis.evidence
             found = self._run.corruption(not was_raised, was_raised or diagnosis.streak > 1)
@@ -337,7 +340,7 @@ class Recovery:
 
     # What is written down.
 
-    def _knobs(self) -> dict[str, float]:
+    def _adjusted(self) -> dict[str, float]:
         """What plans change and records do not show."""
         return {"lr_scale": self._run.lr_scale, "micro_batches": self._run.micro_batches}
 
@@ -353,7 +356,7 @@ class Recovery:
         """Write a diagnosis and its plan to log and journal.
 
         There are fewer ``effects`` than actions if one of them halted the run. ``at`` is the step
-        that came next, ``before`` the knobs before the plan, if it changed any.
+        that came next, ``before`` what :meth:`_adjusted` returned before the plan.
         """
         self.log.append((at, diagnosis, plan))
         done = [action_to_json(action) for action in plan]
@@ -366,8 +369,8 @@ class Recovery:
                 seconds=round(seconds, 6),
                 noticed_at=at,
                 resumed_at=self._run.step,
-                before=self._knobs() if before is None else before,
-                after=self._knobs(),
+                before=self._adjusted() if before is None else before,
+                after=self._adjusted(),
             )
             self.num_changes += changes_training(plan)
         except Exception as error:
@@ -431,17 +434,17 @@ class Recovery:
         plan: Plan = (Skip(),) if was_skipped else ()
         self._write(diagnosis, plan, [True] * len(plan), self._run.step)
 
-    def untreated(self) -> list[tuple[int, list[dict[str, Any]]]]:
-        """Return what was found and not treated yet, by step, as plain values."""
+    def late_findings(self) -> list[tuple[int, list[dict[str, Any]]]]:
+        """Return :attr:`late` as plain values."""
         return [(seen.step, [f.to_json() for f in seen.findings]) for seen in self.late]
 
     def resume(
         self,
         history: dict[str, Any],
-        untreated: Sequence[tuple[int, Sequence[dict[str, Any]]]],
+        late: Sequence[tuple[int, Sequence[dict[str, Any]]]],
     ) -> None:
-        """Go on with what ``history.state()`` and :meth:`untreated` returned elsewhere."""
+        """Go on with what ``history.state()`` and :meth:`late_findings` returned elsewhere."""
         self.history = History.from_state(history)
         self.late = [
-            Seen(step, [Finding.from_json(f) for f in findings]) for step, findings in untreated
+            Seen(step, [Finding.from_json(f) for f in findings]) for step, findings in late
         ]

@@ -82,7 +82,7 @@ class ClusterWatch:
         return min((next_due(step, n, False) for n in every if n > 0), default=NEVER)
 
     def look(self, step: int) -> list[Finding]:
-        """Do what is due before ``step``; return what must be treated here and now."""
+        """Do what is due before ``step``; return what must be acted upon here and now."""
         if _is_due(step, self._config.gpu_health_check_interval):
             self._look_at_gpu(step)
         found = self._ping_ranks(step)

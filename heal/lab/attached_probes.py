@@ -101,8 +101,8 @@ class AttachedProbes:
         if numbers is not None:
             probe.numbers = numbers
             seconds = round(time.monotonic() - began, 6)
-            told = numbers.get("", numbers)
-            self._journal.event("probe", step, probe=probe.name, found=told, seconds=seconds)
+            found = numbers.get("", numbers)
+            self._journal.event("probe", step, probe=probe.name, found=found, seconds=seconds)
         was_alarmed, probe.is_alarmed = probe.is_alarmed, is_alarmed
         if is_alarmed and not was_alarmed:  # once, until it has been off again
             alert = Finding(
@@ -112,7 +112,7 @@ class AttachedProbes:
                 severity=Severity.WARN,
                 evidence={"probe": probe.name, "found": probe.numbers.get("", probe.numbers)},
             )
-            self._recovery.treat_findings([alert])
+            self._recovery.recover_from([alert])
 
 
 def numbers_of(found: Any) -> dict[str, float]:

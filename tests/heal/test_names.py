@@ -75,6 +75,8 @@ def test_methods_of_a_healer_that_were_renamed_work_and_name_the_new_one():
     healer = regression().healer()
     with pytest.warns(DeprecationWarning, match="Healer.hear_the_rest is Healer.finish now"):
         assert healer.hear_the_rest == healer.finish
+    with pytest.warns(DeprecationWarning, match="Healer.treat is Healer.recover_from now"):
+        assert healer.treat([]) is None
     with pytest.warns(DeprecationWarning, match="is_in_loop is Healer.stream.is_open now"):
         assert healer.is_in_loop is False
     with pytest.raises(AttributeError, match="'Healer' object has no attribute 'heel'"):

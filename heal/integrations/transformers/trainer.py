@@ -203,7 +203,7 @@ class SelfHealingCallback(TrainerCallback):
 
     def _observe(self, healer: Healer, logs: Mapping[str, Any]) -> None:
         findings = self.log_watch.observe(healer.training.step, logs)
-        healer.treat(findings)
+        healer.recover_from(findings)
         for finding in findings:
             if finding.cause is Cause.REWARD_COLLAPSE:  # which losses of such trainers do not show
                 healer.suspect(finding)
@@ -245,8 +245,8 @@ class SelfHealingCallback(TrainerCallback):
     def _undo_checkpoints(self) -> None:
         """Also those that were saved before the damage: the run will save these steps again."""
         assert self.healer is not None
-        treated = self.healer.recovery.treated
-        bad_step = self.trainer.state.global_step if treated is None else treated.bad_step
+        diagnosis = self.healer.recovery.recovering_from
+        bad_step = self.trainer.state.global_step if diagnosis is None else diagnosis.bad_step
         self._report_aside(self._checkpoints.put_aside(bad_step))
 
     def _report_aside(self, paths: Sequence[Path]) -> None:
