@@ -29,7 +29,7 @@ from heal.exit_codes import ExitCode
 from heal.experiment import Experiment
 from heal.guarded_step import GuardedStep
 from heal.journal import Journal
-from heal.micro_batch import MicroBatcher, TrainStep
+from heal.micro_batch import TrainStep
 from heal.policy import MAX_HALVINGS
 from heal.recovery import Recovery
 from heal.run import TorchRun
@@ -61,7 +61,6 @@ class Attempts:
         self,
         run: TorchRun,
         guarded: GuardedStep,
-        micro: MicroBatcher,
         recovery: Recovery,
         stream: BatchStream,
         journal: Journal,
@@ -73,7 +72,7 @@ class Attempts:
         self._run = run
         self._guarded = guarded
         self._ranks = guarded.ranks
-        self._micro = micro
+        self._micro = run.micro
         self._recovery = recovery
         self._stream = stream
         self._journal = journal

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from heal.buffers import local_part
 from heal.causes import Cause, Family, Finding, Severity
+from heal.detect import Watch
 from heal.ranks import Ranks
 from heal.run import TorchRun
 from heal.snapshots import Snapshot, SnapshotCorrupt
@@ -79,7 +80,7 @@ class Pair(NamedTuple):
 
 
 def judge(
-    pairs: Sequence[Pair], noise: float, usual: float = math.nan, is_of_evaluation: bool = False
+    pairs: Sequence[Pair], noise: float, baseline: float = math.nan, is_of_evaluation: bool = False
 ) -> Answer | None:
     """Compare paired losses; None if another batch is needed.
 
@@ -95,7 +96,7 @@ def judge(
     Args:
         pairs: at least one.
         noise: the usual spread of the loss from batch to batch.
-        usual: the level of the loss before it was suspected; NaN if there was none.
+        baseline: the level of the loss before it was suspected; NaN if there was none.
         is_of_evaluation: whether the losses are those of a forward in evaluation mode.
     """
     newest = pairs[-1]
@@ -103,7 +104,7 @@ def judge(
         return Answer.OTHER_DATA  # whatever the weights, this batch has no finite loss
     if not math.isfinite(newest.now) or _loses(newest, GREAT_NOISE * noise, GREAT_RATIO):
         return Answer.DAMAGED
-    is_hard = not min(newest) <= usual + HARD_NOISE * noise
+    is_hard = not min(newest) <= baseline + HARD_NOISE * noise
     if is_hard and not _loses(newest, CLEAR_NOISE * noise, CLEAR_RATIO):
         return Answer.OTHER_DATA
     if len(pairs) < BATCHES:
@@ -167,7 +168,7 @@ class _Question:
 
     finding: Finding
     noise: float
-    usual: float
+    baseline: float
     due_at: int
     patient_until: int
     arms: list[tuple[int, int | None]]  # step of a snapshot, optimizer to swap (None: all)
@@ -205,8 +206,7 @@ class Experiment:
         run: whose snapshots are used, and whose step counts.
         state: the tensors that are swapped.
         ranks: who try together; losses are averaged over them.
-        loss_level: returns the usual loss and its noise.
-        held_lr: returns the highest learning rate that was held without a schedule.
+        watch: knows the level of the loss and its noise, and the highest rate that was held.
         patience: steps that weights found damaged are given to recover by themselves.
         note: called with what cannot be tried.
 
@@ -220,8 +220,7 @@ class Experiment:
         run: TorchRun,
         state: TrainingState,
         ranks: Ranks,
-        loss_level: Callable[[], tuple[float, float]],
-        held_lr: Callable[[], float],
+        watch: Watch,
         patience: int,
         note: Callable[[str], None],
     ) -> None:
@@ -229,8 +228,7 @@ class Experiment:
         self._run = run
         self._state = state
         self._ranks = ranks
-        self._loss_level = loss_level
-        self._held_lr = held_lr
+        self._watch = watch
         self._note = note
         self._question: _Question | None = None
         self._unprovable: set[Cause] = set()  # reported once for lack of a forward pass
@@ -265,12 +263,12 @@ class Experiment:
         if not arms:
             return False
         step = self._run.step
-        level, spread = self._loss_level()
-        usual = _number(finding.evidence.get("usual_loss"), level)
+        level, spread = self._watch.loss_level()
+        baseline = _number(finding.evidence.get("usual_loss"), level)
         noise = _number(finding.evidence.get("noise"), spread)
         noise = 0.0 if math.isnan(noise) else noise
         wait = min(LONGEST_WAIT, max(SHORTEST_WAIT, step // 4))
-        self._question = _Question(finding, noise, usual, step, step + wait, arms)
+        self._question = _Question(finding, noise, baseline, step, step + wait, arms)
         self._run.ring.pin({step for step, _ in arms})
         return True
 
@@ -311,7 +309,7 @@ class Experiment:
         """
         question = self._question
         if level is not None and question is not None:
-            question.usual, question.noise = level
+            question.baseline, question.noise = level
         with self.trial() as trial:
             old = trial.forward(compute)
             trial.put_back()
@@ -397,7 +395,7 @@ class Experiment:
                 return self._settle(Answer.UNDECIDED, "")  # of this snapshot only
             self._run.ring.prove(question.fresh)
             return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
-        answer = judge(question.pairs, question.noise, question.usual, question.is_of_evaluation)
+        answer = judge(question.pairs, question.noise, question.baseline, question.is_of_evaluation)
         is_game = question.arms[0][1] is not None
         if answer is None and is_game:
             answer = Answer.OTHER_DATA  # what one player gains the other loses: only by far
@@ -463,7 +461,7 @@ class Experiment:
             patience //= 2  # training takes no harm meanwhile, but the run may end
             excess = fmean(pair.now - pair.old for pair in question.pairs)
         else:
-            excess = (median(self._recent) if self._recent else math.nan) - question.usual
+            excess = (median(self._recent) if self._recent else math.nan) - question.baseline
         before, question.excess = question.excess, excess
         recovers = before is None or excess < 0.5 * before
         if not recovers or step >= question.patient_until:
@@ -515,7 +513,7 @@ class Experiment:
         # An alert has led to the proof: what is proven is that the weights are damaged.
         is_alert = finding.cause.about.family is Family.ALERT
         cause = Cause.WEIGHT_CORRUPTION if is_alert else finding.cause
-        held, lr = self._held_lr(), self._run.learning_rate()
+        held, lr = self._watch.held_lr(), self._run.learning_rate()
         if not finding.is_of_evaluation and held > 0.0 and not 0.0 < lr < CLEAR_RATIO * held:
             cause = Cause.LR_SPIKE
             evidence |= {"lr": lr, "usual_lr": held}

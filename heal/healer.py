@@ -165,7 +165,7 @@ class Healer:
             model, optimizers, self.schedules.all, self.guarded.scaler, rules, buffers, note
         )
         least, grow_steps = fewest_samples(model), config.micro_batch_grow_steps
-        self.micro = MicroBatcher(model, self.state.parameters, least, grow_steps, None, buffers)
+        self.micro = MicroBatcher(model, self.state.parameters, least, grow_steps, buffers=buffers)
         self.stream = BatchStream(self._loader_failed, keeps_last=ranks.has_others, note=note)
         self.durable = None if checkpoint_dir is None else self._open(checkpoint_dir, process_group)
         self.training = TorchRun(
@@ -186,8 +186,7 @@ class Healer:
             self.training,
             self.state,
             ranks,
-            watch.loss_level,
-            watch.held_lr,
+            watch,
             2 * config.loss_spike_patience,
             note,
         )
@@ -210,7 +209,6 @@ class Healer:
         self.retries = Attempts(
             self.training,
             self.guarded,
-            self.micro,
             self.recovery,
             self.stream,
             self.journal,

@@ -92,7 +92,7 @@ def in_a_loop(setup, healer, steps):
     ],
 )
 def test_paired_losses_are_judged_by_ratio_and_noise(pairs, answer):
-    assert judge(pairs, noise=0.15, usual=0.2) is answer
+    assert judge(pairs, noise=0.15, baseline=0.2) is answer
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_paired_losses_are_judged_by_ratio_and_noise(pairs, answer):
 )
 def test_weights_that_lose_every_batch_are_worse_though_by_a_tenth(pairs, answer):
     """The noise is of losses, from batch to batch; pairs share their batch."""
-    assert judge(pairs, noise=0.06, usual=0.6) is answer
+    assert judge(pairs, noise=0.06, baseline=0.6) is answer
 
 
 @pytest.mark.parametrize("make", [regression, language])
