@@ -336,7 +336,7 @@ class BufferCopies:
         self._moving[slot.name] = self._still.pop(slot.name)
 
     def _regroup(self) -> None:
-        """Lay the copies out anew; those that there are stay what they are."""
+        """Lay the copies out again; those that exist keep their contents."""
         self.are_there = bool(self._moving or self._still)
         kinds: dict[tuple[Any, ...], list[_Slot]] = {}
         for slot in self._moving.values():
@@ -505,7 +505,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def is_run_of_bytes(target: Tensor, source: Tensor) -> bool:
-    """Tell whether a copy from one to the other moves bytes and nothing else, in host memory."""
+    """Return whether a copy from one to the other moves bytes and nothing else, in host memory."""
     return (
         type(target) in PLAIN
         and type(source) in PLAIN

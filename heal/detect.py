@@ -205,13 +205,13 @@ class Watch:
         if self.forecast is not None:
             self.forecast.note_failure(step)
 
-    def metrics(self, unheard: Record | None = None) -> dict[str, float]:
+    def metrics(self, pending: Record | None = None) -> dict[str, float]:
         """Return what is worth a plot.
 
         Args:
-            unheard: the newest record, if it was not observed yet.
+            pending: the newest record, if it was not observed yet.
         """
-        ratio = self._loss.ratio if unheard is None else self._loss.ratio_of(unheard.loss)
+        ratio = self._loss.ratio if pending is None else self._loss.ratio_of(pending.loss)
         metrics = {"healing/loss_spike_ratio": ratio}
         if math.isfinite(self._gap.gap):
             metrics["healing/eval_gap"] = self._gap.gap

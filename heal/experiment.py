@@ -1,6 +1,6 @@
 """The counterfactual check: is it the weights that went bad, or did the data change?
 
-Loss and gradient curves alone cannot tell. An experiment can: compute the loss of today's batch
+Loss and gradient curves cannot answer that. An experiment can: compute the loss of today's batch
 with the weights of a good snapshot from before the suspicion, with the same random numbers and
 without an update, and compare it with the loss that today's weights have on the same batch. If
 the old weights do much better on today's data, today's weights are damaged. If they do as badly,

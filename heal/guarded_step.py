@@ -571,7 +571,7 @@ class GuardedStep:
         return any(o.clipper.groups.pipeline is not None for o in self.optimizers)
 
     def forget_scaling(self) -> None:
-        """Let the GradScaler begin anew: the gradients that it unscaled are gone."""
+        """Let the GradScaler start over: the gradients that it unscaled are gone."""
         if self.scaler is not None:
             self.scaler._per_optimizer_states.clear()
 

@@ -665,7 +665,7 @@ class Healer:
             self.recovery.recover_from(findings)
 
     def suspect(self, finding: Finding) -> None:
-        """Have an experiment tell whether the weights are damaged, as ``finding`` may suggest.
+        """Have an experiment find out whether the weights are damaged, as ``finding`` may suggest.
 
         For integrations. If they are, the run returns to a snapshot from before
         ``finding.bad_step``, or to a newer one that is sound; else nothing happens.

@@ -294,7 +294,7 @@ class GradientMessages:
         if not (self._is_ddp and self._was_called):
             yield
             return
-        model.require_forward_param_sync = False  # DDP sets it anew after the forward
+        model.require_forward_param_sync = False  # DDP sets it again after the forward
         yield
 
     def _note_call(self, *ignored: Any) -> None:

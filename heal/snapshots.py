@@ -351,7 +351,7 @@ class SnapshotRing:
         return self._suspect_since is not None
 
     def note_settled(self) -> None:
-        """The suspicion is answered: quarantines begin anew for what was taken meanwhile."""
+        """The suspicion is answered: quarantines begin again for what was taken meanwhile."""
         if self._suspect_since is not None:
             for snapshot in self._kept:
                 if snapshot.step > self._suspect_since:

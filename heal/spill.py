@@ -209,7 +209,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def _memory_mounts(table: Path = Path("/proc/mounts")) -> dict[Path, bool]:
-    """Return each mount point, and whether its files are in memory; nothing where none is told."""
+    """Return each mount point, and whether its files are in memory; none where no table is."""
     try:
         rows = [line.split() for line in table.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError):

@@ -3,7 +3,10 @@
 ``python -m tests.test_prose`` prints the 20 longest sentences and every word to replace.
 """
 
+import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,17 @@ def words_to_replace(text):
     return found + [(match[0], "because") for match in CONJUNCTION.finditer(plain)]
 
 
+def explanations(path):
+    """Yield the docstrings and comments of a module."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
 def name_of(page):
     return str(page.relative_to(ROOT))
 
@@ -87,6 +101,13 @@ def test_no_sentence_is_longer_than_the_limit(page):
 @pytest.mark.parametrize("page", CHECKED, ids=name_of)
 def test_pages_use_the_words_of_the_field(page):
     assert words_to_replace(page.read_text()) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "heal").rglob("*.py")), ids=name_of)
+def test_docstrings_and_comments_use_the_words_of_the_field(path):
+    """What a cause blames is the name of its column."""
+    found = [found for text in explanations(path) for found in words_to_replace(text)]
+    assert [f for f in found if not f[0].startswith("blame") and f[1] != "because"] == []
 
 
 def test_the_checks_find_what_they_look_for():

@@ -14,7 +14,7 @@ class SkippedSteps:
 
     NaN losses and NaN gradients share the streak: they often alternate and are one problem. A
     skipped step has changed nothing, so that it is no reason for a rollback by itself. Where
-    ``nan_action`` is "rollback", ``nan_patience`` of them raise a suspicion: the experiment tells
+    ``nan_action`` is "rollback", ``nan_patience`` of them raise a suspicion: the experiment finds
     weights that overflow from data that is NaN. A gradient scaler that still searches its scale
     overflows on purpose; that ends by itself because each overflow halves the scale.
     """

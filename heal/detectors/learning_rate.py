@@ -85,6 +85,6 @@ class LrChange:
 
     def load_state(self, state: dict[str, Any]) -> None:
         if "held" not in state:
-            return  # of version 0.1: learned anew
+            return  # of version 0.1: learned again
         self.last = math.nan if state["last"] is None else state["last"]
         self.same, self.held, self.is_off = state["same"], state["held"], state["is_off"]

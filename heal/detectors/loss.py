@@ -17,7 +17,7 @@ class LossChange:
     One sum adds up what lies above the recent median, the other what lies above the best level of
     the run, each less some slack; a sum that reaches its limit is a suspicion. So one enormous
     loss, a few large ones or many slightly raised ones all lead there. A suspicion is no verdict:
-    the counterfactual experiment (:mod:`heal.experiment`) tells damage from other data.
+    the counterfactual experiment (:mod:`heal.experiment`) distinguishes damage from other data.
 
     On stationary normal noise fewer than one run of 10,000 steps in a hundred is suspected; a loss
     that wanders by itself (critics, RL) is suspected each time it has wandered by some noise.
@@ -151,7 +151,7 @@ class LossChange:
 
     def load_state(self, state: dict[str, Any]) -> None:
         if "climb" not in state:
-            return  # of version 0.1: learned anew
+            return  # of version 0.1: learned again
         self.losses = Window(RECENT, state["losses"])
         self.block = Window(BLOCK, state["block"])
         self.is_suspected = state.get("is_suspected", False)

@@ -63,7 +63,7 @@ class Plateau:
 
     def load_state(self, state: dict[str, Any]) -> None:
         if "before" not in state:
-            return  # of version 0.1: learned anew
+            return  # of version 0.1: learned again
         self.losses = Window(self.size, state["losses"])
         self.before = math.nan if state["before"] is None else state["before"]
         self.was_reported = state["told"]

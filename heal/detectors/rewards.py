@@ -1,6 +1,6 @@
 """Reinforcement that lost its signal or ran away: rewards of groups, distance to the reference.
 
-Reads the trainer's log. Alerts; whether the weights are to blame, an experiment can tell.
+Reads the trainer's log. Alerts only: an experiment shows whether the weights are damaged.
 """
 
 from collections.abc import Mapping
@@ -143,5 +143,5 @@ class KlBlowUp:
         return {"values": self.values.values.values(), "streak": self.values.streak}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if "values" in state:  # else of version 0.1: learned anew
+        if "values" in state:  # else of version 0.1: learned again
             self.values.load(state["values"], state["streak"])

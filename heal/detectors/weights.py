@@ -18,7 +18,7 @@ class StateHealth:
     A weight norm that changed by ``drift_factor`` and by far more than between any two earlier
     checks is a suspicion; where more steps lie between, it may have changed by as much more. Fast
     early training, a schedule that raises the rate and weights that
-    something else has written look alike, and the experiment tells them apart. What no norm
+    something else has written look alike, and the experiment distinguishes them. What no norm
     shows, such as one flipped bit in a large tensor, shows in the loss if it matters. The same
     holds for running statistics and other buffers that forward writes, but for the experiment:
     it runs in evaluation mode, because training does not read them.
@@ -193,7 +193,7 @@ class StateHealth:
         """Keep what is known of tensors that are still there; of others begin with this check."""
         places = {name: i for i, name in enumerate(self.names)}
         before = [places.get(name) for name in row.names]
-        if len(before) != len(row.weight_norms):  # without names none can be told from another
+        if len(before) != len(row.weight_norms):  # without names they cannot be matched
             before = [None] * len(row.weight_norms)
 
         def kept(old: list[Any], new: Iterable[Any]) -> list[Any]:
@@ -210,7 +210,7 @@ class StateHealth:
         self.names = list(row.names)
 
     def start_over(self) -> None:
-        """Learn anew from the next check what weights and moments are like."""
+        """Learn the level of weights and moments again from the next check."""
         for name in ("names", "weights", "changes", "intervals", "counters", "moments"):
             setattr(self, name, [])
         self.largest_moments, self.longest, self.buffers = [], 0, {}

@@ -104,7 +104,7 @@ class WeightAnchor:
         return True
 
     def count_step(self) -> None:
-        """Hear that a step is over; the last one releases the weights."""
+        """Count a step; the last one releases the weights."""
         if self.steps_left:
             self.steps_left -= 1
             if not self.steps_left:

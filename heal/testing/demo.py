@@ -133,7 +133,7 @@ def demonstrate(
     def trained(faults: list[Fault], run_dir: Path | None) -> tuple[Drill, float, float]:
         model, optimizer, scheduler, loader = build(seed, steps)
         given = model, optimizer, scheduler, settings()
-        # Half a second in place of thirty: nobody looks on for so long.
+        # Half a second in place of thirty: a viewer would not wait so long.
         healer = Healer(*given, run_dir=run_dir, sleep=lambda seconds: time.sleep(seconds / 60))
         drill, first = Drill(healer, faults, seed), evaluate(model, loader)
         drill.run(model.loss, loader, steps, progress)

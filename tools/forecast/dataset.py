@@ -104,5 +104,5 @@ def features_of(records: NDArray[np.float32]) -> NDArray[np.float32]:
             loss, norm, clipped_norm, lr, math.nan, clipped > 0, blocked > 0, math.nan
         )
         if step % CHECK_INTERVAL == 0:
-            followed.hear_weights(weight_norm)
+            followed.observe_weights(weight_norm)
     return out

@@ -83,7 +83,7 @@ class Features:
         self.weight_rate = self.weight_habit = self.weight_surge = 0.0
 
     def observe(self, record: Record) -> list[float]:
-        """Hear of a step, in order."""
+        """Take in a step, in order."""
         return self.update(
             record.loss if record.has_finite_loss else math.nan,
             record.norm,
@@ -110,15 +110,15 @@ class Features:
         self.steps += 1.0
         self.since_check += 1.0
         if abs(loss) < LARGEST:
-            self._hear_loss(loss)
+            self._observe_loss(loss)
         log_norm = math.log(norm) if 0.0 < norm < LARGEST else math.nan
         if log_norm == log_norm:
-            self._hear_norm(log_norm)
+            self._observe_norm(log_norm)
         self.clip_fast += SHARE * (clipped - self.clip_fast)
         self.clip_slow += SLOW * (clipped - self.clip_slow)
         self.refused += MID * (blocked - self.refused)
         if 0.0 < lr < LARGEST:
-            self._hear_lr(lr, scheduled_lr, clipped_norm)
+            self._observe_lr(lr, scheduled_lr, clipped_norm)
         if 0.0 < seconds < LARGEST:
             self.i += 1.0
             log_seconds = math.log(seconds)
@@ -126,8 +126,8 @@ class Features:
             self.second_slow += max(1.0 / self.i, SLOW) * (log_seconds - self.second_slow)
         return self._values()
 
-    def hear_weights(self, norm: float) -> None:
-        """Take in the norm of all weights, as it was before the last step that was heard of."""
+    def observe_weights(self, norm: float) -> None:
+        """Take in the norm of all weights, as it was before the last step that was taken in."""
         is_early = self.w > 0.0 and self.since_check < CHECK_INTERVAL
         if is_early or not 0.0 < norm < LARGEST:
             return
@@ -152,7 +152,7 @@ class Features:
         rate = min(rate, 2.0 * self.weight_habit + WEIGHT_TINY)
         self.weight_habit += min(gap * MID, 1.0) * (rate - self.weight_habit)
 
-    def _hear_loss(self, loss: float) -> None:
+    def _observe_loss(self, loss: float) -> None:
         self.n += 1.0
         share = 1.0 / self.n
         if self.n == 1.0:
@@ -185,7 +185,7 @@ class Features:
         if self.n >= SETTLED and not self.mid >= self.best:
             self.best = self.mid
 
-    def _hear_norm(self, log_norm: float) -> None:
+    def _observe_norm(self, log_norm: float) -> None:
         self.m += 1.0
         share = 1.0 / self.m
         if self.m == 1.0:
@@ -204,7 +204,7 @@ class Features:
         if self.m >= SETTLED and not self.norm_mid <= self.norm_peak:
             self.norm_peak = self.norm_mid
 
-    def _hear_lr(self, lr: float, scheduled_lr: float, clipped_norm: float) -> None:
+    def _observe_lr(self, lr: float, scheduled_lr: float, clipped_norm: float) -> None:
         self.k += 1.0
         share = 1.0 / self.k
         log_lr = math.log(lr)

@@ -14,7 +14,7 @@ from typing import Any
 from heal.lab.forecast.features import NAMES
 
 FORMAT = 2
-"""Of the file: a reader refuses another one instead of guessing."""
+"""Of the file: a reader rejects another one instead of guessing."""
 
 SHIPPED = Path(__file__).with_name("model.json")
 LARGEST_LOGIT = 30.0
@@ -221,7 +221,7 @@ class Hysteresis:
         self.quiet = 0
 
     def observe(self, evidence: float) -> bool:
-        """Hear of a step; return whether a warning begins with it."""
+        """Take in a step; return whether a warning begins with it."""
         if not self.is_on:
             self.is_on = evidence > self.limit
             self.quiet = 0

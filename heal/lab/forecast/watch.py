@@ -15,8 +15,8 @@ from heal.lab.forecast.score import DEFAULT_SHARE, QUIET_STEPS, Hysteresis, Mode
 from heal.verdict import HealthRow, Record
 
 FIRST_STEP = 20  # levels and noise are guesses before it
-TOLD_SHARE = 1.0 / 16  # weight of a step in the share of steps that told a loss
-LEAST_TOLD = 0.5  # of that share: with fewer losses there are eight times the false warnings
+LOSS_DECAY = 1.0 / 16  # weight of a step in the share of steps with a loss
+LEAST_SHARE = 0.5  # of that share: with fewer losses there are eight times the false warnings
 SILENT = (
     "forecast: expected the loss of every step, got few or none, so that the forecast is silent; "
     "call healer.step(loss)"
@@ -28,7 +28,7 @@ class State(str, Enum):
 
     HEALTHY to WARNING: the evidence exceeds its calibrated limit. WARNING to HEALTHY: it has
     stayed well below that for fifty steps. Either to FAILURE: something was found that must be
-    acted on, a step was refused, or the run was rolled back; the forecast itself never says so.
+    acted on, a step was skipped, or the run was rolled back; the forecast itself never says so.
     FAILURE to HEALTHY or WARNING: fifty steps without.
     """
 
@@ -47,7 +47,7 @@ class ForecastWatch:
     Attributes:
         probability: calibrated chance that the loss doubles soon; NaN in the first steps.
         evidence: what is compared with the limit.
-        told: running share of the steps that told a loss; the watch is silent without.
+        loss_share: running share of the steps with a loss; where it is low the forecast is silent.
         moves: transitions since the last :meth:`take_moves`: step, from, to.
     """
 
@@ -60,7 +60,7 @@ class ForecastWatch:
         self.features = Features()
         self.probability = math.nan
         self.evidence = -math.inf
-        self.told = 0.0
+        self.loss_share = 0.0
         self.failure_steps = 0  # left until a failure is over
         self.owes_warning = False  # one began during a failure
         self.moves: list[tuple[int, State, State]] = []
@@ -75,16 +75,16 @@ class ForecastWatch:
 
     @property
     def is_silent(self) -> bool:
-        """Whether too few losses are told to say anything."""
-        return self.features.steps > FIRST_STEP and self.told < LEAST_TOLD
+        """Whether too few losses come for a forecast."""
+        return self.features.steps > FIRST_STEP and self.loss_share < LEAST_SHARE
 
     def observe(self, record: Record) -> Finding | None:
-        """Hear of a step, in order; return a warning when one begins.
+        """Take in a step, in order; return a warning when one begins.
 
         One that begins during a failure is returned when that is over, if it lasts so long.
         """
         values = self.features.observe(record)
-        self.told += TOLD_SHARE * ((record.loss == record.loss) - self.told)
+        self.loss_share += LOSS_DECAY * ((record.loss == record.loss) - self.loss_share)
         self.failure_steps = QUIET_STEPS if record.blocked else max(self.failure_steps - 1, 0)
         if self.features.steps > FIRST_STEP:
             self._judge(values)
@@ -105,7 +105,7 @@ class ForecastWatch:
         )
 
     def _judge(self, values: Sequence[float]) -> None:
-        if self.told < LEAST_TOLD:
+        if self.loss_share < LEAST_SHARE:
             self.probability, self.evidence = math.nan, -math.inf
         else:
             logit = self.model.logit(values)
@@ -117,11 +117,11 @@ class ForecastWatch:
         self.owes_warning = begins or (self.owes_warning and self.switch.is_on)
 
     def observe_health(self, row: HealthRow) -> None:
-        """Hear of a check of the weights: how large they are all together."""
-        self.features.hear_weights(math.hypot(*row.weight_norms))
+        """Take in a check of the weights: how large they are all together."""
+        self.features.observe_weights(math.hypot(*row.weight_norms))
 
     def note_failure(self, step: int) -> None:
-        """Hear that something must be acted on, or that the run is rolled back."""
+        """Note that something must be acted on, or that the run is rolled back."""
         self.failure_steps = QUIET_STEPS
         self._note(step)
 
@@ -145,7 +145,7 @@ class ForecastWatch:
             "quiet": self.switch.quiet,
             "failure_steps": self.failure_steps,
             "owes_warning": self.owes_warning,
-            "told": self.told,
+            "told": self.loss_share,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -159,6 +159,6 @@ class ForecastWatch:
         self.switch.is_on = state["is_on"]
         self.switch.quiet = state["quiet"]
         self.failure_steps = max(self.failure_steps, state["failure_steps"])
-        self.owes_warning, self.told = state["owes_warning"], state["told"]
+        self.owes_warning, self.loss_share = state["owes_warning"], state["told"]
         self.probability = math.nan
         self._last = self.condition

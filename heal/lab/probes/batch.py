@@ -112,8 +112,8 @@ class Sharpness:
     """The eigenvalue of the Hessian that is largest in magnitude, with its sign.
 
     ``residual`` is the length of ``H v - eigenvalue * v``: some eigenvalue lies within it.
-    ``is_converged`` tells whether it came below the tolerance; if not, the largest curvature is
-    probably larger than what is told, and the limit of the learning rate lower.
+    ``is_converged`` says whether it came below the tolerance; if not, the largest curvature is
+    probably larger than what is returned, and the limit of the learning rate lower.
     """
 
     eigenvalue: float

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from heal.lab.weight_anchor import SQUARES
 
 FEWEST = 16
-FEWEST_PERIODS = 3  # a wave that was seen less often cannot be told from a trend
+FEWEST_PERIODS = 3  # a wave that was seen less often cannot be distinguished from a trend
 DECAYS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.995)  # from one value to the next; 0 is white noise
 ROUNDS = 30  # of the fit; later ones change p-values by less than the noise does
 
@@ -33,7 +33,7 @@ class Oscillation:
     p_value: float
 
     def is_significant(self, level: float = 1e-3) -> bool:
-        """Tell whether chance is an unlikely explanation."""
+        """Return whether chance is an unlikely explanation."""
         return self.p_value < level
 
 
@@ -130,7 +130,7 @@ def _refined(transform: Tensor, peak: int, count: int) -> float:
 
 
 SAMPLE = 4096  # weights that are followed; enough for a norm to within two percent
-FEWEST_VELOCITIES = 3  # lengths of steps whose growth can be told
+FEWEST_VELOCITIES = 3  # lengths of steps whose growth can be measured
 
 
 class LyapunovMeter:
@@ -180,8 +180,8 @@ class LyapunovMeter:
         """Measure the step since the last call; the length stays on the device.
 
         Args:
-            step: its number. One that is not above the last tells of a rollback, whose leap is
-                no step: the meter starts anew.
+            step: its number. One that is not above the last shows a rollback, whose leap is
+                no step: the meter starts over.
         """
         if step is not None:
             if step <= self._step:
@@ -198,7 +198,7 @@ class LyapunovMeter:
     def exponent(self) -> float:
         """Return the mean log-growth of the steps, per observation; NaN before there are three.
 
-        Least squares over the window, so that one odd step does not decide. A refused step moved
+        Least squares over the window, so that one odd step does not decide. A skipped step moved
         nothing and is left out; so is all that came before the last burst to Inf or NaN.
         """
         if not self._lengths:
@@ -259,7 +259,7 @@ def optimizer_health(optimizer: Optimizer) -> OptimizerHealth:
     rates; and second moments far below the present gradient (a reset, or a corrupted memory). An
     optimizer that keeps no state, as SGD without momentum, has nothing to lose.
     """
-    told: list[Tensor] = []
+    measured: list[Tensor] = []
     missing = 0
     keeps_any = False
     for group in optimizer.param_groups:
@@ -268,13 +268,13 @@ def optimizer_health(optimizer: Optimizer) -> OptimizerHealth:
         for param in group["params"]:
             state = optimizer.state.get(param, {})
             if any(isinstance(value, Tensor) and value.numel() for value in state.values()):
-                told.append(_measure(param, state, group))
+                measured.append(_measure(param, state, group))
             else:
                 missing += keeps and param.grad is not None and param.numel() > 0
-    if not told:
+    if not measured:
         problems = ["no state: the optimizer has not stepped, or was reset"] if keeps_any else []
         return OptimizerHealth(missing=missing if problems else 0, problems=problems)
-    rows = torch.stack([row.to(told[0].device, non_blocking=True) for row in told]).cpu()
+    rows = torch.stack([row.to(measured[0].device, non_blocking=True) for row in measured]).cpu()
     squares, elements, largest, nonfinite, negative, stale, steps = rows.unbind(1)
     has_update = bool(elements.sum() > 0)
     counts = [count for count in steps.tolist() if not math.isnan(count)]

@@ -129,7 +129,7 @@ def follow_weights(norms, every=10):
     for step, record in enumerate(records(np.ones(len(norms)))):
         values = features.observe(record)
         if step % every == 0:
-            features.hear_weights(norms[step])
+            features.observe_weights(norms[step])
     return dict(zip(NAMES, values, strict=True))
 
 
@@ -154,7 +154,7 @@ def test_an_update_is_measured_against_the_weights():
         for step, lr in enumerate(lrs.tolist()):
             values = features.observe(Record(step=step, loss=1.0, clipped_norm=0.5, lr=lr))
             if step % 10 == 0:
-                features.hear_weights(weights[step])
+                features.observe_weights(weights[step])
         return values[AT["update_ratio"]]
 
     calm, faster = np.full(301, 1e-3), 1e-3 * growth
@@ -169,7 +169,7 @@ def test_the_first_norm_of_the_weights_is_no_change_of_the_update():
     for step in range(60):
         values = features.observe(Record(step=step, loss=1.0, clipped_norm=0.5, lr=1e-3))
         if step == 50:
-            features.hear_weights(40.0)
+            features.observe_weights(40.0)
     assert values[AT["update_ratio"]] == pytest.approx(0.0, abs=1e-9)
 
 
@@ -188,7 +188,7 @@ def test_norms_that_come_too_often_or_are_no_numbers_are_left_out():
     features = Features()
     features.observe(Record(step=0, loss=1.0))
     for norm in (math.nan, math.inf, 0.0, -1.0):
-        features.hear_weights(norm)
+        features.observe_weights(norm)
     assert features.w == 0.0
 
 
