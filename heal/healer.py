@@ -340,6 +340,7 @@ class Healer:
                 break  # the remaining records are of steps that did not happen
         else:
             self._maintain(step)
+        self._wants_snapshot |= self.monitor.take_snapshot_request()
         self._write_metrics()
         self._busy_at = self._next_due(self.training.step)
 
@@ -397,7 +398,7 @@ class Healer:
         self.training.capture_after_step()
 
     def _write_metrics(self) -> None:
-        self._wants_snapshot |= self.monitor.take_snapshot_request()
+        """Write a line of ``metrics.jsonl`` if one is due."""
         if self.training.step % METRICS_INTERVAL:
             return
         forecast = self.monitor.watch.forecast
