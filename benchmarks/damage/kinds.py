@@ -221,6 +221,8 @@ KINDS = [
     Kind("all weights x 3", scale_weights(3)),
     Kind("all weights x 10", scale_weights(10)),
     Kind("all weights x 1000", scale_weights(1000)),
+    Kind("all weights x 1000 before step 1", scale_weights(1000), at=1),
+    Kind("exp_avg x 1e4 before step 2", change_state(MOMENTUM, lambda m: m.mul_(1e4)), at=2),
     Kind("one weight 1e4", one_weight),
     Kind("one layer scrambled", scramble),
     Kind("one layer + N(0, 1)", noise(1.0)),

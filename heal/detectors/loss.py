@@ -49,6 +49,8 @@ class LossChange:
         self.first: list[float] = []
         self.ratio = 1.0
         self.is_suspected = False
+        # A run begins with one: there is nothing else to compare the first steps with.
+        self.fewest = 1
 
     def observe(self, record: Record) -> Finding | None:
         loss = record.loss
@@ -81,12 +83,13 @@ class LossChange:
         return None
 
     def level(self) -> tuple[float, float]:
-        """Return the recent level and its noise; NaN while there are fewer than three losses."""
+        """Return the recent level and its noise; NaN while there are too few losses."""
         count = len(self.losses)
-        if count < FIRST:
+        if count < self.fewest:
             return math.nan, math.nan
         level, spread = self.losses.median_and_spread()
-        # Three losses say little about the noise: the fewer there are, the more is allowed for.
+        # A few losses say little about the noise: the fewer there are, the more is allowed for.
+        # After one, a loss more than eight times as high is a suspicion; after three, four times.
         least = SAME * max(1.0, BLOCK / count) * abs(level)
         learned = NEGLIGIBLE * (min(self.first) - level)  # the others may have exploded
         return level, max(spread, least, learned, sys.float_info.min)
@@ -106,6 +109,7 @@ class LossChange:
         self.best, self.best_noise = math.inf, 0.0
         self.leap = self.climb = 0.0
         self.is_suspected = False
+        self.fewest = FIRST
 
     def _climb(self, loss: float, noise: float) -> None:
         if math.isinf(self.best):
@@ -139,7 +143,7 @@ class LossChange:
         )
 
     def state(self) -> dict[str, Any]:
-        names = ("best_noise", "best_step", "leap", "climb", "leap_step", "ratio")
+        names = ("best_noise", "best_step", "leap", "climb", "leap_step", "ratio", "fewest")
         return {
             "first": list(self.first),
             "losses": self.losses.values(),
@@ -155,6 +159,7 @@ class LossChange:
         self.losses = Window(RECENT, state["losses"])
         self.block = Window(BLOCK, state["block"])
         self.is_suspected = state.get("is_suspected", False)
+        self.fewest = state.get("fewest", FIRST)
         self.best = math.inf if state["best"] is None else state["best"]
         self.first = list(state["first"])
         for name in ("best_noise", "best_step", "leap", "climb", "leap_step", "ratio"):

@@ -1,6 +1,7 @@
 """The table of damage: it strikes once, judges by undamaged twins, and has a row for each kind."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,16 @@ def test_weights_that_become_nan_heal(records, mode):
     assert record["verdict"] == "healed"
     assert record["rollbacks"] == 1
     assert record["at"] <= record["detected"] < record["at"] + 20
+
+
+@pytest.mark.parametrize("mode", ["run", "loop"])
+@pytest.mark.parametrize("at", [1, 2])
+def test_damage_in_the_first_steps_heals(at, mode):
+    kind = next(kind for kind in KINDS if kind.name == "all weights x 1000")
+    twin = train(make("MLP", 3, steps=STEPS), None, 0, STEPS, "heal")
+    ended = train(make("MLP", 3, steps=STEPS), replace(kind, at=at), 3, STEPS, "heal", mode)
+    assert ended.rollbacks == 1
+    assert ended.loss < 1.1 * twin.loss
 
 
 def test_damage_without_protection_is_not_healed(records):

@@ -81,15 +81,27 @@ def test_the_level_of_a_young_run_is_that_of_its_second_half():
     assert noise < 0.3  # of all 40 it is 0.7
 
 
-def test_a_level_is_known_after_three_losses():
-    detector = fed([1.0, 1.0])
+def test_a_level_is_known_after_the_first_loss():
+    assert math.isnan(fed([]).level()[0])
+    detector = fed([1.0])
+    assert detector.level()[0] == 1.0
+    detector.rebase()  # other data: one of its losses may be a hard batch
+    suspicions(detector, [2.0, 2.0], 1)
     assert math.isnan(detector.level()[0])
-    assert fed([1.0, 1.0, 1.0]).level()[0] == 1.0
+    suspicions(detector, [2.0], 3)
+    assert detector.level()[0] == 2.0
 
 
 @pytest.mark.parametrize(
     ("count", "highest"),
-    [(128, 1.23), (32, 1 + 23 * 0.32 / 15), (8, 1 + 23 * 0.04), (3, 1 + 23 * 0.32 / 3)],
+    [
+        (128, 1.23),
+        (32, 1 + 23 * 0.32 / 15),
+        (8, 1 + 23 * 0.04),
+        (3, 1 + 23 * 0.32 / 3),
+        (2, 1 + 23 * 0.32 / 2),
+        (1, 1 + 23 * 0.32),
+    ],
 )
 def test_a_loss_without_noise_is_measured_by_its_level_and_the_more_there_are_the_finer(
     count, highest
@@ -155,6 +167,7 @@ OFTEN = {
     "cauchy": 100,
     "memorised, rare hard batches": 200,
     "interpolation": 3,
+    "zero, then noise": 1,
     "zero-centred, heavy": 10,
     "grpo, kl grows": 15,
     "grpo, kl grows quietly": 40,
