@@ -349,6 +349,10 @@ class Cause(str, Enum):
     # fmt: on
 
 
+PROOF = "loss_with_old_weights"
+"""Evidence that an experiment has found the weights damaged, and those of ``bad_step`` sound."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """What one detector found.

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heal.causes import Cause, Family, Finding, Severity
+from heal.causes import PROOF, Cause, Family, Finding, Severity
 from heal.exceptions import LOADER_PHASES, classify, message_of, qualified_name
 from heal.history import History
 
@@ -44,7 +44,7 @@ class Diagnosis:
     @property
     def is_proven(self) -> bool:
         """Whether an experiment has found the weights damaged."""
-        return "loss_with_old_weights" in self.evidence
+        return PROOF in self.evidence
 
     @property
     def reference(self) -> str:
@@ -163,9 +163,16 @@ def diagnose_corruption(diagnosis: Diagnosis, found: Mapping[str, Any], step: in
 
 
 def _suspect(finding: Finding, history: History) -> tuple[str, int] | None:
-    """Return the newest warning that explains the finding."""
+    """Return the newest warning that explains the finding.
+
+    An experiment has shown that the weights were sound at ``bad_step``: no warning from before it
+    explains what followed, and a change that was meant is not undone for it.
+    """
+    first = finding.step - SUSPECT_STEPS
+    if PROOF in finding.evidence:
+        first = max(first, finding.bad_step)
     for name, step in reversed(history.suspects):
-        is_recent = 0 <= finding.step - step <= SUSPECT_STEPS
+        is_recent = first <= step <= finding.step
         if is_recent and finding.cause.value in Cause(name).about.explains:
             return name, step
     return None

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from heal.buffers import local_part
-from heal.causes import Cause, Family, Finding, Severity
+from heal.causes import PROOF, Cause, Family, Finding, Severity
 from heal.detect import Watch
 from heal.ranks import Ranks
 from heal.run import TorchRun
@@ -506,7 +506,7 @@ class Experiment:
         evidence: dict[str, object] = {
             **finding.evidence,
             "loss_now": pair.now,
-            "loss_with_old_weights": pair.old,
+            PROOF: pair.old,
             "snapshot": snapshot_step,
             **self._changed_most(snapshot_step, finding.is_of_evaluation),
         }

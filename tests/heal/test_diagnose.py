@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from heal.causes import Cause, Family, Finding, Severity
+from heal.causes import PROOF, Cause, Family, Finding, Severity
 from heal.diagnose import diagnose
 from heal.history import History
 
@@ -50,6 +50,16 @@ def test_a_learning_rate_that_was_odd_before_is_suspected():
     diagnosis = diagnose([finding(Cause.DIVERGENCE, step=120, bad_step=100)], history)
     assert diagnosis.cause is Cause.DIVERGENCE
     assert (diagnosis.evidence["suspect"], diagnosis.bad_step) == ("lr_spike", 30)
+
+
+def test_what_came_before_weights_that_were_proven_sound_is_not_suspected():
+    history = History()
+    history.note_findings([finding(Cause.LR_SPIKE, step=30, severity=Severity.WARN)])
+    for sound, explained in ((31, False), (30, True)):
+        proven = finding(Cause.LOSS_SPIKE, step=120, bad_step=sound, **{PROOF: 0.5})
+        diagnosis = diagnose([proven], history)
+        assert ("suspect" in diagnosis.evidence) is explained
+        assert diagnosis.bad_step == sound
 
 
 def test_old_warnings_are_not_suspected_nor_those_of_a_future_that_was_undone():

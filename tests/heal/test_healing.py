@@ -21,6 +21,7 @@ from tests.heal.runs import (
     QUICK,
     assert_same,
     fingerprint,
+    mlp,
     regression,
     roll_back_after_skipped,
     strike,
@@ -146,6 +147,27 @@ def test_a_rate_that_the_optimizer_finds_by_itself_is_not_lowered_and_that_is_no
     assert healer.last_step == 59
     (note,) = healer.notes
     assert "Adafactor has parameter groups whose lr is None" in note
+
+
+def test_damage_long_after_a_rate_was_lowered_by_hand_does_not_undo_that():
+    setup = regression(model=lambda: mlp(dropout=0.0))
+    healer = setup.healer()
+
+    @torch.no_grad()
+    def scale_weights():
+        for p in setup.model.parameters():
+            p.mul_(100.0)
+
+    due = {60: lambda: setup.optimizer.param_groups[0].update(lr=3e-4), 120: scale_weights}
+
+    def train_step(batch):
+        due.pop(healer.last_step + 1, lambda: None)()
+        return setup.train_step(batch)
+
+    healer.run(train_step, setup.loader, 160, progress=False)
+    rollbacks = [a for *_, plan in healer.history for a in plan if isinstance(a, Rollback)]
+    assert [action.before_step for action in rollbacks] == [120]
+    assert setup.optimizer.param_groups[0]["lr"] == 3e-4
 
 
 def test_a_tightened_clip_is_loosened_again():
