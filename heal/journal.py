@@ -27,7 +27,7 @@ from heal.diagnose import Diagnosis
 from heal.exceptions import classify, message_of, qualified_name
 from heal.exit_codes import ExitCode, ExitReason
 from heal.json_lines import dumps, encodable, now, read_all, read_events, replace_text
-from heal.report.words import action_words
+from heal.report.words import action_words, evidence_words
 
 __all__ = [
     "ExitReason",
@@ -49,6 +49,15 @@ FILE_MODE = 0o600
 EVENTS, METRICS, POSTMORTEM = "events", "metrics", "postmortem"
 MOST_SAMPLES = 8  # indices of samples in a line; the journal has them all
 MAX_MESSAGE = 120  # characters of an exception's message
+MEASURED = {
+    *("lr", "loss", "first_loss", "eval_loss", "train_loss", "norm_before", "norm", "seconds"),
+    *("usual_lr", "usual_loss", "usual_norm", "usual_seconds"),
+}
+"""Numbers of a finding that its line has. The journal has the others too."""
+
+ADVICE = ("advice", "hint")
+"""Evidence that says what the reader can do."""
+
 MAX_BYTES = 64 * 2**20
 """Size at which a file is put aside as ``.1``; with the one before it, twice this is on disk."""
 
@@ -71,10 +80,14 @@ def line_for(entry: Mapping[str, Any]) -> str:
     """Return what happened and what was done, from an entry of ``recovery_actions``."""
     evidence = entry.get("evidence") or {}
     failure = str(entry.get("failure"))
-    place, detail = _place(evidence), _detail(failure, evidence)
+    done = [action_words(action, entry.get("resumed_at")) for action in entry.get("plan", ())]
+    details = [_detail(failure, evidence)]
+    if not done:  # an alert: what it rests on is all that it has to say
+        details.append(_measured(evidence))
+    details += [str(evidence[name]) for name in ADVICE if evidence.get(name)]
+    place, detail = _place(evidence), "; ".join(filter(None, details))
     where = f"step {entry.get('step')}" + (f" ({place})" if place else "")
     text = f"{where}: {failure}" + (f" ({detail})" if detail else "")
-    done = [action_words(action, entry.get("resumed_at")) for action in entry.get("plan", ())]
     return f"{text} -> {', '.join(done)}" if done else text
 
 
@@ -90,6 +103,12 @@ def _place(evidence: Mapping[str, Any]) -> str:
         more = ", ..." if len(samples) > MOST_SAMPLES else ""
         parts.append(f"samples {', '.join(map(str, samples[:MOST_SAMPLES]))}{more}")
     return ", ".join(parts)
+
+
+def _measured(evidence: Mapping[str, Any]) -> str:
+    """Return the numbers of a finding."""
+    numbers = {k: v for k, v in evidence.items() if k in MEASURED and v is not None}
+    return ", ".join(f"{name} {value}" for name, value in evidence_words(numbers))
 
 
 def _detail(failure: str, evidence: Mapping[str, Any]) -> str:

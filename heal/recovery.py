@@ -269,8 +269,8 @@ class Recovery:
             sound = "weights, buffers and optimizer state"
             sound += "" if fault is None else ", the batch"
             evidence["hint"] = (
-                f"{sound} are finite: look for NaN outside of them, as in a hidden state that is "
-                "carried from step to step"
+                f"{sound} are finite: look for weights so large that a forward pass overflows, and "
+                "for NaN outside of them, as in a hidden state that is carried from step to step"
             )
 
     # What becomes of a plan.

@@ -52,12 +52,13 @@ NUMERIC = {cause.value for cause in Cause if cause.about.family is Family.NUMERI
 def evidence_words(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what was measured, as names and values."""
     pairs = []
+    names = EVIDENCE | ({"norm": "norm after"} if "norm_before" in evidence else {})  # of weights
     for name, value in evidence.items():
         if name in HIDDEN or value is None:
             continue
         if name == "kind" and isinstance(value, Sequence) and not isinstance(value, str):
             value = ", ".join(KINDS_OF_NUMBER.get(str(flag), str(flag)) for flag in value)
-        pairs.append((EVIDENCE.get(name, shorten(str(name), 40).replace("_", " ")), show(value)))
+        pairs.append((names.get(name, shorten(str(name), 40).replace("_", " ")), show(value)))
     return pairs
 
 

@@ -217,6 +217,19 @@ def test_a_gradient_scaler_in_search_of_its_scale_takes_one_line(tmp_path):
     assert line["evidence"]["skipped"] > 5
 
 
+def test_the_line_of_an_alert_has_its_numbers_and_its_advice(caplog):
+    model, optimizer, healer = build(zclip_enabled=False)
+
+    def stop_learning(call):
+        if call == 20:
+            optimizer.param_groups[0]["lr"] = 0.0
+
+    before = optimizer.param_groups[0]["lr"]
+    train(model, optimizer, healer, DataLoader(tensors(), batch_size=10), spoil=stop_learning)
+    (line,) = warnings(caplog)
+    assert f"(learning rate 0, baseline learning rate {before:g}; nothing is learned" in line
+
+
 def test_a_limit_far_below_the_usual_norm_is_reported_once(caplog):
     model, optimizer, healer = build(max_grad_norm=1e-4)
     train(model, optimizer, healer, DataLoader(tensors(), batch_size=10), epochs=8)
