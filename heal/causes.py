@@ -379,6 +379,11 @@ class Finding:
     wants_proof: bool = False
     is_of_evaluation: bool = False
 
+    @property
+    def is_of_norms(self) -> bool:
+        """Whether it is a weight whose norm has leapt."""
+        return self.cause is Cause.WEIGHT_CORRUPTION and "norm_before" in self.evidence
+
     def to_json(self) -> dict[str, Any]:
         """Return it as values that JSON has."""
         values: dict[str, Any] = plain(asdict(self))

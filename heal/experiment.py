@@ -417,7 +417,8 @@ class Experiment:
                 return None
         if answer is Answer.DAMAGED and self._goes_on_with_fresh(question):
             return None
-        return self._settle(answer, WHY[answer])
+        has_recovered = answer is Answer.OTHER_DATA and question.excess is not None
+        return self._settle(answer, RECOVERED if has_recovered else WHY[answer])
 
     def _goes_on_with_fresh(self, question: _Question) -> bool:
         """Try the snapshot that was taken right before the damage, if there is one.
@@ -487,7 +488,12 @@ class Experiment:
             finding = self._proven(question, snapshots[-1])
             findings = [finding]
         elif why is NOT_LEARNING:
-            findings = [replace(finding, wants_proof=False)]
+            findings = [self._nothing_learned(question)]
+        elif answer is Answer.OTHER_DATA and finding.is_of_norms:
+            hint = "the loss is no higher than with the weights from before, so they were kept"
+            evidence = {**finding.evidence, "hint": hint}
+            drift = Cause.WEIGHT_DRIFT
+            findings = [replace(finding, cause=drift, evidence=evidence, wants_proof=False)]
         elif why is NO_FORWARD and cause is not Cause.NOT_LEARNING:
             self._note(why)
             if not cause.about.is_nonfinite:  # else each skipped step was reported already
@@ -499,6 +505,14 @@ class Experiment:
         return Settled(
             finding, answer, why, pairs, snapshots, question.forwards, findings, takes_level
         )
+
+    def _nothing_learned(self, question: _Question) -> Finding:
+        """Return the suspicion as a report, with what the first weights would do."""
+        finding, pair = question.finding, question.all_pairs[-1]
+        evidence = {**finding.evidence, "loss_now": pair.now, "loss_with_first_weights": pair.old}
+        if 0.0 < GREAT_RATIO * pair.old < pair.now:
+            evidence["advice"] = START_AGAIN
+        return replace(finding, evidence=evidence, wants_proof=False)
 
     def _proven(self, question: _Question, snapshot_step: int) -> Finding:
         """Return the suspicion as a fact; blamed on the learning rate if nothing explains that."""
@@ -620,6 +634,13 @@ NO_FORWARD = (
 )
 
 NOT_LEARNING = "today's weights do no better than those the run began with"
+
+START_AGAIN = (
+    "the first weights do far better: start again, and with a lower learning rate unless something "
+    "else has damaged the weights"
+)
+
+RECOVERED = "the weights of the snapshot did far better at first, but the loss came down by itself"
 
 WHY = {
     Answer.DAMAGED: "the weights of the snapshot do far better on the same batches",

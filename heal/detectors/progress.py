@@ -126,7 +126,9 @@ class NotLearning:
         return {**windows, **{name: getattr(self, name) for name in names}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.first, self.losses = list(state["first"]), Window(BLOCK, state["losses"])
+        # A snapshot of the first steps has none yet, and a rollback does not undo the first losses.
+        self.first = max(list(state["first"]), self.first, key=len)
+        self.losses = Window(BLOCK, state["losses"])
         for name in ("zeros", "seen", "was_asked"):
             setattr(self, name, state[name])
 

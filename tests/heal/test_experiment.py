@@ -13,7 +13,7 @@ from benchmarks.healthy.guards import BareSteps
 from heal import Healer, Rollback
 from heal.causes import Cause, Finding, Severity
 from heal.experiment import BUDGET, Answer, Pair, judge
-from tests.heal.runs import assert_same, fingerprint, language, regression
+from tests.heal.runs import assert_same, fingerprint, language, mlp, regression
 
 STEPS = 80
 
@@ -533,3 +533,56 @@ def test_weights_that_overflow_running_statistics_are_told_from_bad_data(by_hand
     assert [e["answer"] for e in skipped] == ["damaged"]
     assert float(setup.model[0].weight.detach().abs().max()) < 1e3
     assert healer.last_step == 89
+
+
+def train_and_read(setup, steps, caplog):
+    """Train; return the alerts and the lines of the log."""
+    setup.run(steps, run_dir=Path.cwd())
+    return events("alert"), [record.getMessage() for record in caplog.records]
+
+
+def test_where_the_first_weights_do_far_better_the_advice_is_to_start_again(caplog):
+    setup = damaged(regression(), 1, scale_weights)  # no loss from before it is known
+    alerts, lines = train_and_read(setup, 130, caplog)
+    (alert,) = [alert for alert in alerts if alert["failure"] == "not_learning"]
+    evidence = alert["evidence"]
+    assert evidence["loss_now"] > 3 * evidence["loss_with_first_weights"]
+    assert "start again" in evidence["advice"]
+    (line,) = [line for line in lines if "not_learning" in line]
+    assert evidence["advice"] in line
+
+
+def test_one_enormous_weight_that_costs_no_loss_is_reported_and_left_alone(caplog):
+    setup = regression(model=lambda: mlp(dropout=0.0))
+    nn.init.constant_(setup.model[3].bias, 0.0)
+    silent = 3
+
+    def a_weight_of_a_dead_unit(setup):
+        setup.model[5].weight[0, silent] = 0.0
+        setup.model[3].weight[silent, 0] = 1e30
+        setup.model[3].bias[silent] = -1e36
+
+    alerts, lines = train_and_read(damaged(setup, 60, a_weight_of_a_dead_unit), 130, caplog)
+    (alert,) = [alert for alert in alerts if alert["failure"] == "weight_drift"]
+    assert alert["evidence"]["norm"] > 1e29
+    assert alert["evidence"]["norm_before"] < 1e3
+    assert not events("recovery")
+    (line,) = [line for line in lines if "weight_drift" in line]
+    assert "norm before" in line
+    assert "gradient" not in line
+
+
+def test_of_a_loss_that_came_down_by_itself_it_is_not_said_that_old_weights_do_no_better():
+    setup = regression(model=lambda: mlp(dropout=0.0))
+    *others, bias = setup.model.parameters()
+    groups = [{"params": others, "lr": 1e-3}, {"params": [bias], "lr": 0.15}]
+    setup.optimizer = torch.optim.SGD(groups)
+
+    def shift(setup):
+        setup.model[5].bias.add_(4.0)
+
+    damaged(setup, 65, shift).run(120, run_dir=Path.cwd())
+    assert not events("recovery")
+    (experiment,) = [e for e in events("experiment") if e["suspicion"] == "loss_spike"]
+    assert experiment["losses_now"][0] > 3 * experiment["losses_old"][0]
+    assert "came down by itself" in experiment["why"]

@@ -180,6 +180,17 @@ def test_a_run_that_learned_nothing_in_a_hundred_steps_is_suspected_once():
     assert not any(f.cause is Cause.NOT_LEARNING for f in findings(records(learning)))
 
 
+def test_the_first_losses_are_known_after_a_rollback_to_a_step_before_their_records_came():
+    watch = Watch(HealingConfig())
+    saved = watch.state()  # with a snapshot of step 1: records come some steps late
+    for record in records(np.array([2.0, 1e6, 1e9, 1e12])):
+        watch.observe(record)
+    watch.load_state(saved)
+    found = [f for r in records(np.full(100, 1e5)) for f in watch.observe(r)]
+    (not_learning,) = [f for f in found if f.cause is Cause.NOT_LEARNING]
+    assert not_learning.evidence["first_loss"] == 2.0
+
+
 def test_32_gradients_of_zero_are_reported_once_without_an_experiment():
     norms = np.ones(300)
     norms[50:81] = 0.0
