@@ -23,7 +23,7 @@ from heal.integrity import MEASURED
 from heal.ranks import HAS_FAILED, NO_FACTS, NUM_LANES, HostFacts, Ranks
 from heal.verdict import Flag
 from zclip import ClippedOptimizer
-from zclip.clippers import Clipper, ClipResult
+from zclip.clippers import Clipper, ClipResult, LossWatch
 from zclip.clippers.result import merge_verdicts
 from zclip.layout import (
     BAD_STATE,
@@ -81,19 +81,27 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         loss: Tensor | None = None,
         extra: Tensor | None = None,
         grad_scale: Tensor | None = None,
+        watch: LossWatch | None = None,
     ) -> ClipResult | None:
-        """Clip without the step and without posting; None if there are no gradients."""
+        """Clip without the step and without posting; None if there are no gradients.
+
+        With a watch the loss is judged too.
+        """
         if self.pull is not None:
             self.pull.add_to_gradients(grad_scale)
         groups = self._measured_groups() if self._unguarded else self.inner.param_groups
         try:
-            result = self.measure(groups, loss, grad_scale, extra)
+            result = self.measure(groups, loss, grad_scale, extra, watch)
         except (TypeError, RuntimeError):
             if not self._leave_out():
                 raise
-            result = self.measure(self._measured_groups(), loss, grad_scale, extra)
+            result = self.measure(self._measured_groups(), loss, grad_scale, extra, watch)
         self.steps += 1
-        return self._stand_in() if result is None and self._unguarded else result
+        if result is None and self._unguarded:
+            result = self._stand_in()
+            if result is not None and watch is not None and loss is not None:
+                watch.judge(loss, result.verdict)
+        return result
 
     def _leave_out(self) -> bool:
         """Leave out what cannot be measured from now on; False if there is nothing new."""
@@ -155,7 +163,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
                 with self.scaled_lr():
                     self.inner.step()
 
-    def step_at_once(self, loss: Tensor | None, watch: "LossWatch") -> Tensor | list[float] | None:
+    def step_at_once(self, loss: Tensor | None, watch: LossWatch) -> Tensor | list[float] | None:
         """Clip, judge the loss and step, for one process with this optimizer only.
 
         Returns:
@@ -163,13 +171,14 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         """
         inner = self.inner
         if not isinstance(inner, FusedOptimizer):
-            result = self.clip(loss)
+            result = self.clip(loss, watch=watch)
             if result is None:
                 return None
-            if loss is not None:
-                watch.judge(loss, result.verdict)
             row: list[float] = result.verdict.tolist()
-            self.step_if_allowed(result, row=row)
+            if self.lr_scale != 1.0:
+                self.step_if_allowed(result, row=row)
+            elif not self.was_skipped(row):
+                inner.step()
             return row
         self.steps += 1
         if self.pull is not None:
@@ -265,28 +274,10 @@ def _as_tensor(loss: Any) -> Tensor:
     raise TypeError(f"loss: expected a tensor, a number or None, got {type(loss).__name__}")
 
 
-class LossWatch:
-    """The running statistics of the loss, on the device of the parameters.
-
-    NaN and Inf skip the step on the device; rises are left to the host.
-    """
-
-    def __init__(self, factor: float, device: torch.device) -> None:
-        self.state = torch.zeros(NUM_LOSS_STATE, dtype=wide_dtype(device), device=device)
-        self.settings = (factor, 0, LOSS_DECAY, LOSS_WARMUP_STEPS)
-
-    def judge(self, loss: Tensor, verdict: Tensor) -> None:
-        """Write into the verdict what the loss says."""
-        if loss.dim() and loss.numel() != 1:
-            loss = loss.mean()
-        if loss.device != self.state.device:
-            loss = loss.to(self.state.device, non_blocking=True)
-        with_graph = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # as no_grad() does, in a tenth of its time
-        try:
-            torch.ops.zclip.watch_loss_.default(self.state, loss, verdict, *self.settings)
-        finally:
-            torch._C._set_grad_enabled(with_graph)
+def loss_watch(factor: float, device: torch.device) -> LossWatch:
+    """Return what watches the loss: NaN and Inf skip the step, rises are left to the host."""
+    state = torch.zeros(NUM_LOSS_STATE, dtype=wide_dtype(device), device=device)
+    return LossWatch(state, (factor, 0, LOSS_DECAY, LOSS_WARMUP_STEPS))
 
 
 def scale_of(scaler: Any, optimizer: ClippedOptimizer) -> Tensor | None:
@@ -395,7 +386,7 @@ class GuardedStep:
         width = NUM_VERDICT + 1 + (NUM_LANES if self.ranks.has_others else 0)
         self.mailbox = zclip.Mailbox(config.lag, width=width, room=TOGETHER)
         self.posted: list[float] | None = None
-        self.watch = LossWatch(config.loss_spike_factor, device)
+        self.watch = loss_watch(config.loss_spike_factor, device)
         self._blamed = [o.clipper for o in self.optimizers]
         if self.ranks.has_others and self.optimizers:
             # The first carries what ranks report; each judges gradients that all ranks share.

@@ -42,8 +42,8 @@ def shortcuts(monkeypatch):
     tried = []
     clip = Clipper._clip_simply
 
-    def watched(self, found):
-        result = clip(self, found)
+    def watched(self, *arguments):
+        result = clip(self, *arguments)
         tried.append(result is not None)
         return result
 

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "../math/watch_loss.h"
+#include "loss_watch.h"
 #include "ops.h"
 #include "rule_call.h"
 #include "update_plan.h"
@@ -65,33 +65,6 @@ std::vector<GradStats> rows_in(const Tensor& stats, int64_t count, const char* o
   return {rows, rows + count};
 }
 
-// The watch of the loss that goes with a step, its arguments checked.
-class Watch {
- public:
-  Watch(const std::optional<Tensor>& state, const std::optional<Tensor>& loss,
-        const std::vector<double>& settings, const char* op) {
-    if (!state || !loss) return;
-    STD_TORCH_CHECK(settings.size() == 4, "zclip::", op,
-                    ": watch_settings: expected factor, rising_steps, decay and warmup_steps, got ",
-                    settings.size(), " numbers");
-    state_ = state_of(*state, kNumLossState, op);
-    loss_ = loss_of(*loss, op);
-    settings_ = {settings[0], static_cast<int64_t>(settings[1]), settings[2],
-                 static_cast<int64_t>(settings[3])};
-  }
-
-  void judge(float* verdict) const {
-    if (loss_.given) watch_loss_rule(loss_.value, settings_, state_, verdict);
-  }
-
-  bool has_loss() const { return loss_.given; }
-
- private:
-  double* state_ = nullptr;
-  Loss loss_ = {false, 0.0};
-  LossSettings settings_ = {};
-};
-
 }  // namespace
 
 int64_t make_plan(std::vector<Tensor> params, std::vector<Tensor> firsts,
@@ -127,7 +100,7 @@ Stepped fused_step_(std::vector<Tensor> grads, int64_t plan, Tensor state, int64
   STD_TORCH_CHECK(!has_rule || row != nullptr, "zclip::", op,
                   ": rule: expected one of math/rules.h, or -1 for none, got ", rule,
                   ", which has no compiled code");
-  const Watch loss_watch(watch, watched, watch_settings, op);
+  const LossWatch loss_watch(watch, watched, watch_settings, op);
   STD_TORCH_CHECK(has_rule || !loss_watch.has_loss(), "zclip::", op,
                   ": expected a rule where a loss is watched, got none: what it finds is in the "
                   "verdict of the rule");

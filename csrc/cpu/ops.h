@@ -34,6 +34,10 @@ Clipped clip_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
                  std::vector<double> settings, std::optional<Tensor> loss);
 Clipped decide_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
                    std::vector<double> settings, std::optional<Tensor> loss);
+// clip_by_, then watch_loss_ on the verdict.
+Clipped clip_and_watch_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+                        std::vector<double> settings, std::optional<Tensor> loss, Tensor watch,
+                        Tensor watched, std::vector<double> watch_settings);
 Clipped agc_(std::vector<Tensor> grads, std::vector<Tensor> params, Tensor state, double clip,
              double eps, int64_t on_nonfinite);
 void watch_loss_(Tensor state, Tensor loss, Tensor verdict, double factor, int64_t rising_steps,

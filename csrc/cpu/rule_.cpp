@@ -3,6 +3,7 @@
 // tensors costs more than measuring small ones.
 
 #include "../reference_rule.h"
+#include "loss_watch.h"
 #include "rule_call.h"
 
 namespace zclip::cpu {
@@ -62,16 +63,39 @@ Clipped decide_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
   return decide(list, state, rule, std::move(settings), loss, "decide_by_", &nonfinite);
 }
 
-Clipped clip_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
-                 std::vector<double> settings, std::optional<Tensor> loss) {
-  const TensorList list(grads, TensorList::Access::kWrite, "clip_by_", "grads");
-  NonFinite nonfinite;
-  Clipped decided = decide(list, state, rule, std::move(settings), loss, "clip_by_", &nonfinite);
+namespace {
+
+// Does to the gradients what was decided.
+void apply(const TensorList& list, const Clipped& decided, NonFinite nonfinite) {
   const auto& [norm, stats, coefs, verdict] = decided;
   if (nonfinite == NonFinite::kZero) {
     zero_nonfinite_spans(list, static_cast<const GradStats*>(stats.const_data_ptr()));
   }
   scale_rows(list, static_cast<const double*>(coefs.const_data_ptr()));
+}
+
+}  // namespace
+
+Clipped clip_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+                 std::vector<double> settings, std::optional<Tensor> loss) {
+  const TensorList list(grads, TensorList::Access::kWrite, "clip_by_", "grads");
+  NonFinite nonfinite;
+  Clipped decided = decide(list, state, rule, std::move(settings), loss, "clip_by_", &nonfinite);
+  apply(list, decided, nonfinite);
+  return decided;
+}
+
+Clipped clip_and_watch_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+                        std::vector<double> settings, std::optional<Tensor> loss, Tensor watch,
+                        Tensor watched, std::vector<double> watch_settings) {
+  const char* op = "clip_and_watch_";
+  const TensorList list(grads, TensorList::Access::kWrite, op, "grads");
+  const LossWatch loss_watch(watch, watched, watch_settings, op);
+  NonFinite nonfinite;
+  Clipped decided = decide(list, state, rule, std::move(settings), loss, op, &nonfinite);
+  apply(list, decided, nonfinite);
+  const FloatMode mode;
+  loss_watch.judge(static_cast<float*>(std::get<3>(decided).mutable_data_ptr()));
   return decided;
 }
 

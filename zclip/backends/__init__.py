@@ -21,6 +21,7 @@ OPS = (
     "clamp_",
     "rule_",
     "clip_by_",
+    "clip_and_watch_",
     "decide_by_",
     "agc_",
     "watch_loss_",

@@ -5,6 +5,7 @@ from zclip.clippers.agc import AGC
 from zclip.clippers.auto_clip import AutoClip
 from zclip.clippers.clipper import Clipper
 from zclip.clippers.global_norm import GlobalNorm
+from zclip.clippers.loss_watch import LossWatch
 from zclip.clippers.python_rule import PythonRule
 from zclip.clippers.result import ClipResult
 from zclip.clippers.spike_skip import SpikeSkip
@@ -28,6 +29,7 @@ __all__ = [
     "ClipResult",
     "Clipper",
     "GlobalNorm",
+    "LossWatch",
     "PythonRule",
     "SpikeSkip",
     "ZClip",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zclip import ops
+from zclip.clippers.loss_watch import LossWatch
 from zclip.clippers.peers import Peers, RankGroups
 from zclip.clippers.result import ClipResult, merge_verdicts, noted, share_alarm
 from zclip.clippers.state import ClipState
@@ -33,6 +34,9 @@ from zclip.targets import Target, TargetCache, Targets
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_CLIP_BY = torch.ops.zclip.clip_by_.default
+_CLIP_AND_WATCH = torch.ops.zclip.clip_and_watch_.default
 
 RuleOp = Callable[..., tuple[Tensor, Tensor]]
 ClipOp = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -200,7 +204,7 @@ class Clipper(ABC):
 
     def operators(self) -> tuple[RuleOp, ClipOp]:
         """Return the operator that decides from stats, and the one that does everything."""
-        return torch.ops.zclip.rule_.default, torch.ops.zclip.clip_by_.default
+        return torch.ops.zclip.rule_.default, _CLIP_BY
 
     def judge(
         self, state: Tensor, stats: Tensor, group: Mapping[str, Any], loss: Tensor | None = None
@@ -221,6 +225,7 @@ class Clipper(ABC):
         loss: Tensor | None = None,
         grad_scale: Tensor | None = None,
         extra: Tensor | None = None,
+        watch: LossWatch | None = None,
     ) -> Tensor:
         """Clip the gradients in place; call it after ``backward`` and before ``optimizer.step``.
 
@@ -241,6 +246,7 @@ class Clipper(ABC):
             extra: float64 [E], numbers that only this rank knows (say 1 if it was told to stop, or
                 is short of memory), added up over all ranks in the same all-reduce; the sums are
                 in ``result.extra``.
+            watch: judges the loss as well, into ``result.verdict``, on a CPU in the same call.
 
         Returns:
             The norm of all gradients before clipping, 0-dim, on the device of the first; float64
@@ -253,11 +259,14 @@ class Clipper(ABC):
         torch._C._set_grad_enabled(False)  # as no_grad() does, in a tenth of its time
         try:
             if self._simple is not None and grad_scale is extra is None:
-                result = self._clip_simply(targets)
+                result = self._clip_simply(targets, None if loss is None else watch, loss)
                 if result is not None:
                     self.result = result
                     return result.total_norm
-            return self._step(targets, loss, grad_scale, extra)
+            norm, loss = self._step(targets, loss, grad_scale, extra)
+            if watch is not None and loss is not None and self.result is not None:
+                watch.judge(loss, self.result.verdict)
+            return norm
         finally:
             torch._C._set_grad_enabled(with_graph)
 
@@ -267,12 +276,13 @@ class Clipper(ABC):
         loss: Tensor | None,
         grad_scale: Tensor | None,
         extra: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the norm, and the loss of all ranks."""
         found, grads = self._gather(targets)
         peers = self._peers
         record = peers.tell(loss, extra, self._tag, found) if peers.shares_records else None
         if not grads and peers.reduction is None:
-            return self._nothing(found)
+            return self._nothing(found), loss
         if record is not None:
             loss = record.loss
         can_fold = self.folds_scale and self.replaceable not in self.__dict__
@@ -290,7 +300,7 @@ class Clipper(ABC):
             result, record = self._decide(found, grads, loss, grad_scale, extra, record)
             self._scale(grads, _unscaled(result.coefs[peers.own], grad_scale))
         self.result = noted(result, record, extra)
-        return result.total_norm
+        return result.total_norm, loss if record is None else record.loss
 
     @torch.no_grad()
     def decide(
@@ -338,7 +348,7 @@ class Clipper(ABC):
         if self._peers.reduction is not None or self._peers.shares_records or not self.rule:
             return None
         rule = self.rule_id()
-        if rule >= len(RULES) or self.operators()[1] is not torch.ops.zclip.clip_by_.default:
+        if rule >= len(RULES) or self.operators()[1] is not _CLIP_BY:
             return None
         size = self.state_size(len(found.params))
         if not (state.fitted is found and state.place == (device, size)):
@@ -505,7 +515,9 @@ class Clipper(ABC):
             self._simple = found, clip, arguments[0], arguments[1]
         return ClipResult(*served[0])
 
-    def _clip_simply(self, targets: tuple[Target, ...]) -> ClipResult | None:
+    def _clip_simply(
+        self, targets: tuple[Target, ...], watch: LossWatch | None, loss: Tensor | None
+    ) -> ClipResult | None:
         """Clip as in the step before, if only the numbers differ; else None, and nothing is done.
 
         Most steps are such. After a backward pass our code has left the caches of the processor,
@@ -526,9 +538,15 @@ class Clipper(ABC):
         if settings != known and len(state.states[0]) != self.state_size(len(grads)):
             return None
         try:
-            result = ClipResult(*clip(grads, state.states[0], rule, settings))
+            if watch is None or clip is not _CLIP_BY:
+                result = ClipResult(*clip(grads, state.states[0], rule, settings))
+            else:
+                arguments = state.states[0], rule, settings, None, watch.state, loss, watch.settings
+                result = ClipResult(*_CLIP_AND_WATCH(grads, *arguments))
         except (RuntimeError, TypeError, ValueError):  # nothing was written yet
             return None
+        if watch is not None and loss is not None and clip is not _CLIP_BY:
+            watch.judge(loss, result.verdict)
         self._simple, self._present = (found, clip, rule, settings), None
         return result
 

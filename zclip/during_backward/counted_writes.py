@@ -16,7 +16,7 @@ from torch.library import Library
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _WRITERS = {
     "aten": (_UNSCALE,),
-    "zclip": ("scale_", "clamp_", "zero_nonfinite_", "clip_by_", "agc_"),
+    "zclip": ("scale_", "clamp_", "zero_nonfinite_", "clip_by_", "clip_and_watch_", "agc_"),
 }
 
 

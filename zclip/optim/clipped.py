@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from zclip.clippers import CLIPPERS, Clipper, ClipResult
+from zclip.clippers import CLIPPERS, Clipper, ClipResult, LossWatch
 from zclip.during_backward import Attachment
 from zclip.layout import BLOCKED, FLAGS, HAS_INF, HAS_NAN
 from zclip.mailbox import Mailbox
@@ -304,22 +304,28 @@ class ClippedOptimizer(OptimizerProxy):
         loss: Tensor | None,
         grad_scale: Tensor | None,
         extra: Tensor | None,
+        watch: LossWatch | None = None,
     ) -> ClipResult | None:
         """Clip these groups, or with ``apply="grad_scale"`` only decide; count nothing.
 
-        Of an optimizer that steps in backward this returns what that has found and done.
+        Of an optimizer that steps in backward this returns what that has found and done. With a
+        watch the loss is judged into the verdict, on a CPU in the same call.
         """
         if isinstance(self.inner, StepInBackward):
             self.inner.lr_scale = self.lr_scale  # of the next backward
             found = self.inner.finish()
             if found is not None:
                 self.clipper.accept(found)
-            return found
-        if self.apply == "inplace":
-            self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra)
+            result: ClipResult | None = found
+        elif self.apply == "inplace":
+            self.clipper.step(groups, loss=loss, grad_scale=grad_scale, extra=extra, watch=watch)
+            return self.clipper.result
         else:
             self.clipper.decide(groups, loss=loss, grad_scale=grad_scale, extra=extra)
-        return self.clipper.result
+            result = self.clipper.result
+        if watch is not None and loss is not None and result is not None:
+            watch.judge(loss, result.verdict)
+        return result
 
     def _clip_after(self, closure: Callable[[], Any]) -> Any:
         """Serve an optimizer that calls the closure itself; a refused gradient is zero to it."""

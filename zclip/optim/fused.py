@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from zclip.clippers import AGC, CLIPPERS, Clipper, ClipResult
+from zclip.clippers import AGC, CLIPPERS, Clipper, ClipResult, LossWatch
 from zclip.layout import (
     FIRST_BAD_TENSOR,
     FIRST_FOREIGN,
@@ -52,8 +52,7 @@ class Guard(NamedTuple):
 
     def judge(self, loss: Tensor, verdict: Tensor) -> None:
         """Add to a verdict what the loss says; nothing waits."""
-        loss = loss.to(self.watch.device, non_blocking=True)
-        torch.ops.zclip.watch_loss_.default(self.watch, loss, verdict, *self.settings)
+        LossWatch(self.watch, self.settings).judge(loss, verdict)
 
 
 class FusedOptimizer(Optimizer):
