@@ -38,8 +38,8 @@ void check_same_shapes(const std::vector<Tensor>& grads, const std::vector<Tenso
 
 }  // namespace
 
-Clipped agc_(std::vector<Tensor> grads, std::vector<Tensor> params, Tensor state, double clip,
-             double eps, int64_t on_nonfinite) {
+Clipped agc_(const std::vector<Tensor>& grads, const std::vector<Tensor>& params, Tensor state,
+             double clip, double eps, int64_t on_nonfinite) {
   using Access = TensorList::Access;
   check_same_shapes(grads, params);
   const TensorList list(grads, Access::kWrite, "agc_", "grads", TensorList::Cut::kRows);

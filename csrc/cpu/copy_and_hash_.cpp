@@ -69,7 +69,7 @@ void check_pair(const Tensor& target, const Tensor& source, size_t i) {
 
 }  // namespace
 
-Tensor copy_and_hash_(std::vector<Tensor> targets, std::vector<Tensor> sources) {
+Tensor copy_and_hash_(const std::vector<Tensor>& targets, const std::vector<Tensor>& sources) {
   STD_TORCH_CHECK(
       !sources.empty() && targets.size() == sources.size(),
       "zclip::copy_and_hash_: expected a target for each source, and at least one, got ",

@@ -79,7 +79,7 @@ int64_t make_plan(std::vector<Tensor> params, std::vector<Tensor> firsts,
 
 void drop_plan(int64_t plan) { plans().drop(plan); }
 
-Stepped fused_step_(std::vector<Tensor> grads, int64_t plan, Tensor state, int64_t rule,
+Stepped fused_step_(const std::vector<Tensor>& grads, int64_t plan, Tensor state, int64_t rule,
                     std::vector<double> rule_settings, std::optional<Tensor> loss,
                     std::vector<double> settings, double grad_scale, bool found_inf,
                     bool skip_nonfinite, int64_t seed, std::optional<Tensor> known,

@@ -26,7 +26,7 @@ std::vector<GradStats> measure(const TensorList& grads) {
   return rows;
 }
 
-Tensor grad_stats(std::vector<Tensor> grads) {
+Tensor grad_stats(const std::vector<Tensor>& grads) {
   const TensorList list(grads, TensorList::Access::kRead, "grad_stats", "grads");
   const std::vector<GradStats> rows = measure(list);
   Tensor stats =

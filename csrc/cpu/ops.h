@@ -18,28 +18,30 @@ using Judged = std::tuple<Tensor, Tensor>;
 // Norm, stats, coefs and verdict.
 using Clipped = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-Tensor grad_stats(std::vector<Tensor> grads);
-Tensor power_stats(std::vector<Tensor> grads, double p);
-void scale_(std::vector<Tensor> grads, Tensor coefs);
-void zero_nonfinite_(std::vector<Tensor> grads, Tensor stats);
-void clamp_(std::vector<Tensor> grads, double limit);
+// Lists come by reference, because the caller has unpacked them anyway: to copy one of thousands of
+// tensors takes as long as to measure small ones.
+Tensor grad_stats(const std::vector<Tensor>& grads);
+Tensor power_stats(const std::vector<Tensor>& grads, double p);
+void scale_(const std::vector<Tensor>& grads, Tensor coefs);
+void zero_nonfinite_(const std::vector<Tensor>& grads, Tensor stats);
+void clamp_(const std::vector<Tensor>& grads, double limit);
 Tensor fingerprint(std::vector<Tensor> tensors);
-Tensor copy_and_hash_(std::vector<Tensor> targets, std::vector<Tensor> sources);
-Tensor read_probe(std::vector<Tensor> tensors);
+Tensor copy_and_hash_(const std::vector<Tensor>& targets, const std::vector<Tensor>& sources);
+Tensor read_probe(const std::vector<Tensor>& tensors);
 
 // Any clip rule: see math/rules.h.
 Judged rule_(Tensor state, Tensor stats, int64_t rule, std::vector<double> settings,
              std::optional<Tensor> loss);
-Clipped clip_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+Clipped clip_by_(const std::vector<Tensor>& grads, Tensor state, int64_t rule,
                  std::vector<double> settings, std::optional<Tensor> loss);
-Clipped decide_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+Clipped decide_by_(const std::vector<Tensor>& grads, Tensor state, int64_t rule,
                    std::vector<double> settings, std::optional<Tensor> loss);
 // clip_by_, then watch_loss_ on the verdict.
-Clipped clip_and_watch_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+Clipped clip_and_watch_(const std::vector<Tensor>& grads, Tensor state, int64_t rule,
                         std::vector<double> settings, std::optional<Tensor> loss, Tensor watch,
                         Tensor watched, std::vector<double> watch_settings);
-Clipped agc_(std::vector<Tensor> grads, std::vector<Tensor> params, Tensor state, double clip,
-             double eps, int64_t on_nonfinite);
+Clipped agc_(const std::vector<Tensor>& grads, const std::vector<Tensor>& params, Tensor state,
+             double clip, double eps, int64_t on_nonfinite);
 void watch_loss_(Tensor state, Tensor loss, Tensor verdict, double factor, int64_t rising_steps,
                  double decay, int64_t warmup_steps);
 
@@ -62,7 +64,7 @@ void drop_plan(int64_t plan);
 // Where stats are known, the gradients are not measured. With a watch, the loss is judged as
 // watch_loss_ does, by {factor, rising_steps, decay, warmup_steps}, before the step is decided on.
 using Stepped = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-Stepped fused_step_(std::vector<Tensor> grads, int64_t plan, Tensor state, int64_t rule,
+Stepped fused_step_(const std::vector<Tensor>& grads, int64_t plan, Tensor state, int64_t rule,
                     std::vector<double> rule_settings, std::optional<Tensor> loss,
                     std::vector<double> settings, double grad_scale, bool found_inf,
                     bool skip_nonfinite, int64_t seed, std::optional<Tensor> known,

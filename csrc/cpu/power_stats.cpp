@@ -31,7 +31,7 @@ GradStats chunk_powers(const number_t* data, int64_t len, double p) {
 
 }  // namespace
 
-Tensor power_stats(std::vector<Tensor> grads, double p) {
+Tensor power_stats(const std::vector<Tensor>& grads, double p) {
   const TensorList list(grads, TensorList::Access::kRead, "power_stats", "grads");
   std::vector<GradStats> slots(list.chunks().size());
   for_each_chunk(list, [&](int64_t c, const Chunk& chunk) {

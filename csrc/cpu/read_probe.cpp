@@ -12,7 +12,7 @@
 
 namespace zclip::cpu {
 
-Tensor read_probe(std::vector<Tensor> tensors) {
+Tensor read_probe(const std::vector<Tensor>& tensors) {
   const TensorList list(tensors, TensorList::Access::kRead, "read_probe", "tensors");
   Tensor all = torch::stable::new_empty(tensors.at(0), {static_cast<int64_t>(list.chunks().size())},
                                         torch::headeronly::ScalarType::Long);

@@ -56,7 +56,7 @@ Clipped decide(const TensorList& list, const Tensor& state, int64_t rule,
 
 }  // namespace
 
-Clipped decide_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+Clipped decide_by_(const std::vector<Tensor>& grads, Tensor state, int64_t rule,
                    std::vector<double> settings, std::optional<Tensor> loss) {
   const TensorList list(grads, TensorList::Access::kRead, "decide_by_", "grads");
   NonFinite nonfinite;
@@ -76,7 +76,7 @@ void apply(const TensorList& list, const Clipped& decided, NonFinite nonfinite) 
 
 }  // namespace
 
-Clipped clip_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+Clipped clip_by_(const std::vector<Tensor>& grads, Tensor state, int64_t rule,
                  std::vector<double> settings, std::optional<Tensor> loss) {
   const TensorList list(grads, TensorList::Access::kWrite, "clip_by_", "grads");
   NonFinite nonfinite;
@@ -85,7 +85,7 @@ Clipped clip_by_(std::vector<Tensor> grads, Tensor state, int64_t rule,
   return decided;
 }
 
-Clipped clip_and_watch_(std::vector<Tensor> grads, Tensor state, int64_t rule,
+Clipped clip_and_watch_(const std::vector<Tensor>& grads, Tensor state, int64_t rule,
                         std::vector<double> settings, std::optional<Tensor> loss, Tensor watch,
                         Tensor watched, std::vector<double> watch_settings) {
   const char* op = "clip_and_watch_";

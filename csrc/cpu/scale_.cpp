@@ -71,7 +71,7 @@ void zero_nonfinite_spans(const TensorList& grads, const GradStats* rows) {
       });
 }
 
-void scale_(std::vector<Tensor> grads, Tensor coefs) {
+void scale_(const std::vector<Tensor>& grads, Tensor coefs) {
   const TensorList list(grads, TensorList::Access::kWrite, "scale_", "grads");
   STD_TORCH_CHECK(coefs.scalar_type() == torch::headeronly::ScalarType::Double &&
                       coefs.is_contiguous() && coefs.numel() == static_cast<int64_t>(grads.size()),
@@ -81,7 +81,7 @@ void scale_(std::vector<Tensor> grads, Tensor coefs) {
   scale_rows(list, static_cast<const double*>(coefs.const_data_ptr()));
 }
 
-void zero_nonfinite_(std::vector<Tensor> grads, Tensor stats) {
+void zero_nonfinite_(const std::vector<Tensor>& grads, Tensor stats) {
   const TensorList list(grads, TensorList::Access::kWrite, "zero_nonfinite_", "grads");
   STD_TORCH_CHECK(stats.scalar_type() == torch::headeronly::ScalarType::Double &&
                       stats.is_contiguous() &&
@@ -91,7 +91,7 @@ void zero_nonfinite_(std::vector<Tensor> grads, Tensor stats) {
   zero_nonfinite_spans(list, static_cast<const GradStats*>(stats.const_data_ptr()));
 }
 
-void clamp_(std::vector<Tensor> grads, double limit) {
+void clamp_(const std::vector<Tensor>& grads, double limit) {
   const TensorList list(grads, TensorList::Access::kWrite, "clamp_", "grads");
   const bool avx2 = use_avx2();
   rewrite(
