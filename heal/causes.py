@@ -368,6 +368,8 @@ class Finding:
             It depends on the evidence: weights that hold NaN need no proof, a leap of theirs does.
         is_of_evaluation: whether it concerns what only a forward in evaluation mode reads, such as
             running statistics, so that the experiment has to use that mode.
+        is_kept: whether a suspicion is reported, as ``weight_drift``, also if the experiment finds
+            the weights no worse than before.
     """
 
     cause: Cause
@@ -378,11 +380,7 @@ class Finding:
     streak: int = 1
     wants_proof: bool = False
     is_of_evaluation: bool = False
-
-    @property
-    def is_of_norms(self) -> bool:
-        """Whether it is a weight whose norm has leapt."""
-        return self.cause is Cause.WEIGHT_CORRUPTION and "norm_before" in self.evidence
+    is_kept: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return it as values that JSON has."""

@@ -489,7 +489,7 @@ class Experiment:
             findings = [finding]
         elif why is NOT_LEARNING:
             findings = [self._nothing_learned(question)]
-        elif answer is Answer.OTHER_DATA and finding.is_of_norms:
+        elif answer is Answer.OTHER_DATA and finding.is_kept:
             hint = "the loss is no higher than with the weights from before, so they were kept"
             evidence = {**finding.evidence, "hint": hint}
             drift = Cause.WEIGHT_DRIFT

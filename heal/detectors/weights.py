@@ -100,9 +100,11 @@ class StateHealth:
         worst = self._leaps_most(row, list(known), row.weight_norms)
         if worst is None:
             return None
-        evidence = {"norm_before": self.weights[worst], "norm": row.weight_norms[worst]}
+        before, now = self.weights[worst], row.weight_norms[worst]
+        evidence = {"norm_before": before, "norm": now}
         found = self._found(Cause.WEIGHT_CORRUPTION, row, worst, Severity.WARN, evidence)
-        return replace(found, wants_proof=True)
+        # No update makes of a tensor a thousand times what it was, whatever the loss says of it.
+        return replace(found, wants_proof=True, is_kept=0.0 < before < NEGLIGIBLE * now)
 
     def _leap_of_buffers(self, row: HealthRow) -> Finding | None:
         """As :meth:`_leap`, for the buffers that forward writes."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -570,6 +571,22 @@ def test_one_enormous_weight_that_costs_no_loss_is_reported_and_left_alone(caplo
     (line,) = [line for line in lines if "weight_drift" in line]
     assert "norm before" in line
     assert "gradient" not in line
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_an_experiment_clears_is_reported_only_if_the_detector_says_so(is_kept):
+    class Leapt(Suspicious):
+        def observe(self, record):
+            return replace(super().observe(record), cause=Cause.WEIGHT_CORRUPTION, is_kept=is_kept)
+
+    setup = regression()
+    healer = setup.healer(run_dir=Path.cwd())
+    healer.add_detector("leapt", Leapt())
+    healer.run(setup.train_step, setup.loader, STEPS, progress=False)
+    assert "other data" in {event["answer"] for event in events("experiment")}
+    assert {alert["failure"] for alert in events("alert")} == (
+        {"weight_drift"} if is_kept else set()
+    )
 
 
 def test_of_a_loss_that_came_down_by_itself_it_is_not_said_that_old_weights_do_no_better():

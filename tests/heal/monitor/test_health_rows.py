@@ -68,6 +68,12 @@ def test_a_leap_is_a_change_by_the_drift_factor(factor, is_found):
     assert is_suspected(calm_watch(), weights) is is_found
 
 
+@pytest.mark.parametrize(("factor", "is_kept"), [(900.0, False), (1100.0, True)])
+def test_a_leap_is_reported_whatever_the_loss_if_the_old_norm_is_nothing_beside_it(factor, is_kept):
+    (found,) = calm_watch().observe_health(row(600, (10.5, 5.25 * factor, 0.5, 5.2)))
+    assert found.is_kept is is_kept
+
+
 @pytest.mark.parametrize(("checks", "is_found"), [(3, False), (4, True)])
 def test_habits_are_known_after_three_intervals(checks, is_found):
     assert is_suspected(calm_watch(checks), (10.0, 5e3, 0.5, 5.0)) is is_found
