@@ -91,13 +91,6 @@ ZCLIP_ALWAYS_INLINE double count_bad(const number_t* data, int64_t len) {
   return bad;
 }
 
-// Adds the wide sums by halves.
-inline double fold(const double* wide) {
-  const double a = wide[0] + wide[4], b = wide[1] + wide[5];
-  const double c = wide[2] + wide[6], d = wide[3] + wide[7];
-  return (a + c) + (b + d);
-}
-
 // Gradients that the loop widens itself: bfloat16 of bfloat16 parameters. All others that differ
 // from the arithmetic are widened ahead: every loop more is compiled for each instruction set.
 template <typename number_t, typename value_t>
@@ -171,16 +164,11 @@ ZCLIP_ALWAYS_INLINE UpdateSlot update_chunk_of(const ChunkUpdate& chunk,
   slot.weight_sumsq = fold(found.weights);
   slot.update_sumsq = fold(found.updates);
   bool suspects_state = found.suspects_updates;
-  for (int lane = 0; lane < kWidth; ++lane)
-    suspects_state |= found.largest[lane] >= kInfinite<value_t>;
+  const auto infinite = found.largest >= kInfinite<value_t>;  // all bits, where it is so
+  suspects_state |= sum_of_lanes<word_t, kWidth>((Pack<word_t, kWidth>)infinite) != 0;
   for (int k = 0; k < 3; ++k) {
-    word_t loaded = found.rest_loaded[k], stored = found.rest_stored[k];
-    for (int lane = 0; lane < kWidth; ++lane) {
-      loaded += found.loaded[k][lane];
-      stored += found.stored[k][lane];
-    }
-    slot.loaded[k] = loaded;
-    slot.stored[k] = stored;
+    slot.loaded[k] = word_t(found.rest_loaded[k] + sum_of_lanes<word_t, kWidth>(found.loaded[k]));
+    slot.stored[k] = word_t(found.rest_stored[k] + sum_of_lanes<word_t, kWidth>(found.stored[k]));
   }
   const auto bad_in = [&](const void* moment) {
     return suspects_state && moment != nullptr
