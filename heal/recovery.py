@@ -116,9 +116,9 @@ class Recovery:
         if seen.settled is not None:
             self._journal.event("experiment", self._run.step, **seen.settled.to_json())
         if seen.is_clean:
-            loss, noise = self._monitor.watch.loss_level()
+            loss, _ = self._monitor.watch.loss_level()
             for incident in self.history.note_step(seen.step, self._config):
-                self._write_outcome(incident, loss, noise)
+                self._write_outcome(incident, loss)
             self._write_overflows()
 
     def recover(self, seen: Seen) -> bool:
@@ -177,6 +177,8 @@ class Recovery:
         """Apply the actions in order and write down what they did, also if one halts the run."""
         at, before, began = self._run.step, self._adjusted(), time.monotonic()
         effects: list[bool] = []
+        if any(isinstance(action, Rollback) for action in plan):
+            self._note_level(diagnosis)
         self.recovering_from = diagnosis
         try:
             for action in plan:
@@ -230,6 +232,13 @@ class Recovery:
             found = {"call": found["call"]} if "call" in found else {}
         for name, value in found.items():
             diagnosis.evidence.setdefault(name, value)
+
+    def _note_level(self, diagnosis: Diagnosis) -> None:
+        """Add the level of the loss to the evidence: that is what a rollback should bring back."""
+        level, noise = self._monitor.watch.loss_level()
+        if level == level:
+            diagnosis.evidence.setdefault("usual_loss", level)
+            diagnosis.evidence.setdefault("noise", noise)
 
     def _look_at_state(self, diagnosis: Diagnosis) -> tuple[Diagnosis, bool]:
         """Look for NaN in the state if it could be the cause; return whether it is."""
@@ -385,12 +394,15 @@ class Recovery:
         self._overflows = []
         self._write(replace(last, evidence=evidence), (), (), self._run.step)
 
-    def _write_outcome(self, incident: Incident, loss: float, noise: float) -> None:
-        """Write whether an incident is healed: the loss is where it was, within its noise."""
+    def _write_outcome(self, incident: Incident, loss: float) -> None:
+        """Write whether an incident is healed: the loss is where it was, within its noise of then.
+
+        Not within that of now: the loss of a run that is broken has noise to spare.
+        """
         before = incident.loss_before
         if before is None or not incident.rollbacks or loss != loss:
             return
-        margin = max(RECOVERED_NOISE * max(noise, incident.noise), RECOVERED_SHARE * abs(before))
+        margin = max(RECOVERED_NOISE * incident.noise, RECOVERED_SHARE * abs(before))
         is_healed = loss <= before + margin
         self._journal.note_outcome(is_healed, loss, before)
         self._journal.event(
@@ -417,8 +429,9 @@ class Recovery:
         for seen in self._monitor.poll_last():
             self._write_last(seen.findings)
             self._write_forecast(seen)
+        loss, _ = self._monitor.watch.loss_level()
         for incident in self.history.incidents:
-            self._write_outcome(incident, *self._monitor.watch.loss_level())
+            self._write_outcome(incident, loss)
         self._write_overflows()
 
     def _write_last(self, findings: Sequence[Finding]) -> None:

@@ -573,6 +573,35 @@ def test_one_enormous_weight_that_costs_no_loss_is_reported_and_left_alone(caplo
     assert "gradient" not in line
 
 
+def nan_weight(setup):
+    setup.model[3].weight[0, 0] = math.nan
+
+
+@pytest.mark.parametrize("damage", [scale_weights, nan_weight])
+def test_whether_the_loss_came_back_is_said_whatever_was_found(damage):
+    damaged(regression(), 60, damage).run(240, run_dir=Path.cwd())
+    (outcome,) = events("outcome")
+    assert outcome["healed"]
+    assert outcome["loss"] < 1.5 * outcome["loss_before"]
+
+
+def test_a_loss_that_stayed_high_is_not_healed_however_noisy_it_has_become():
+    """The noise of a run that is broken is no measure of its recovery: that of before is."""
+    setup = damaged(regression(model=lambda: mlp(dropout=0.0)), 60, scale_weights)
+    factors = iter(torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 2000)
+    compute, calls = setup.train_step, []
+
+    def train_step(batch):
+        calls.append(batch)
+        return compute(batch) * (next(factors) if len(calls) > 80 else 1.0)
+
+    setup.train_step = train_step
+    setup.run(240, run_dir=Path.cwd())
+    (outcome,) = events("outcome")
+    assert outcome["loss"] > 10 * outcome["loss_before"]
+    assert not outcome["healed"]
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_what_an_experiment_clears_is_reported_only_if_the_detector_says_so(is_kept):
     class Leapt(Suspicious):

@@ -7,6 +7,7 @@ from torch import nn
 from heal import HealingConfig
 from heal.actions import HealingError, ScaleLr
 from heal.causes import Cause, Severity
+from heal.detect import Watch
 from heal.diagnose import Diagnosis
 from heal.integrity import find_corruption
 from heal.journal import Journal
@@ -84,6 +85,9 @@ def test_nan_batches_with_sound_weights_are_skipped_as_before():
 
 class QuietMonitor:
     """Has nothing to report."""
+
+    def __init__(self):
+        self.watch = Watch(HealingConfig())
 
     def poll(self):
         return iter(())

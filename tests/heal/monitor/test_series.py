@@ -62,7 +62,7 @@ def test_a_rollback_is_told_with_what_it_cost(tmp_path):
     (incident,) = read_run(tmp_path).incidents
     assert rollback["noticed_at"] > rollback["step"] >= rollback["resumed_at"]
     assert incident["lost_steps"] == rollback["noticed_at"] - rollback["resumed_at"]
-    assert (incident["kind"], incident["outcome"]) == ("rollback", "undone")
+    assert (incident["kind"], incident["outcome"]) == ("rollback", "healed")
     steps = [row[0] for row in read_run(tmp_path).curves[0].rows()]
     assert steps.count(rollback["resumed_at"]) == 2
 
