@@ -74,6 +74,7 @@ class Watch:
         self._explosion = GradientExplosion(config)
         self._gap = OverfittingGap(config)
         self._errors: list[Exception] = []
+        self._not_learning = NotLearning(config)
         self._health = StateHealth(config)
         self._writes = ForeignWrites(config, delay=int(has_others))
         self.detectors: dict[str, Detector] = {
@@ -83,7 +84,7 @@ class Watch:
             "loss": self._loss,
             "lr": self._lr,
             "plateau": Plateau(config),
-            "not_learning": NotLearning(config),
+            "not_learning": self._not_learning,
             "overfitting_gap": self._gap,
             "throughput_collapse": ThroughputCollapse(config),
             "foreign_writes": self._writes,
@@ -200,10 +201,13 @@ class Watch:
             self.forecast.note_failure(step)
         return [(at, old.value, new.value) for at, old, new in self.forecast.take_moves()]
 
-    def note_rollback(self, step: int) -> None:
-        """Note that the run goes back to ``step``; before its state is loaded."""
+    def roll_back(self, step: int, state: dict[str, Any]) -> None:
+        """Return to the state of a snapshot, because the run goes back to ``step``."""
         if self.forecast is not None:
             self.forecast.note_failure(step)
+        first = self._not_learning.first
+        self.load_state(state)
+        self._not_learning.keep_first(first)
 
     def metrics(self, pending: Record | None = None) -> dict[str, float]:
         """Return what is worth a plot.

@@ -552,8 +552,7 @@ class Monitor:
             facts.flags & REQUESTS for facts, _, _ in self._host.values() if facts.flags & REQUESTS
         )
         self.forget()
-        self.watch.note_rollback(self._run.step)
-        self.watch.load_state(saved)
+        self.watch.roll_back(self._run.step, saved)
         self.watch.expect_write(self._run.step)
         self.cluster.clear()
 

@@ -1,6 +1,7 @@
 """Reports runs that go nowhere: a plateau, no progress, a gap to evaluation. Alerts only."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
@@ -126,11 +127,14 @@ class NotLearning:
         return {**windows, **{name: getattr(self, name) for name in names}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        # A snapshot of the first steps has none yet, and a rollback does not undo the first losses.
-        self.first = max(list(state["first"]), self.first, key=len)
+        self.first = list(state["first"])
         self.losses = Window(BLOCK, state["losses"])
         for name in ("zeros", "seen", "was_asked"):
             setattr(self, name, state[name])
+
+    def keep_first(self, first: Sequence[float]) -> None:
+        """Keep the first losses of the run: a rollback to its first steps does not undo them."""
+        self.first = max(self.first, list(first), key=len)
 
 
 class OverfittingGap:

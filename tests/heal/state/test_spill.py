@@ -19,6 +19,7 @@ from heal.snapshots import SnapshotCorrupt, SnapshotRing
 from heal.spill import SpillFile, folder_on_disk
 from tests.heal.runs import regression
 
+ROOT = Path(__file__).parents[3]
 KEY = ("parameter", "weight")
 
 
@@ -107,7 +108,7 @@ def test_a_file_has_no_name_while_it_is_in_use_and_nothing_is_left_after_a_kill(
         os.kill(os.getpid(), signal.SIGKILL)
     """
     ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert ended.stdout == "[]\n"
