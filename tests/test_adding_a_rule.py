@@ -22,7 +22,7 @@ MOST_SOURCES = 7
 def sources(tmp_path_factory):
     """A copy of the sources with the rule in it."""
     copy = tmp_path_factory.mktemp("rule")
-    for name in ("zclip", "csrc", "tests", "pyproject.toml"):
+    for name in ("zclip", "csrc", "tests", "heal", "CONTRIBUTING.md", "pyproject.toml"):
         path, ignored = ROOT / name, shutil.ignore_patterns("__pycache__", "build")
         if path.is_dir():
             shutil.copytree(path, copy / name, ignore=ignored)
