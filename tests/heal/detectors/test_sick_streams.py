@@ -185,7 +185,7 @@ def test_the_first_losses_are_known_after_a_rollback_to_a_step_before_their_reco
     saved = watch.state()  # with a snapshot of step 1: records come some steps late
     for record in records(np.array([2.0, 1e6, 1e9, 1e12])):
         watch.observe(record)
-    watch.load_state(saved)
+    watch.roll_back(1, saved)
     found = [f for r in records(np.full(100, 1e5)) for f in watch.observe(r)]
     (not_learning,) = [f for f in found if f.cause is Cause.NOT_LEARNING]
     assert not_learning.evidence["first_loss"] == 2.0
