@@ -389,7 +389,7 @@ class FusedOptimizer(Optimizer):
 
     def _make_plans(self) -> list[tuple[Plan, list[int]]]:
         old = self._plans or []
-        if type(self.state) is not WatchedState:  # somebody has replaced it
+        if type(self.state) is not WatchedState:  # something has replaced it
             self.state = WatchedState(self.state)
         begun = self._give_state()
         params = [p for group in self.param_groups for p in group["params"]]
