@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -309,10 +310,9 @@ class Durable:
                 if taken < step:
                     with suppress(OSError):
                         remove_file(path)
-        own = [asdict(remedy) for remedy in _read_remedies(directory) if remedy.step >= step]
+        own = [remedy for remedy in _read_remedies(directory) if remedy.step >= step]
         # Disks may show a new file late on some ranks; what one of them sees, all use.
-        pages = [page for pages in ranks.gather_json(own) for page in pages]
-        return sorted(map(Remedy.from_json, pages), key=lambda r: (r.step, r.rank))
+        return sorted(chain(*ranks.gather(own)), key=lambda r: (r.step, r.rank))
 
     def steps(self) -> list[int]:
         """Return the steps of checkpoints, newest first; that of a save under way counts."""

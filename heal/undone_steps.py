@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from heal.buffers import Key
-from heal.checkpoint.saving import Ranks
 from heal.data.loader_pass import loader_rewinder
 from heal.data.split import own_copy
 from heal.guarded_step import GuardedStep
@@ -221,7 +220,7 @@ def recompute(
     """Compute the last steps of a run again; see :meth:`heal.Healer.recompute`."""
     snapshot = _snapshot_before(run, len(steps))
     snapshot.verify()
-    ranks = Ranks(guarded.ranks.group)
+    ranks = guarded.ranks
     scale = guarded.scaler.scale if guarded.scaler is not None else (lambda loss: loss)
 
     def compute() -> _Outcome:
@@ -248,13 +247,13 @@ def recompute(
         has_other_state = differing is not None or set(first.hashes) != set(there.hashes)
         has_other_losses = losses is not None and not _same(there.losses, first.losses)
         mine = [has_other_state, has_other_losses, _same_rng(first.rng, there.rng)]
-        facts = ranks.gather_json(mine)
+        facts = ranks.gather(mine)
         suspicious = any(other_state or other_losses for other_state, other_losses, _ in facts)
         agrees = True
         if suspicious:
             second = compute()
             same = second.hashes == first.hashes and _same(second.losses, first.losses)
-            agrees = all(ranks.gather_json(same))
+            agrees = all(ranks.gather(same))
     faulty = [rank for rank, (_, other_losses, _) in enumerate(facts) if other_losses]
     faulty = faulty or [rank for rank, (other_state, _, _) in enumerate(facts) if other_state]
     origin, reason = _verdict(suspicious, agrees, all(same for _, _, same in facts), faulty)

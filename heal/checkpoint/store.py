@@ -284,7 +284,7 @@ class CheckpointStore:
                 folders = [f for f in committed(self.directory) if f <= bound]
                 newest = next(self._readable(folders, part_of, needs), None)
             mine = NO_FOLDER if newest is None else newest[0]
-            found = self.ranks.gather_json((mine.step, mine.retry))
+            found = self.ranks.gather((mine.step, mine.retry))
             bound = StepFolder(*min(found))
             is_common = found.count(min(found)) == len(found) or bound == NO_FOLDER
             if not is_common and bound < mine:
@@ -419,10 +419,6 @@ class CheckpointStore:
             entries, tensors, values = collect(state, extra)
         except Exception as error:
             trouble = f"{type(error).__name__}: {error}"
-        try:
-            make_folder(self.directory)  # again, if it was removed while the run went on
-        except OSError as error:
-            trouble = trouble or f"{self.directory} cannot be made: {error.strerror or error}"
         if in_thread and self.is_busy:
             trouble = trouble or BUSY
         measured = Measured(tensors, allow_nonfinite)
@@ -457,7 +453,7 @@ class CheckpointStore:
             part()
         except (SaveFailed, OSError) as error:
             trouble = error
-        reports = self.ranks.gather(repr(trouble).encode() if trouble is not None else b"")
+        reports = self.ranks.gather("" if trouble is None else repr(trouble))
         if any(reports):
             job.discard()
             if isinstance(trouble, SaveFailed):
@@ -465,10 +461,8 @@ class CheckpointStore:
             if trouble is not None:
                 raise SaveFailed(f"step {job.manifest.step} was not saved: {trouble}") from trouble
             rank, text = next((rank, text) for rank, text in enumerate(reports) if text)
-            raise SaveFailed(
-                f"{job.folder.path.name} was not committed: rank {rank} failed: "
-                f"{text.decode(errors='replace')}"
-            )
+            name = job.folder.path.name
+            raise SaveFailed(f"{name} was not committed: rank {rank} failed: {text}")
 
     def _start(self, job: Job) -> None:
         self._in_a_hurry.clear()

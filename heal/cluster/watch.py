@@ -77,16 +77,27 @@ class ClusterWatch:
         """Return after which step :meth:`look` has anything to do."""
         if self._compares or self._ping_read_at is not None:
             return step + 1
+        gpu, ping, ahead = self._intervals
+        due = [next_due(step, gpu, False)] if gpu else []
+        due += [next_due(step + ahead, ping, False) - ahead] if ping else []
+        return min(due, default=NEVER)
+
+    @property
+    def _intervals(self) -> tuple[int, int, int]:
+        """Steps between looks at the GPU and between pings, and how long before it one is sent."""
         config = self._config
-        every = config.gpu_health_check_interval, config.nccl_health_check_interval
-        return min((next_due(step, n, False) for n in every if n > 0), default=NEVER)
+        return config.gpu_health_check_interval, config.nccl_health_check_interval, config.lag
 
     def look(self, step: int) -> list[Finding]:
-        """Do what is due before ``step``; return what must be acted upon here and now."""
+        """Do what is due before ``step``; return what must be acted upon here and now.
+
+        A ping is sent ``lag`` steps ahead, so that its answer comes before the comparison, which
+        would wait for a rank that is gone.
+        """
         if _is_due(step, self._config.gpu_health_check_interval):
             self._look_at_gpu(step)
         found = self._ping_ranks(step)
-        if self._compares and not found:  # a comparison would wait for a rank that is gone
+        if self._compares and not found:
             self._compare(step)
         return found
 
@@ -113,23 +124,24 @@ class ClusterWatch:
             watchdog.stop()
 
     def _ping_ranks(self, step: int) -> list[Finding]:
-        if self._ping_read_at is not None and step >= self._ping_read_at:
-            self._ping_read_at = None
-            health = self._ping.finish()
-            if not health.ok:
-                finding = Finding(
-                    cause=Cause.COLLECTIVE_ERROR,
-                    step=step,
-                    bad_step=step,
-                    severity=Severity.FATAL,
-                    evidence={"type": health.reason, "missing": health.missing},
-                )
-                return [finding]
-        is_due = _is_due(step, self._config.nccl_health_check_interval)
-        if is_due and self._ping_read_at is None:  # else the one under way is never read
+        _, interval, ahead = self._intervals
+        if self._ping_read_at is None and _is_due(step + ahead, interval):
             self._ping.start()
-            self._ping_read_at = step + self._config.lag
-        return []
+            self._ping_read_at = step + ahead
+        if self._ping_read_at is None or step < self._ping_read_at:
+            return []
+        self._ping_read_at = None
+        health = self._ping.finish()
+        if health.ok:
+            return []
+        finding = Finding(
+            cause=Cause.COLLECTIVE_ERROR,
+            step=step,
+            bad_step=step,
+            severity=Severity.FATAL,
+            evidence={"type": health.reason, "missing": health.missing},
+        )
+        return [finding]
 
     def _compare(self, step: int) -> None:
         if _is_due(step, self._config.nccl_health_check_interval):

@@ -178,6 +178,18 @@ def check_failures(rank, size, directory):
         store.save_state(2, state, {})
     assert time.monotonic() - began < 50, "somebody waited"
     saving.write_shard = real
+    real_free = saving.free_bytes
+
+    def stale_mount(path):
+        if rank == 1:
+            raise OSError(116, "Stale file handle")
+        return real_free(path)
+
+    saving.free_bytes = stale_mount
+    with pytest.raises(SaveFailed, match=r"rank 1: .* cannot be used: .*Stale file handle"):
+        store.save_state(3, state, {})
+    assert time.monotonic() - began < 50, "somebody waited"
+    saving.free_bytes = real_free
     dist.barrier()
     store.save_state(3, state, {})
     dist.barrier()

@@ -117,16 +117,14 @@ def differing_from_the_start(folder):
     dist.destroy_process_group()
 
 
-def absent_at_the_ping(folder, absent, interval, steps):
-    """One rank does not come to pings from step 10 on; ``steps`` is when the first is read."""
+def absent_at_the_ping(folder, absent, interval, steps, is_replicated):
+    """One rank does not come to pings from step 11 on; ``steps`` is when the first is read."""
     rank = join().rank
-    healer = build(
-        folder, rank, is_replicated=False, nccl_health_check_interval=interval
-    )  # replicas are compared there as well
+    healer = build(folder, rank, is_replicated, nccl_health_check_interval=interval)
     watch = healer.monitor.cluster
     look = watch.look
     if rank == absent:
-        watch.look = lambda step: look(step) if step < 10 else []
+        watch.look = lambda step: look(step) if step < 11 else []
     try:
         healer.run(lambda b: healer.model(b).square().mean(), batches(rank), steps, progress=False)
         tell(folder, rank, None)

@@ -58,12 +58,14 @@ def test_replicas_that_were_never_the_same_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("interval", "read_at"), [(5, 12), (1, 13)], ids=["rarely", "more often than it is read"]
+    ("interval", "read_at", "is_replicated"),
+    [(5, 15, False), (1, 15, False), (5, 15, True)],
+    ids=["rarely", "more often than it is read", "before replicas are compared"],
 )
 def test_a_rank_that_misses_the_ping_ends_the_run_of_the_others_by_name(
-    tmp_path, interval, read_at
+    tmp_path, interval, read_at, is_replicated
 ):
-    told = told_by_all(tmp_path, 2, healed.absent_at_the_ping, 1, interval, read_at)
+    told = told_by_all(tmp_path, 2, healed.absent_at_the_ping, 1, interval, read_at, is_replicated)
     code, why = told[0]
     assert code == ExitCode.DISTRIBUTED
     assert "missing: rank 1" in why
