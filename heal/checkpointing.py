@@ -310,9 +310,10 @@ class Durable:
                 if taken < step:
                     with suppress(OSError):
                         remove_file(path)
-        own = [remedy for remedy in _read_remedies(directory) if remedy.step >= step]
+        own = [asdict(remedy) for remedy in _read_remedies(directory) if remedy.step >= step]
         # Disks may show a new file late on some ranks; what one of them sees, all use.
-        return sorted(chain(*ranks.gather(own)), key=lambda r: (r.step, r.rank))
+        pages = chain(*ranks.gather(own))
+        return sorted(map(Remedy.from_json, pages), key=lambda r: (r.step, r.rank))
 
     def steps(self) -> list[int]:
         """Return the steps of checkpoints, newest first; that of a save under way counts."""

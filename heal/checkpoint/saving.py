@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,16 +40,16 @@ from heal.checkpoint.manifest import (
     Entry,
     Manifest,
     digest,
+    from_bytes,
     manifest_name,
     shard_name,
+    to_bytes,
 )
 from heal.checkpoint.reading import Shard, checksum_text, header
 from heal.integrity import MEASURED, fingerprints
 from heal.training_state import copy_by_kind
 from zclip import grad_stats
 from zclip.layout import NAN
-
-T = TypeVar("T")
 
 SPARE_BYTES = 16 * 2**20  # left free for manifests, the journal, and other programs
 BUSY = "the save before is still being written"
@@ -60,7 +60,7 @@ HURRY_SECONDS = 3.0  # for their files, when this process has failed: they may b
 class Ranks:
     """All ranks of a process group, the default one if None; this process alone if there is none.
 
-    Every rank has to call :meth:`gather`, in the same order.
+    Every rank has to call :meth:`gather`, in the same order. Ranks exchange JSON, not pickle.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -69,12 +69,23 @@ class Ranks:
         self.rank = dist.get_rank(group) if together else 0
         self.size = dist.get_world_size(group) if together else 1
 
-    def gather(self, value: T) -> list[T]:
-        """Return the value of every rank, by rank."""
-        gathered: list[Any] = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+    def gather(self, value: Any) -> list[Any]:
+        """Return the plain value of every rank, by rank; tuples of other ranks are lists."""
+        if self.size == 1:
+            return [value]
+        payload = to_bytes(value)
+        is_gloo = "gloo" in str(dist.get_backend_config(self._group))
+        device = "cpu" if is_gloo else torch.device("cuda", torch.cuda.current_device())
+        length = torch.tensor([len(payload)], device=device)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length, group=self._group)
+        sizes = [int(size) for size in lengths]
+        padded = bytearray(payload.ljust(max(sizes), b"\0"))
+        mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine, group=self._group)
+        found = zip(gathered, sizes, strict=True)
+        return [from_bytes(bytes(t.tolist()[:size]), Path("ranks")) for t, size in found]
 
 
 class Proposal(NamedTuple):
@@ -100,7 +111,11 @@ def agree(
         retry, free = next_retry(directory, step), free_bytes(directory)
     except (OSError, SaveFailed) as error:
         trouble = trouble or f"{directory} cannot be used: {error}"
-    offered = ranks.gather(Proposal(entries, trouble, retry, free, secrets.token_hex(16)))
+    mine = Proposal(entries, trouble, retry, free, secrets.token_hex(16))
+    offered = [
+        Proposal({name: Entry.from_json(e) for name, e in theirs.items()}, *rest)
+        for theirs, *rest in ranks.gather(mine)
+    ]
     for rank, proposal in enumerate(offered):
         if proposal.trouble:
             where = f"rank {rank}: " if ranks.size > 1 else ""
