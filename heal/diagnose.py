@@ -21,6 +21,10 @@ MEASURED = 0.99
 """Confidence: a statistical finding by itself, with another that agrees, and a fact."""
 
 
+SEEN_AS = "seen_as"
+"""The evidence that names the symptom by which NaN in the state was noticed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """Why a run is in trouble.
@@ -45,6 +49,11 @@ class Diagnosis:
     def is_proven(self) -> bool:
         """Whether an experiment has found the weights damaged."""
         return PROOF in self.evidence
+
+    @property
+    def is_of_state(self) -> bool:
+        """Whether NaN or Inf was found in the state, where a symptom was seen."""
+        return SEEN_AS in self.evidence
 
     @property
     def reference(self) -> str:
@@ -157,7 +166,7 @@ def diagnose_corruption(diagnosis: Diagnosis, found: Mapping[str, Any], step: in
     """
     raised = ("type", "message")
     seen: dict[str, Any] = {k: v for k, v in diagnosis.evidence.items() if k in raised}
-    evidence: dict[str, Any] = {**found, "measured": True, "seen_as": diagnosis.cause.value, **seen}
+    evidence: dict[str, Any] = {**found, "measured": True, SEEN_AS: diagnosis.cause.value, **seen}
     cause = Cause(evidence.pop("cause"))
     return Diagnosis(cause, evidence, MEASURED, Severity.ERROR, bad_step=step, step=step)
 

@@ -18,7 +18,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from heal.actions import HealingError, Plan
-from heal.attempts import Attempts
 from heal.body_trials import BodyTrials
 from heal.buffers import BufferCopies
 from heal.causes import Finding
@@ -33,15 +32,17 @@ from heal.exit_codes import ExitCode
 from heal.exits import Exits
 from heal.experiment import Experiment
 from heal.extra_state import note_rewriting, note_stateless
+from heal.failed_steps import FailedSteps
 from heal.guarded_step import JUDGED, GuardedStep, judgeable
 from heal.integrations.trackers import attach
 from heal.journal import LEFT_OUT, Journal, Notes, describe_machine, describe_training
 from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, TrainStep, fewest_samples
-from heal.monitor import Monitor
+from heal.monitor import Monitor, Seen
+from heal.policy import decide
 from heal.progress import progress_bar
 from heal.ranks import NO_FACTS, HostFacts
-from heal.recovery import Hook, Recovery
+from heal.recovery import NOTHING_DONE, Hook, Outcome, Recovery
 from heal.run import TorchRun
 from heal.snapshots import Snapshot
 from heal.training_state import TrainingState
@@ -58,6 +59,7 @@ FORMER = {
     "hear_the_rest": "finish",
     "is_in_loop": "stream.is_open",
     "left_loop_early": "stream.was_left",
+    "retries": "failures",
     "treat": "recover_from",
 }
 """Former names that work until 0.3, with a warning."""
@@ -103,7 +105,8 @@ class Healer:
         training: the run as plans change it: snapshots, learning rate, data.
         monitor: what the device reported, as records and findings.
         experiment: distinguishes damaged weights from other data.
-        recovery: makes plans and carries them out.
+        recovery: what was found and done so far.
+        failures: diagnoses what steps and the loader raise.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -206,7 +209,7 @@ class Healer:
             note,
         )
         self.recovery = Recovery(self.training, self.monitor, config, self.journal, note)
-        self.retries = Attempts(
+        self.failures = FailedSteps(
             self.training,
             self.guarded,
             self.recovery,
@@ -296,7 +299,8 @@ class Healer:
             if not self.guarded.ranks.has_others:
                 self.monitor.not_sent(facts)
                 raise
-            self.retries.step_failed(error)
+            self._send(*self.failures.judge(error, "step"))
+            self.report(Flag.STEP_FAILED)
         if schedules.are_followed:
             schedules.step()
         self._is_stepping = False
@@ -336,13 +340,32 @@ class Healer:
         self._wants_snapshot |= has_changed_shape
         self.contained(self.monitor.check_health)
         for seen in self.recovery.poll():
-            if self.recovery.recover(seen):
+            if self._recover(seen).rolled_back:
                 break  # the remaining records are of steps that did not happen
         else:
             self._maintain(step)
         self._wants_snapshot |= self.monitor.take_snapshot_request()
         self._write_metrics()
         self._busy_at = self._next_due(self.training.step)
+
+    def _recover(self, seen: Seen) -> Outcome:
+        """Recover from what a record has shown, or from what a step has raised.
+
+        Raises:
+            HealingError: the run must stop.
+        """
+        seen = self.recovery.settle(seen)  # a suspicion waits for the answer of an experiment
+        diagnosis = self.recovery.diagnose(seen)  # the one cause behind all that was found
+        if diagnosis is None:
+            return NOTHING_DONE
+        diagnosis = self.recovery.examine(diagnosis)  # do the weights or the batch hold NaN?
+        history, snapshots = self.recovery.history, self.training.snapshots()
+        plan = decide(diagnosis, history, self.config, snapshots, self.training.lr_scale)
+        plan = self.recovery.ask_hook(diagnosis, plan)
+        outcome = self.recovery.execute(plan, diagnosis)
+        if not outcome.rolled_back:
+            self.monitor.note_kept(seen)
+        return outcome
 
     def _next_due(self, step: int) -> int:
         """Return the step after which something is due again, if all stays calm."""
@@ -367,7 +390,8 @@ class Healer:
                 self.durable.save_if_due(step, self.memory.values)
         if self.probes is not None and self.probes.are_due(step):
             with self.monitor.clock_stopped():  # else the step would seem slow
-                self.probes.look(step)
+                for alert in self.probes.look(step):
+                    self._recover(Seen(step, [alert]))
 
     def _capture_if_due(self) -> None:
         """Take a snapshot that is due, but not while a check or a suspicion is open.
@@ -413,7 +437,7 @@ class Healer:
     def _halt(self, halt: HealingError) -> None:
         """Save if the stop was asked for, write the postmortem, and raise."""
         with self.halting():
-            halt = self.retries.explained(halt)
+            halt = self.failures.explained(halt)
             if halt.exit_code == ExitCode.PREEMPTED and self.durable is not None:
                 self.exits.draft(halt)
                 raise self.durable.saved_before(
@@ -466,8 +490,19 @@ class Healer:
             self.durable.save_if_due(self.training.step, self.memory.values)
 
     def _loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:
+        """Recover from an exception of the loader; return what becomes of the batch.
+
+        Without an ``index`` the epoch could not be opened.
+        """
         with self.halting():
-            return self.retries.loader_failed(error, epoch, index)
+            if index is None:
+                failure = self.failures.judge_epoch(error, epoch)
+            else:
+                failure = self.failures.judge_batch(error, epoch, index)
+                if self.has_others:
+                    self._send(*failure)
+                    return AfterError.STAND_IN
+            return AfterError.TRY_AGAIN if self._heal(*failure) else AfterError.PASS_OVER
 
     # What may go wrong.
 
@@ -492,20 +527,26 @@ class Healer:
             ...     optimizer.zero_grad()
         """
         self._is_stepping = False
-        with self.halting(), self.retries.attempt(self._was_stepping):
+        self.micro.begin()
+        failure, phase = None, "forward"
+        with self.halting():
             try:
                 yield
             except HealingError:
                 raise
-            except Exception:
-                if not self.trials.is_open:
-                    raise
-                self.trials.abandon()  # an experiment only: the same batch comes again, for real
-
-    def _was_stepping(self) -> bool:
-        """Return whether the optimizer was stepping when something was raised."""
-        was, self._is_stepping = self._is_stepping, False
-        return was
+            except Exception as error:
+                if self.trials.is_open:
+                    self.trials.abandon()  # only an experiment: the same batch comes again
+                else:
+                    phase = "step" if self._is_stepping else phase
+                    failure = self.failures.judge(error, phase)
+            # The except block is left: nothing holds the frames whose tensors must be freed.
+            self._is_stepping = False
+            if failure is None:
+                self.failures.worked()
+            else:
+                self.failures.give_back(failure, phase)
+                self._heal(*failure)
 
     def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
         """Carry out the plan for what a step raised; True if its batches should be tried again.
@@ -513,14 +554,27 @@ class Healer:
         For integrations with a loop of their own; :meth:`attempt` calls it for you.
 
         Args:
-            diagnosis: from ``healer.retries.judge(error, phase)``.
+            diagnosis: from ``healer.failures.judge(error, phase)``.
             error: that returned it too, without the memory that it held.
 
         Raises:
             HealingError: the run must stop; the postmortem is written.
         """
         with self.halting():
-            return self.retries.heal(diagnosis, error)
+            return self._heal(diagnosis, error)
+
+    def _heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
+        try:
+            outcome = self._recover(Seen(diagnosis.step, raised=diagnosis))
+            return self.failures.may_work_now(diagnosis, outcome)
+        except HealingError as halt:
+            raise self.failures.halt_for(halt, diagnosis, error) from error
+
+    def _send(self, diagnosis: Diagnosis, error: Exception) -> None:
+        """Report a failure to the other ranks: in some steps all of them recover from it."""
+        if diagnosis.cause.about.sent_as is None:  # no message can reach them
+            self._heal(diagnosis, error)  # halts, unless a hook has replaced the halt
+        self.failures.send(diagnosis, error)
 
     def repeat(
         self,
@@ -543,7 +597,38 @@ class Healer:
             HealingError: the run must stop; the postmortem is written.
         """
         with self.halting():
-            return self.retries.repeat(compute, failed)
+            while True:
+                try:
+                    return True, compute()
+                except Exception as error:
+                    failure = self.failures.judge(error, self.micro.phase)
+                # The except block is left: nothing holds the frames whose tensors must be freed.
+                failed(failure[0])
+                self.micro.undo()
+                if not self._heal(*failure):
+                    return False, None
+
+    def try_step(self, loss: Tensor | float | None = None) -> bool:
+        """Call :meth:`step` and recover from what it raises; return whether the step was taken.
+
+        It is never tried again: some weights may be updated already. For integrations; the body of
+        :meth:`attempt` calls :meth:`step`.
+
+        Raises:
+            HealingError: the run must stop; the postmortem is written.
+        """
+        with self.halting():
+            try:
+                self.step(loss)
+            except HealingError:
+                raise
+            except Exception as error:
+                failure = self.failures.judge(error, "step")
+            else:
+                self.failures.worked()
+                return True
+            self._heal(*failure)
+            return False
 
     def pieces(self, batch: Any) -> list[tuple[Any, float]]:
         """Cut a batch into pieces that fit into memory, with the share of each in the mean loss.
@@ -663,7 +748,7 @@ class Healer:
             HealingError: the run must stop; the postmortem is written.
         """
         with self.halting():
-            self.recovery.recover_from(findings)
+            self._recover(Seen(self.training.step, findings))
 
     def suspect(self, finding: Finding) -> None:
         """Have an experiment find out whether the weights are damaged, as ``finding`` may suggest.
@@ -762,9 +847,7 @@ class Healer:
 
         if self.probes is None:
             ranks = self.guarded.ranks
-            self.probes = AttachedProbes(
-                self.model, ranks, self.recovery, self.journal, self._notes
-            )
+            self.probes = AttachedProbes(self.model, ranks, self.journal, self._notes)
         self.probes.add(AttachedProbe(name, look, every, alarm))
         self._busy_at = 0
 
@@ -807,7 +890,7 @@ class Healer:
                     before = self.training.step
                     try:
                         batches = StepBatches(source, accumulate)
-                        was_taken = self.retries.take_step(train_step, batches, self.step)
+                        was_taken = self._take_step(train_step, batches)
                     except NoMoreBatches:
                         self._note_shortfall(steps)
                         return
@@ -817,6 +900,22 @@ class Healer:
                             on_step(self.last_step)
             if self.durable is not None:
                 self.durable.save_last(self.training.step, self.memory.values)
+
+    def _take_step(self, train_step: TrainStep, batches: StepBatches) -> bool:
+        """Take a step, again after a cure; return False if its batches were given up."""
+        while True:
+            loss, failure = self.failures.compute(train_step, batches)
+            if failure is None:
+                return self.try_step(loss)
+            if self.has_others:  # nothing is tried again: all ranks skip the step
+                if failure[0].cause.about.sent_as is None:
+                    self._heal(*failure)
+                self.failures.stand_in(failure, train_step, batches)
+                return self.try_step()
+            if not self._heal(*failure):
+                if not self.stream.will_rewind:
+                    batches.draw_rest()
+                return False
 
     def _all_epochs(self, loader: Any) -> Generator[Any, None, None]:
         """Yield batches of all epochs, until one has none: a step may span two epochs."""

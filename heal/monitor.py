@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,6 +25,9 @@ from heal.run import TorchRun
 from heal.snapshots import NEVER, is_due, next_due
 from heal.verdict import NO_FLAG, Flag, Record
 from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS, NORM, NUM_VERDICT, SPIKE
+
+if TYPE_CHECKING:
+    from heal.diagnose import Diagnosis
 
 ORDINARY = (0.0, CLIPPED, SPIKE, CLIPPED | SPIKE)
 """Flags that no detector acts upon: the clip rule has dealt with a large norm, and on real data one
@@ -165,26 +168,40 @@ VERSION = attrgetter("_version")
 
 
 class Seen(NamedTuple):
-    """One step that was polled: what the detectors found in its record.
+    """What was seen of one step, in its record, by a check or as an exception.
 
     Attributes:
         step: its number.
-        findings: what is known to be wrong; suspicions are left to the experiment.
-        is_clean: whether it was taken and nothing was found.
+        findings: of the detectors; after :meth:`Monitor.settle` what is known to be wrong.
+        record: of the step; None if there is none, or if it was taken in already.
+        is_check: whether a check of the weights found it.
+        raised: what an exception was diagnosed as; None if there was none.
+        is_clean: whether the step was taken and nothing was found.
         settled: the answer of an experiment that this step completed, if any.
     """
 
     step: int
-    findings: list[Finding]
+    findings: Sequence[Finding] = ()
+    record: Record | None = None
+    is_check: bool = False
+    raised: "Diagnosis | None" = None
     is_clean: bool = False
     settled: Settled | None = None
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether snapshots taken lately may already hold the trouble."""
+        return any(
+            f.cause.about.may_be_in_snapshots and f.severity >= Severity.ERROR
+            for f in self.findings
+        )
 
 
 class Monitor:
     """Turns rows of the mailbox into records, and records into findings.
 
-    The detectors find or suspect; the experiment settles what they suspect. Clean steps prove the
-    snapshots of the run before them.
+    The detectors find or suspect; :meth:`settle` leaves what they suspect to the experiment, and
+    lets clean steps prove the snapshots of the run before them.
 
     Args:
         reported: flags of this host for the next record; signal handlers and threads append.
@@ -407,10 +424,7 @@ class Monitor:
     def poll_checks(self) -> Iterator[Seen]:
         """Yield what checks of weights, optimizer state, other ranks and the hardware found."""
         for health in self.health.read(self._run.step):
-            findings = self._known(self.watch.observe_health(health))
-            if not is_suspect(findings):
-                self._run.ring.note_checked(health.step)
-            yield Seen(health.step, findings)
+            yield Seen(health.step, self.watch.observe_health(health), is_check=True)
         yield Seen(self._run.step, self.cluster.look(self._run.step))
 
     def poll_last(self) -> Iterator[Seen]:
@@ -436,12 +450,29 @@ class Monitor:
                 self._note(f"the callback {name} of on_record failed: {error!r}")
         if record.flags is not NO_FLAG and record.has(Flag.STATE_NONFINITE):
             self._needs_check = True
-        settled = self._experiment.observe(record)
-        findings = self._known(findings)
+        return Seen(record.step, findings, record)
+
+    def settle(self, seen: Seen) -> Seen:
+        """Leave suspicions to the experiment; return what is known, its answers included.
+
+        An experiment takes some steps, and its answer comes with the record of the last of them.
+        """
+        record = seen.record
+        settled = None if record is None else self._experiment.observe(record)
+        findings = self._known(seen.findings)
         if settled is not None:
             findings += self._accept(settled)
-        is_clean = self._judge_snapshots(record, findings)
-        return Seen(record.step, findings, is_clean, settled)
+        known = seen._replace(findings=findings, record=None, settled=settled)
+        if record is not None:
+            return known._replace(is_clean=self._judge_snapshots(record, known))
+        if seen.is_check and not known.is_suspect:
+            self._run.ring.note_checked(seen.step)
+        return known
+
+    def note_kept(self, seen: Seen) -> None:
+        """Note that a plan has undone nothing: the next snapshots prove themselves."""
+        if seen.is_suspect:
+            self._run.ring.note_settled()
 
     def suspect(self, finding: Finding) -> None:
         """Have an experiment settle a suspicion, unless another one is under way."""
@@ -450,7 +481,7 @@ class Monitor:
             self._run.ring.note_suspect(finding.bad_step)
             self._needs_check = True
 
-    def _known(self, findings: list[Finding]) -> list[Finding]:
+    def _known(self, findings: Sequence[Finding]) -> list[Finding]:
         """Leave suspicions to the experiment, and return the rest."""
         known = []
         for finding in findings:
@@ -470,17 +501,17 @@ class Monitor:
             self.watch.rebase(settled.finding.cause)
         return settled.findings
 
-    def _judge_snapshots(self, record: Record, findings: list[Finding]) -> bool:
+    def _judge_snapshots(self, record: Record, known: Seen) -> bool:
         """Let a clean step prove the snapshots before it; return whether it was clean.
 
         A skipped step proves nothing because it changed nothing.
         """
-        if findings and is_suspect(findings):
-            self._run.ring.note_suspect(min(finding.bad_step for finding in findings))
+        if known.findings and known.is_suspect:
+            self._run.ring.note_suspect(min(finding.bad_step for finding in known.findings))
         elif not record.blocked:
             self._run.clip_limits.note_norm(record.norm, record.clipped_norm)
             self._run.ring.note_clean(record.step)
-            return not findings
+            return not known.findings
         return False
 
     def _read(self, step: int, row: list[float]) -> Record:
@@ -555,11 +586,6 @@ class Monitor:
         self.watch.roll_back(self._run.step, saved)
         self.watch.expect_write(self._run.step)
         self.cluster.clear()
-
-
-def is_suspect(findings: Sequence[Finding]) -> bool:
-    """Return whether snapshots taken lately may already hold the trouble."""
-    return any(f.cause.about.may_be_in_snapshots and f.severity >= Severity.ERROR for f in findings)
 
 
 def _name_of(function: Any) -> str:

@@ -59,7 +59,11 @@ spikes by leaving out some 200 to 500. If that does not help, it is not the data
 
 
 def decide(
-    diagnosis: Diagnosis, history: History, config: HealingConfig, snapshots: Sequence[int]
+    diagnosis: Diagnosis,
+    history: History,
+    config: HealingConfig,
+    snapshots: Sequence[int],
+    lr_scale: float = 1.0,
 ) -> Plan:
     """Choose the plan for a diagnosis.
 
@@ -68,6 +72,7 @@ def decide(
         history: what was tried; is not changed. Note the plan there afterwards.
         config: how patient to be.
         snapshots: steps of the good snapshots; that of step ``s`` has the updates before ``s``.
+        lr_scale: the factor on the learning rate, if earlier plans have lowered it.
 
     Returns:
         The actions in order; empty if there is nothing to do but to log it.
@@ -82,7 +87,8 @@ def decide(
         Family.NUMERIC: _heal_numbers,
         Family.WARNING: _brace,
     }
-    return cures[family](case) if family in cures else ()
+    plan = cures[family](case) if family in cures else ()
+    return (*plan, *_rate_given_back(case, plan, lr_scale))
 
 
 class _Case(NamedTuple):
@@ -170,6 +176,15 @@ def _heal_numbers(case: _Case) -> Plan:
     why = f"no good snapshot from before step {diagnosis.bad_step}"
     is_desync = diagnosis.cause is Cause.DESYNC
     return case.halt(why, ExitCode.DISTRIBUTED if is_desync else ExitCode.NO_SNAPSHOT)
+
+
+def _rate_given_back(case: _Case, plan: Plan, lr_scale: float) -> Plan:
+    """Return the rate to its schedule, if symptoms of weights that hold NaN have lowered it."""
+    lowers = any(isinstance(action, (ScaleLr, Halt)) for action in plan)
+    is_lowered = lr_scale < 1.0 and case.count(ScaleLr) > 0
+    if not case.diagnosis.is_of_state or not is_lowered or lowers:
+        return ()
+    return (ScaleLr(1.0 / lr_scale, LR_FLOOR, 0),)
 
 
 def _contained(case: _Case) -> Plan | None:

@@ -1,10 +1,14 @@
-"""From findings to actions: diagnose, decide, ask the hook, carry out, write down."""
+"""The steps of a recovery: settle, diagnose, examine, ask the hook, execute.
+
+``Healer._recover`` takes them in this order; between the last three :func:`heal.policy.decide`
+makes the plan.
+"""
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from heal.actions import (
     Action,
@@ -12,7 +16,6 @@ from heal.actions import (
     HealingError,
     Plan,
     Rollback,
-    ScaleLr,
     Skip,
     SkipBatches,
     action_to_json,
@@ -26,8 +29,8 @@ from heal.diagnose import Diagnosis, diagnose, diagnose_corruption, may_be_the_w
 from heal.exit_codes import ExitCode
 from heal.history import History, Incident
 from heal.journal import LEFT_OUT, Journal
-from heal.monitor import Monitor, Seen, is_suspect
-from heal.policy import LR_FLOOR, MAX_CONSECUTIVE_DATA_ERRORS, decide
+from heal.monitor import Monitor, Seen
+from heal.policy import MAX_CONSECUTIVE_DATA_ERRORS, decide
 from heal.run import TorchRun
 
 Hook = Callable[[Diagnosis, Plan], Plan | None]
@@ -47,12 +50,28 @@ SPENT = (
 """Codes of halts by a limit: a hook that could replace them could go on for ever."""
 
 
-class Recovery:
-    """Carries out what the policy decides, and remembers it.
+class Outcome(NamedTuple):
+    """What a recovery has done.
 
-    :meth:`poll` yields what was found, and :meth:`carry_out` reads as what a sick step does:
-    :func:`heal.diagnose.diagnose` names one cause, :func:`heal.policy.decide` chooses a plan, the
-    user's hook may replace it, and each action is applied to the run.
+    Attributes:
+        plan: the actions that were applied, in order.
+    """
+
+    plan: Plan = ()
+
+    @property
+    def rolled_back(self) -> bool:
+        """Whether the run has returned to an earlier step."""
+        return any(isinstance(action, Rollback) for action in self.plan)
+
+
+NOTHING_DONE = Outcome()
+
+
+class Recovery:
+    """Diagnoses, executes plans, and remembers both.
+
+    What was found stays in :attr:`late` if it is polled while a plan is made or the run saved.
 
     Attributes:
         history: what was tried; survives rollbacks.
@@ -93,9 +112,7 @@ class Recovery:
         """Yield what was found late, then what the monitor polls now."""
         late, self.late = self.late, []
         yield from late
-        for seen in self._monitor.poll():
-            self._count(seen)
-            yield seen
+        yield from self._monitor.poll()
         yield from self._monitor.poll_checks()
 
     def catch_up(self) -> None:
@@ -105,79 +122,64 @@ class Recovery:
         """
         try:
             for seen in self._monitor.poll():
-                self._count(seen)
-                if seen.findings:
-                    self.late.append(seen)
+                known = self.settle(seen)
+                if known.findings:
+                    self.late.append(known)
         except Exception as error:  # the plan must be made
             self._note(f"{LEFT_OUT}: {error!r}")
 
-    def _count(self, seen: Seen) -> None:
-        """Log the answer of an experiment; let a clean step end incidents."""
-        if seen.settled is not None:
-            self._journal.event("experiment", self._run.step, **seen.settled.to_json())
-        if seen.is_clean:
+    # The steps of a recovery.
+
+    def settle(self, seen: Seen) -> Seen:
+        """Leave suspicions to an experiment; return what is known, its answers included.
+
+        A clean step ends incidents.
+        """
+        known = self._monitor.settle(seen)
+        if known.settled is not None:
+            self._journal.event("experiment", self._run.step, **known.settled.to_json())
+        if known.is_clean:
             loss, _ = self._monitor.watch.loss_level()
-            for incident in self.history.note_step(seen.step, self._config):
+            for incident in self.history.note_step(known.step, self._config):
                 self._write_outcome(incident, loss)
             self._write_overflows()
+        self._write_forecast(known)  # now: a rollback forgets it, and a halt ends the run
+        return known
 
-    def recover(self, seen: Seen) -> bool:
-        """Recover from what was found in one step; return whether the run was rolled back.
-
-        Raises:
-            HealingError: the run must stop.
-        """
-        self._write_forecast(seen)  # first: a rollback forgets it, and a halt ends the run
-        plan = self.recover_from(seen.findings)
-        rolled_back = any(isinstance(action, Rollback) for action in plan)
-        if not rolled_back and is_suspect(seen.findings):
-            self._run.ring.note_settled()  # nothing was undone: the next snapshots prove themselves
-        return rolled_back
-
-    def recover_from(self, findings: Sequence[Finding]) -> Plan:
-        """Diagnose findings and carry out the plan; return it.
-
-        Raises:
-            HealingError: the run must stop.
-        """
-        diagnosis = self._diagnose(findings)
-        return () if diagnosis is None else self.carry_out(diagnosis)
-
-    def _diagnose(self, findings: Sequence[Finding]) -> Diagnosis | None:
-        """Return the cause; None if there is none, or an overflow, which is routine."""
-        if not findings:
-            return None
-        diagnosis = diagnose(findings, self.history)
-        self.history.note_findings(findings)
+    def diagnose(self, seen: Seen) -> Diagnosis | None:
+        """Return the one cause; None if there is none, or an overflow, which is routine."""
+        if seen.raised is not None or not seen.findings:
+            return seen.raised
+        diagnosis = diagnose(seen.findings, self.history)
+        self.history.note_findings(seen.findings)
         if diagnosis is not None and diagnosis.cause is Cause.SCALER_OVERFLOW:
             self._overflows.append(diagnosis)  # written once, when the search is over
             return None
         return diagnosis
 
-    def carry_out(self, diagnosis: Diagnosis) -> Plan:
-        """Decide on a diagnosis, apply the plan and write it down; return the plan.
+    def examine(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Add what the record does not show: which batch, and whether it or the weights hold NaN.
+
+        Polls first: clean steps prove the snapshots that a plan may need.
+        """
+        self.catch_up()
+        self._locate(diagnosis)
+        diagnosis = self._look_at_state(diagnosis)
+        if diagnosis.cause.about.is_nonfinite and "type" in diagnosis.evidence:
+            # An exception: the device counted no skipped step, and patience must end all the same.
+            diagnosis = replace(diagnosis, streak=self.history.note_nonfinite_error())
+        return diagnosis
+
+    def execute(self, plan: Plan, diagnosis: Diagnosis) -> Outcome:
+        """Apply the actions in order and write down what they did, also if one halts the run.
 
         Raises:
             HealingError: the run must stop.
         """
-        self.catch_up()
-        self._locate(diagnosis)
-        diagnosis, is_state = self._look_at_state(diagnosis)
-        if diagnosis.cause.about.is_nonfinite and "type" in diagnosis.evidence:
-            # An exception: the device counted no skipped step, and patience must end all the same.
-            diagnosis = replace(diagnosis, streak=self.history.note_nonfinite_error())
-        plan = decide(diagnosis, self.history, self._config, self._run.snapshots())
-        if is_state:
-            plan = self._restore_lr(plan)
-        plan = self._ask_hook(diagnosis, plan)
-        self._apply_all(diagnosis, plan)
-        return plan
-
-    def _apply_all(self, diagnosis: Diagnosis, plan: Plan) -> None:
-        """Apply the actions in order and write down what they did, also if one halts the run."""
         at, before, began = self._run.step, self._adjusted(), time.monotonic()
         effects: list[bool] = []
-        if any(isinstance(action, Rollback) for action in plan):
+        outcome = Outcome(plan)
+        if outcome.rolled_back:
             self._note_level(diagnosis)
         self.recovering_from = diagnosis
         try:
@@ -191,6 +193,7 @@ class Recovery:
             seconds = time.monotonic() - began
             self.history.note_plan(diagnosis, plan, effects, first_pending=at - self._config.lag)
             self._write(diagnosis, plan, effects, at, before, seconds)
+        return outcome
 
     def would_halt(self, diagnosis: Diagnosis) -> bool:
         """Return whether the policy would halt for a diagnosis; nothing is done."""
@@ -240,25 +243,25 @@ class Recovery:
             diagnosis.evidence.setdefault("usual_loss", level)
             diagnosis.evidence.setdefault("noise", noise)
 
-    def _look_at_state(self, diagnosis: Diagnosis) -> tuple[Diagnosis, bool]:
-        """Look for NaN in the state if it could be the cause; return whether it is."""
+    def _look_at_state(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Look for NaN in the state if it could be the cause, and in the batch if it is not."""
         config = self._config
         stops = config.nan_action == "raise" and diagnosis.cause.about.is_nonfinite
         if stops or not may_be_the_weights(
             diagnosis, config.nan_patience, config.max_consecutive_skips
         ):
-            return diagnosis, False
+            return diagnosis
         # All ranks act on a record in the same step, but not on an exception.
         try:
             was_raised = "type" in diagnosis.evidence
             found = self._run.corruption(not was_raised, was_raised or diagnosis.streak > 1)
         except Exception as error:
             self._note(f"weights could not be checked for NaN: {error!r}")
-            return diagnosis, False
+            return diagnosis
         if found is None:
             self._look_at_data(diagnosis)
-            return diagnosis, False
-        return diagnose_corruption(diagnosis, found, self._run.step), True
+            return diagnosis
+        return diagnose_corruption(diagnosis, found, self._run.step)
 
     def _look_at_data(self, diagnosis: Diagnosis) -> None:
         """Add to the evidence whether NaN came with the batch, where the state holds none.
@@ -284,15 +287,8 @@ class Recovery:
 
     # What becomes of a plan.
 
-    def _restore_lr(self, plan: Plan) -> Plan:
-        """Return the rate to its schedule, if symptoms of corrupt weights lowered it."""
-        incident = self.history.open_incident(Family.NUMERIC)
-        lowers = any(isinstance(action, (ScaleLr, Halt)) for action in plan)
-        if incident is None or not incident.count(ScaleLr) or lowers or self._run.lr_scale >= 1.0:
-            return plan
-        return (*plan, ScaleLr(1.0 / self._run.lr_scale, LR_FLOOR, 0))
-
-    def _ask_hook(self, diagnosis: Diagnosis, plan: Plan) -> Plan:
+    def ask_hook(self, diagnosis: Diagnosis, plan: Plan) -> Plan:
+        """Return the plan that the user's hook prefers; the same one if there is no hook."""
         if self._hook is None or (not plan and diagnosis.severity < Severity.WARN):
             return plan
         is_spent = any(isinstance(action, Halt) and action.exit_code in SPENT for action in plan)
@@ -439,7 +435,7 @@ class Recovery:
         if self._has_halted:
             self.history.note_findings(findings)
             return
-        diagnosis = self._diagnose(findings)
+        diagnosis = self.diagnose(Seen(self._run.step, findings))
         if diagnosis is None:
             return
         self._locate(diagnosis)

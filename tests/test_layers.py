@@ -13,7 +13,7 @@ from zclip.reference import IDS
 
 ROOT = Path(__file__).parent.parent
 
-ABOVE = {"heal.recovery", "heal.attempts", "heal.maintenance", "heal.healer", "heal.integrations"}
+ABOVE = {"heal.recovery", "heal.failed_steps", "heal.healer", "heal.integrations"}
 """What puts the rest of healing together."""
 
 STEP = {"heal.guarded_step", "heal.lr_schedules", "heal.micro_batch", "heal.ranks"}

@@ -365,8 +365,7 @@ class HealedSteps:
         if not self._heals_errors:
             self._healer.step(loss)
             return
-        with self._healer.halting():
-            self._healer.retries.try_step(lambda: self._healer.step(loss))
+        self._healer.try_step(loss)
 
     def _mean(self, loss: Tensor | None) -> Tensor | None:
         """Return the mean loss of all batches of the step, computed on the device."""

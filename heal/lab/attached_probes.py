@@ -16,7 +16,6 @@ from heal.causes import Cause, Finding, Severity
 from heal.journal import Journal, Notes
 from heal.lab.probes.batch import undisturbed
 from heal.ranks import Ranks
-from heal.recovery import Recovery
 
 
 @dataclass(slots=True)
@@ -37,12 +36,9 @@ class AttachedProbes:
     A probe leaves the buffers and modes of ``model``, and all generators, as they were.
     """
 
-    def __init__(
-        self, model: Module, ranks: Ranks, recovery: Recovery, journal: Journal, notes: Notes
-    ) -> None:
+    def __init__(self, model: Module, ranks: Ranks, journal: Journal, notes: Notes) -> None:
         self._model = model
         self._ranks = ranks
-        self._recovery = recovery
         self._journal = journal
         self._notes = notes
         self._probes: dict[str, AttachedProbe] = {}
@@ -67,11 +63,11 @@ class AttachedProbes:
         """Return for each probe after how many steps it looks next."""
         return [(steps_done // probe.every + 1) * probe.every for probe in self._probes.values()]
 
-    def look(self, steps_done: int) -> None:
-        """Run the probes that are due after so many steps."""
-        for probe in list(self._probes.values()):
-            if steps_done % probe.every == 0:
-                self._run(probe, steps_done - 1)
+    def look(self, steps_done: int) -> list[Finding]:
+        """Run the probes that are due after so many steps; return the alarms that have come on."""
+        due = [probe for probe in self._probes.values() if steps_done % probe.every == 0]
+        found = [self._run(probe, steps_done - 1) for probe in due]
+        return [alert for alert in found if alert is not None]
 
     def metrics(self) -> dict[str, float]:
         """Return what each probe found last, as ``probe/<name>`` or ``probe/<name>/<number>``."""
@@ -81,7 +77,7 @@ class AttachedProbes:
             for key, value in probe.numbers.items()
         }
 
-    def _run(self, probe: AttachedProbe, step: int) -> None:
+    def _run(self, probe: AttachedProbe, step: int) -> Finding | None:
         began = time.monotonic()
         failure, is_alarmed, numbers = "", False, None
         try:
@@ -96,7 +92,7 @@ class AttachedProbes:
             del self._probes[probe.name]
             why = failure or "it failed on another rank"
             self._notes.add(f"the probe {probe.name!r} failed and is not run again: {why}")
-            return
+            return None
         is_alarmed = self._ranks.any_has(is_alarmed)
         if numbers is not None:
             probe.numbers = numbers
@@ -104,15 +100,15 @@ class AttachedProbes:
             found = numbers.get("", numbers)
             self._journal.event("probe", step, probe=probe.name, found=found, seconds=seconds)
         was_alarmed, probe.is_alarmed = probe.is_alarmed, is_alarmed
-        if is_alarmed and not was_alarmed:  # once, until it has been off again
-            alert = Finding(
-                cause=Cause.PROBE_ALARM,
-                step=step,
-                bad_step=step,
-                severity=Severity.WARN,
-                evidence={"probe": probe.name, "found": probe.numbers.get("", probe.numbers)},
-            )
-            self._recovery.recover_from([alert])
+        if not is_alarmed or was_alarmed:  # once, until it has been off again
+            return None
+        return Finding(
+            cause=Cause.PROBE_ALARM,
+            step=step,
+            bad_step=step,
+            severity=Severity.WARN,
+            evidence={"probe": probe.name, "found": probe.numbers.get("", probe.numbers)},
+        )
 
 
 def numbers_of(found: Any) -> dict[str, float]:

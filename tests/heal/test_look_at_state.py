@@ -11,6 +11,7 @@ from heal.detect import Watch
 from heal.diagnose import Diagnosis
 from heal.integrity import find_corruption
 from heal.journal import Journal
+from heal.policy import decide
 from heal.recovery import Recovery
 from heal.testing import Fault
 from tests.heal.fake_run import FakeRun
@@ -97,16 +98,26 @@ def diagnosis(cause, step, severity=Severity.ERROR):
     return Diagnosis(cause, {}, 0.9, severity, bad_step=step, step=step)
 
 
+SETTINGS = HealingConfig()
+
+
+def carry_out(recovery, run, diagnosis, config=SETTINGS):
+    """What ``Healer._recover`` does with a diagnosis."""
+    diagnosis = recovery.examine(diagnosis)
+    plan = decide(diagnosis, recovery.history, config, run.snapshots(), run.lr_scale)
+    return recovery.execute(recovery.ask_hook(diagnosis, plan), diagnosis).plan
+
+
 def test_the_lower_rate_of_a_misdiagnosis_is_taken_back():
     run = FakeRun(snapshots=[90])
     recovery = Recovery(run, QuietMonitor(), HealingConfig(), Journal(None))
     for _ in range(2):  # the second rollback lowers the rate
-        plan = recovery.carry_out(diagnosis(Cause.GRADIENT_EXPLOSION, 100))
+        plan = carry_out(recovery, run, diagnosis(Cause.GRADIENT_EXPLOSION, 100))
     assert any(isinstance(action, ScaleLr) for action in plan)
     assert run.lr_scale == 0.5
     run.step = 110
     run.corrupt = {"cause": "weight_corruption", "tensor": "head", "tensors": 1}
-    recovery.carry_out(diagnosis(Cause.NONFINITE_LOSS, 110, Severity.WARN))
+    carry_out(recovery, run, diagnosis(Cause.NONFINITE_LOSS, 110, Severity.WARN))
     assert ("restore", 90) in run.done
     assert run.lr_scale == 1.0
 
@@ -117,7 +128,7 @@ def test_nan_is_not_searched_elsewhere_once_an_experiment_has_found_the_weights_
     recovery = Recovery(run, QuietMonitor(), HealingConfig(nan_patience=5), Journal(None))
     found = dict(proof)
     nan = Diagnosis(Cause.NONFINITE_LOSS, found, 0.9, Severity.ERROR, 90, step=100, streak=5)
-    recovery.carry_out(nan)
+    carry_out(recovery, run, nan)
     ((_, diagnosis, _),) = recovery.log
     assert ("hint" in diagnosis.evidence) == (not proof)
 
@@ -129,7 +140,7 @@ def test_damage_that_an_experiment_found_while_weights_hold_nan_is_no_fault_of_t
     recovery = Recovery(run, QuietMonitor(), config, Journal(None))
     spike = diagnosis(Cause.LOSS_SPIKE, 100)
     spike.evidence["loss_with_old_weights"] = 0.1
-    plan = recovery.carry_out(spike)
+    plan = carry_out(recovery, run, spike, config)
     ((_, found, _),) = recovery.log
     assert (found.cause, found.evidence["seen_as"]) == (Cause.WEIGHT_CORRUPTION, "loss_spike")
     assert [type(action).__name__ for action in plan] == ["Rollback"]

@@ -11,7 +11,7 @@ from tools import trace_calls
 
 ROOT = Path(__file__).parents[2]
 CORE = (
-    *("attempts", "checkpointing", "experiment", "guarded_step", "healer", "monitor"),
+    *("checkpointing", "experiment", "failed_steps", "guarded_step", "healer", "monitor"),
     *("recovery", "run", "snapshots"),
 )
 """The modules that a step, a rollback and a checkpoint pass through."""
@@ -83,6 +83,27 @@ def test_the_healer_is_one_class_without_owners_parts_and_mixins():
             if isinstance(node, ast.Attribute | ast.Name)
         }
         assert not names & (FORMER - {"catch_up"}), name
+
+
+STEPS_OF_A_RECOVERY = ["settle", "diagnose", "examine", "decide", "ask_hook", "execute"]
+
+
+def called(tree):
+    """The names of functions and methods that are called, in the order of the text."""
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda function: (function.end_lineno, function.end_col_offset))
+    return [getattr(call, "attr", getattr(call, "id", None)) for call in calls]
+
+
+def test_what_a_sick_step_does_is_read_in_one_method_for_records_and_exceptions():
+    tree = parsed(ROOT / "heal" / "healer.py")
+    (recover,) = [n for n in ast.walk(tree) if getattr(n, "name", "") == "_recover"]
+    steps = [name for name in called(recover) if name in STEPS_OF_A_RECOVERY]
+    assert steps == STEPS_OF_A_RECOVERY
+    assert len(ast.unparse(recover.body[1:]).splitlines()) <= 12
+    for path in (ROOT / "heal").rglob("*.py"):
+        elsewhere = called(parsed(path)).count("execute")
+        assert elsewhere == (path.name == "healer.py"), path
 
 
 def private_attributes(tree):

@@ -112,7 +112,7 @@ class TrainerBatches:
 
     def _has_waited(self, error: Exception) -> bool:
         """Wait if that may cure an error of the loader; return whether it was waited."""
-        diagnosis, error = self._healer.retries.judge_read(error)
+        diagnosis, error = self._healer.failures.judge_read(error)
         return diagnosis.family is Family.WAIT and self._healer.heal(diagnosis, error)
 
     def _draw(self) -> Any | None:

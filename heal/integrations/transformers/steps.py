@@ -348,7 +348,7 @@ class TrainerSteps:
         if not self._is_in_step:
             return  # a trainer with a loop of its own
         if self._inputs:
-            self._healer.retries.worked()
+            self._healer.failures.worked()
         self._is_in_step = False
         self._inputs.clear()
         self._calls, self._num_items = 0, None
@@ -359,7 +359,7 @@ class TrainerSteps:
             self._after_step(control)
         else:
             self._forget()
-            self._healer.heal(*self._healer.retries.judge(failure, "step"))
+            self._healer.heal(*self._healer.failures.judge(failure, "step"))
             if not self._position.was_set_back:
                 self._healer.training.advance()
         epochs = None if was_set_back else self._epochs

@@ -1,9 +1,7 @@
-"""Tries to take a step, and recovers from exceptions of forward, backward, step and loader."""
+"""What forward, backward, step or the loader raised: diagnosed, put back, reported to all ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,14 +11,12 @@ from heal.actions import (
     CheckpointActivations,
     HealingError,
     Plan,
-    Rollback,
     ShrinkBatch,
     is_custom,
 )
 from heal.causes import Cause, Family
 from heal.checkpointing import Durable, Remedy
 from heal.cluster import watchdog as last_message
-from heal.data.loader_pass import AfterError
 from heal.data.split import own_copy
 from heal.data.stream import BatchStream, StepBatches
 from heal.diagnose import Diagnosis, diagnose_exception
@@ -31,12 +27,11 @@ from heal.guarded_step import GuardedStep
 from heal.journal import Journal
 from heal.micro_batch import TrainStep
 from heal.policy import MAX_HALVINGS
-from heal.recovery import Recovery
+from heal.recovery import Outcome, Recovery
 from heal.run import TorchRun
 from heal.verdict import Flag
 
 Failure = tuple[Diagnosis, Exception]
-Step = Callable[[Tensor | None], None]
 
 READ_WAITS = 3
 """Waits for a batch that the disk cannot read; after that its file is at fault, not the disk."""
@@ -50,8 +45,8 @@ CURES: dict[Family, tuple[type, ...]] = {
 """Actions after which the same batches may work; a plan of the policy has one, or halts."""
 
 
-class Attempts:
-    """Forward, backward and step; again in smaller pieces, after a wait or not at all.
+class FailedSteps:
+    """Diagnoses what a step or the loader raises, and says what follows from the outcome.
 
     With other ranks nothing is tried again: the record of the step reports the failure, all ranks
     skip that step, and some steps later all of them apply the same cure.
@@ -82,126 +77,57 @@ class Attempts:
         self._waited_after, self._read_waits = (-1, -1), 0
         self._bad_files: set[str] = set()
 
-    def take_step(self, train_step: TrainStep, batches: StepBatches, step: Step) -> bool:
-        """Take one step; return False if its batches were dropped.
+    def compute(
+        self, train_step: TrainStep, batches: StepBatches
+    ) -> tuple[Tensor | None, Failure | None]:
+        """Run forward and backward of a step; return the mean loss, or what was raised.
 
-        Args:
-            train_step: takes a batch and returns its mean loss.
-            batches: of this step.
-            step: clips and steps the optimizer, given the loss.
+        After a failure gradients, buffers and generators are as they were before.
 
         Raises:
             NoMoreBatches: there are none.
-            HealingError: the run must stop.
-            Exception: there is no cure for it.
         """
-        while True:
-            for optimizer in self._guarded.optimizers:
-                optimizer.zero_grad()
-            loss, failure = self._try_all(train_step, batches)
-            if failure is not None:
-                # The except block is left: nothing holds the frames whose tensors must be freed.
-                self._micro.undo()
-                if self._ranks.has_others:
-                    batches.draw_rest()  # as the other ranks do: all stay at one place in the data
-                    self._stand_in(failure, train_step, batches.count)
-                elif self.heal(*failure):
-                    continue
-                else:
-                    if not self._stream.will_rewind:
-                        batches.draw_rest()
-                    return False
-            return self.try_step(partial(step, loss))
-
-    def try_step(self, step: Callable[[], None]) -> bool:
-        """Take a step, and recover from what it raises; return whether it was taken.
-
-        It is never tried again: some weights may be updated already.
-        """
-        try:
-            step()
-        except HealingError:
-            raise
-        except Exception as error:
-            failure = self.judge(error, "step")
-        else:
-            self.worked()
-            return True
-        self.heal(*failure)
-        return False
-
-    def repeat(
-        self, compute: Callable[[], Any], failed: Callable[[Diagnosis], None]
-    ) -> tuple[bool, Any]:
-        """Call ``compute`` again after each failure that has a cure; see :meth:`Healer.repeat`."""
-        while True:
-            try:
-                return True, compute()
-            except Exception as error:
-                failure = self.judge(error, self._micro.phase)
+        for optimizer in self._guarded.optimizers:
+            optimizer.zero_grad()
+        loss, failure = self._try_all(train_step, batches)
+        if failure is not None:
             # The except block is left: nothing holds the frames whose tensors must be freed.
-            failed(failure[0])
             self._micro.undo()
-            if not self.heal(*failure):
-                return False, None
+        return loss, failure
 
-    @contextmanager
-    def attempt(self, was_stepping: Callable[[], bool]) -> Iterator[None]:
-        """Recover from exceptions of the body: its batch is dropped. Raise those without a cure.
-
-        If ``was_stepping()``, some weights may have changed.
-        """
-        self._micro.begin()
-        failure: Failure | None = None
-        is_in_step = False
+    def stand_in(self, failure: Failure, train_step: TrainStep, batches: StepBatches) -> None:
+        """Report a failure to all ranks, and send what they wait for. Halt if that is too late."""
+        batches.draw_rest()  # as the other ranks do: all stay at one place in the data
+        if not self._micro.messages.can_be_matched(batches.count * self._micro.pieces):
+            self._leave(*failure)
+        self.send(*failure)
         try:
-            yield
-        except HealingError:
-            raise
+            self._micro.stand_in(train_step, self._scale())
         except Exception as error:
-            is_in_step = was_stepping()
-            failure = self.judge(error, "step" if is_in_step else "forward")
-        if failure is None:
-            self.worked()
-            return
+            self._leave(*self.judge(error, self._micro.phase))
+
+    def give_back(self, failure: Failure, phase: str) -> None:
+        """Put back what a user's own forward and backward have changed; leave if ranks wait.
+
+        After an exception in the optimizer's step nothing is: some weights may be updated already.
+        """
         diagnosis = failure[0]
         if diagnosis.family is Family.DATA:
             self._name_batch(diagnosis)
         elif diagnosis.family is Family.MEMORY:
             diagnosis.evidence["cannot_be_cut"] = self._micro.note_caller()
-        if not is_in_step:
+        if phase != "step":
             self._micro.undo()
             if self._ranks.has_others:
                 self._leave(*failure)
-        self.heal(*failure)
 
-    def loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:
-        """Recover from an exception of the loader; return what becomes of the batch.
-
-        Without an ``index`` the epoch could not be opened. Then the only cure is to wait, because
-        there is no batch to drop or to report to other ranks.
-        """
-        diagnosis, error = self.judge(error, "open") if index is None else self.judge_read(error)
-        diagnosis.evidence["epoch"] = epoch
-        if index is None:
-            if diagnosis.family is not Family.WAIT or self._ranks.has_others:
-                raise error
-        else:
-            diagnosis.evidence.update(batch=index, samples=self._stream.samples_of(index))
-            if self._ranks.has_others:
-                self._send(diagnosis, error)
-                return AfterError.STAND_IN
-        return AfterError.TRY_AGAIN if self.heal(diagnosis, error) else AfterError.PASS_OVER
-
-    def step_failed(self, error: Exception) -> None:
-        """Report to other ranks that the optimizer stopped half-way here; they go on until then.
-
-        Raises:
-            HealingError: no message can reach them.
-        """
-        diagnosis, error = self.judge(error, "step")
-        self._send(diagnosis, error)
-        self._report(Flag.STEP_FAILED)
+    def send(self, diagnosis: Diagnosis, error: Exception) -> None:
+        """Report a failure to the other ranks, with the record of this step."""
+        flag = diagnosis.cause.about.sent_as or Flag.UNKNOWN_ERROR
+        if flag is Flag.UNKNOWN_ERROR:
+            self._fatal = error
+        self._journal.event("rank_failed", self._run.step, diagnosis=diagnosis.to_json())
+        self._report(flag)
 
     def explained(self, halt: HealingError) -> HealingError:
         """Return a halt of all ranks with the rank that failed and its exception.
@@ -279,28 +205,6 @@ class Attempts:
         scaler = self._guarded.scaler
         return scaler.scale if scaler is not None else (lambda loss: loss)
 
-    def _stand_in(self, failure: Failure, train_step: TrainStep, count: int) -> None:
-        """Report a failure to all ranks, and send what they wait for. Halt if that is too late."""
-        if failure[0].cause.about.sent_as is None:
-            self.heal(*failure)  # the group is broken already: halt
-        if not self._micro.messages.can_be_matched(count * self._micro.pieces):
-            self._leave(*failure)
-        self._send(*failure)
-        try:
-            self._micro.stand_in(train_step, self._scale())
-        except Exception as error:
-            self._leave(*self.judge(error, self._micro.phase))
-
-    def _send(self, diagnosis: Diagnosis, error: Exception) -> None:
-        flag = diagnosis.cause.about.sent_as
-        if flag is None:
-            self.heal(diagnosis, error)  # halts, unless a hook has replaced the halt
-            flag = Flag.UNKNOWN_ERROR
-        if flag is Flag.UNKNOWN_ERROR:
-            self._fatal = error
-        self._journal.event("rank_failed", self._run.step, diagnosis=diagnosis.to_json())
-        self._report(flag)
-
     def _leave(self, diagnosis: Diagnosis, error: Exception) -> None:
         """Halt this rank and break the group, so that the others halt now and not in minutes."""
         diagnosis.evidence["halted"] = "other ranks waited for gradients that cannot be sent"
@@ -372,23 +276,51 @@ class Attempts:
         evidence = {**diagnosis.evidence, "waits": self._read_waits}
         return replace(diagnosis, cause=Cause.DATA_ERROR, evidence=evidence), error
 
-    def heal(self, diagnosis: Diagnosis, error: Exception) -> bool:
-        """Carry out the plan; True if the same batches should be tried again."""
-        try:
-            plan = self._recovery.carry_out(diagnosis)
-            undone = any(isinstance(action, Rollback) for action in plan)
-            is_cured = self._is_cured(diagnosis.family, plan)
-            is_counted = diagnosis.family in (Family.DATA, Family.NUMERIC)  # by the policy
-            if not (undone or is_cured or is_counted):
-                self._recovery.give_up_batch(diagnosis)
-        except HealingError as halt:
-            if diagnosis.cause is Cause.UNKNOWN:
-                raise error from None
-            if diagnosis.cause.about.sent_as is None:
-                halt = self._halt_of_others(halt)
-            halt.__cause__ = error
-            raise halt from error
-        return is_cured and not undone
+    def judge_epoch(self, error: Exception, epoch: int) -> Failure:
+        """Diagnose an exception of a loader that cannot open an epoch.
+
+        Raises:
+            Exception: the same, if no wait may cure it: there is no batch to drop or to report.
+        """
+        diagnosis, error = self.judge(error, "open")
+        diagnosis.evidence["epoch"] = epoch
+        if diagnosis.family is not Family.WAIT or self._ranks.has_others:
+            raise error
+        return diagnosis, error
+
+    def judge_batch(self, error: Exception, epoch: int, index: int) -> Failure:
+        """Diagnose an exception of a loader that cannot read a batch, with the place of that."""
+        diagnosis, error = self.judge_read(error)
+        samples = self._stream.samples_of(index)
+        diagnosis.evidence.update(epoch=epoch, batch=index, samples=samples)
+        return diagnosis, error
+
+    # What follows from the outcome.
+
+    def may_work_now(self, diagnosis: Diagnosis, outcome: Outcome) -> bool:
+        """Return whether the same batches should be tried again; else they are given up.
+
+        Raises:
+            HealingError: too many were given up in a row.
+        """
+        is_cured = self._is_cured(diagnosis.family, outcome.plan)
+        is_counted = diagnosis.family in (Family.DATA, Family.NUMERIC)  # by the policy
+        if not (outcome.rolled_back or is_cured or is_counted):
+            self._recovery.give_up_batch(diagnosis)
+        return is_cured and not outcome.rolled_back
+
+    def halt_for(self, halt: HealingError, diagnosis: Diagnosis, error: Exception) -> HealingError:
+        """Return a halt with the exception that it is for.
+
+        Raises:
+            Exception: the same, if its cause is unknown: it is the caller's.
+        """
+        if diagnosis.cause is Cause.UNKNOWN:
+            raise error from None
+        if diagnosis.cause.about.sent_as is None:
+            halt = self._halt_of_others(halt)
+        halt.__cause__ = error
+        return halt
 
     def _halt_of_others(self, halt: HealingError) -> HealingError:
         """Return the halt of the rank that left, if that is why a collective failed here."""
