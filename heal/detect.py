@@ -171,7 +171,7 @@ class Watch:
             cause: of the suspicion. NaN has no level: the batches that come are the reason.
         """
         if cause.about.is_nonfinite:
-            self._skipped.data_is_nan = True
+            self._skipped.note_bad_data()
             return
         if self._loss.is_suspected:
             self._loss.rebase()

@@ -7,7 +7,8 @@ import math
 import statistics
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -65,16 +66,35 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
     clipped, and NaN in them is seen only in the weights or in the loss. A step that is skipped is
     skipped for them too.
 
-    Attributes:
+    Args:
+        inner: the optimizer.
+        clipper: measures and clips.
         note: called once for each parameter that cannot be guarded.
-        pull: set for some steps after a rollback, if asked for; it is added before clipping.
+        options: those of :class:`zclip.ClippedOptimizer`.
+
+    Attributes:
+        pull: added to the gradients before clipping, see :meth:`hold`; None for nothing.
     """
 
-    note: Callable[[str], None] = staticmethod(lambda text: None)
+    _note: Callable[[str], None] = staticmethod(lambda text: None)  # that of a copy
     pull: "Pull | None" = None
     _reported: StepResult | None = None
     _unguarded: tuple[Tensor, ...] = ()  # a copy finds out by itself
     _measured: tuple[list[tuple[int, int]], Groups] = [], []  # of which groups, and what remains
+
+    def __init__(
+        self, inner: Optimizer, clipper: Clipper, note: Callable[[str], None], **options: Any
+    ) -> None:
+        super().__init__(inner, clipper, **options)
+        self._note = note
+
+    def hold(self, pull: "Pull") -> None:
+        """Add a pull to the gradients of every step until :meth:`release`."""
+        self.pull = pull
+
+    def release(self) -> None:
+        """Pull no longer."""
+        self.pull = None
 
     def clip(
         self,
@@ -113,7 +133,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
         names = {id(param): name for name, param in self.named_parameters}
         for param, kind in found:
             name = names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
-            self.note(
+            self._note(
                 f"the gradient of {name} is {kind}, which cannot be measured: it is stepped "
                 "unguarded, not clipped and not watched for NaN"
             )
@@ -209,7 +229,10 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
 
 
 def watched(
-    optimizer: Optimizer, config: HealingConfig, names: list[tuple[str, Tensor]]
+    optimizer: Optimizer,
+    config: HealingConfig,
+    names: list[tuple[str, Tensor]],
+    note: Callable[[str], None],
 ) -> WatchedOptimizer:
     """Wrap an optimizer; one that is clipped already keeps its clipper, as the wrapper's."""
     apply = "inplace"
@@ -226,6 +249,7 @@ def watched(
     return WatchedOptimizer(
         optimizer,
         clipper,
+        note,
         apply=apply,
         named_parameters=names if is_complete else None,  # all: others may join it later
         lag=config.lag,
@@ -369,9 +393,8 @@ class GuardedStep:
     ) -> None:
         named = list(named_parameters)
         self.names = {id(p): name for name, p in named}
-        self.optimizers = [watched(o, config, named) for o in optimizers]
+        self.optimizers = [watched(o, config, named, note) for o in optimizers]
         for optimizer in self.optimizers:
-            optimizer.note = note
             if optimizer.needs_closure:
                 raise TypeError(
                     "optimizer: expected one whose step can be skipped or repeated whole, got "
@@ -400,6 +423,19 @@ class GuardedStep:
             and (device.type == "cpu" or isinstance(first.inner, FusedOptimizer))
         )
         self._no_scale = torch.full((1,), NO_LOSS_SCALE, device=device)
+
+    @contextmanager
+    def records_set_aside(self) -> Iterator[None]:
+        """Let the body take steps that are none of the run's: their records are dropped."""
+        kept = self.mailbox, self.posted
+        steps = [optimizer.steps for optimizer in self.optimizers]
+        self.mailbox = zclip.Mailbox(kept[0].lag, width=kept[0].width, room=kept[0].room)
+        try:
+            yield
+        finally:
+            self.mailbox, self.posted = kept
+            for optimizer, count in zip(self.optimizers, steps, strict=True):
+                optimizer.steps = count
 
     def step(self, step: int, loss: Tensor | None, facts: HostFacts | None = None) -> bool:
         """Take the step, or skip it on the device; False if there were no gradients at all.

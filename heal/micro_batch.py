@@ -138,7 +138,8 @@ class MicroBatcher:
                 if share != 1.0 or count > 1:
                     loss = loss * (share / count)
                 self.phase = "backward"
-                self.messages.are_under_way |= is_last
+                if is_last:
+                    self.messages.note_sent()
                 scale(loss).backward()
                 total = self._total
                 self._total = loss.detach() if total is None else total + loss.detach()
@@ -189,9 +190,18 @@ class MicroBatcher:
         """
         with self.messages.repeated():
             loss = train_step(own_copy(self.messages.sample()))
-            self.messages.are_under_way = True
+            self.messages.note_sent()
             scale(loss * float("nan")).backward()
         self._put_back()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the attempts of the body out of the count."""
+        attempts = self.attempts
+        try:
+            yield
+        finally:
+            self.attempts = attempts
 
     def undo(self) -> None:
         """Undo what a failed step did, before any optimizer was stepped."""

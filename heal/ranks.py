@@ -249,6 +249,10 @@ class GradientMessages:
         self.are_under_way = self._was_called = False
         self._tried = None
 
+    def note_sent(self) -> None:
+        """Note that a backward begins whose messages others wait for."""
+        self.are_under_way = True
+
     def held_back(self, until: bool) -> AbstractContextManager[None]:
         """Send no gradients inside, unless ``until`` says that it is the last piece."""
         if until or not self._is_ddp:

@@ -2,9 +2,7 @@
 
 import gc
 import math
-import operator
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,7 +165,7 @@ class TorchRun:
         taken = self.ring.capture(self.step, tensors, values, is_proven, without_nan)
         snapshot = self.ring.of_step(self.step) if taken else None
         if snapshot is not None:
-            snapshot.owners = [weakref.ref(p) for p in self._state.parameters()]
+            snapshot.note_owners(self._state.parameters())
         if self.ring.degraded:
             self._note(self.ring.degraded)
         return taken
@@ -177,9 +175,7 @@ class TorchRun:
 
         A head that was replaced may have the same shape, but its weights mean something else.
         """
-        params = self._state.parameters()
-        owners = [owner() for owner in snapshot.owners]
-        return len(owners) == len(params) and all(map(operator.is_, owners, params))
+        return snapshot.is_of(self._state.parameters())
 
     def learning_rate(self) -> float:
         """Return the first parameter group's learning rate, healing left out; NaN if unknown."""

@@ -6,6 +6,7 @@ and vouches for what it gives back.
 """
 
 import math
+import operator
 import os
 import time
 import weakref
@@ -76,9 +77,18 @@ class Snapshot:
     is_good: bool = False
     is_proven: bool = False  # it needs no clean steps
     num_bytes: int = 0
-    owners: list["weakref.ref[Tensor]"] = field(default_factory=list, repr=False)
+    _owners: list["weakref.ref[Tensor]"] = field(default_factory=list, repr=False)
     buffers: dict[Key, Tensor] = field(default_factory=dict, repr=False)
     file: SpillFile | None = field(default=None, repr=False)
+
+    def note_owners(self, params: Sequence[Tensor]) -> None:
+        """Remember of which parameters this is."""
+        self._owners = [weakref.ref(param) for param in params]
+
+    def is_of(self, params: Sequence[Tensor]) -> bool:
+        """Return whether it is of these parameters, and of no others of their shapes."""
+        owners = [owner() for owner in self._owners]
+        return len(owners) == len(params) and all(map(operator.is_, owners, params))
 
     def wait(self) -> None:
         """Wait until the copies are there."""

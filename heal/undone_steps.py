@@ -32,7 +32,6 @@ from heal.ranks import HostFacts
 from heal.run import TorchRun
 from heal.snapshots import Snapshot
 from heal.training_state import RngState, TrainingState
-from zclip import Mailbox
 
 
 @contextmanager
@@ -52,10 +51,7 @@ def undone(
     """
     with ExitStack() as undo:  # in reverse order
         undo.callback(RngState.now().put_back)
-        undo.callback(setattr, guarded, "mailbox", guarded.mailbox)
-        undo.callback(setattr, guarded, "posted", guarded.posted)
-        for optimizer in guarded.optimizers:
-            undo.callback(setattr, optimizer, "steps", optimizer.steps)
+        undo.enter_context(guarded.records_set_aside())
         tensors = state.everything() if with_frozen else state.tensors()
         saved = {key: tensor.detach().clone() for key, tensor in tensors.items()}
         undo.callback(state.restore, saved, state.values())
@@ -66,8 +62,6 @@ def undone(
             if with_frozen and not state.is_trainable(param):
                 # Through .data: else it would count as one that is trained.
                 undo.callback(param.data.copy_, param.detach().to("cpu", copy=True))
-        mailbox = guarded.mailbox
-        guarded.mailbox = Mailbox(mailbox.lag, mailbox.width, mailbox.room)  # the run's own waits
         yield undo
 
 
@@ -240,7 +234,7 @@ def recompute(
     known = [] if losses is None else [float(loss) for loss in losses]
     there = _Outcome(_hashes(state), known, RngState.now())
     with undone(state, guarded) as undo:
-        undo.callback(setattr, micro, "attempts", micro.attempts)
+        undo.enter_context(micro.uncounted())
         first = compute()
         keys = (key for key in first.hashes if first.hashes[key] != there.hashes.get(key))
         differing = next(keys, None)

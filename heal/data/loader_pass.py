@@ -214,6 +214,14 @@ class LoaderPass:
         self.generators_at_end: tuple[Any, ...] = ()
         self.following: LoaderPass | None = None
 
+    def begin_again(self, start: EpochStart) -> None:
+        """Draw it again, with generators as they are just before."""
+        self.start = start
+
+    def note_following(self, following: "LoaderPass") -> None:
+        """Remember which pass came next."""
+        self.following = following
+
     @property
     def can_reopen(self) -> bool:
         """Whether ``iter(loader)`` starts over; an iterator would only go on."""
@@ -445,6 +453,10 @@ class PassReader:
             place = f"batch {self.index} of epoch {self.epoch}"
             self._note(f"{place} cannot be read again: its sampler gives another order each time")
         return self._tries_again
+
+    def count(self) -> None:
+        """Count the batch that was just read."""
+        self.index += 1
 
     def pass_over(self) -> None:
         """Count the batch that just failed, and make sure that the rest can be read."""

@@ -275,11 +275,11 @@ class BatchStream:
         before = None if self._reader is None else self._reader.origin
         known = None if before is None else before.following
         if known is not None and known.loader is loader:
-            known.start = start  # drawn again: it ends where it ended
+            known.begin_again(start)  # drawn again: it ends where it ended
         else:
             known = LoaderPass(loader, start)
         if before is not None:
-            before.following = known
+            before.note_following(known)
         self._read_from(known, self.newest[0] + 1).begin()
 
     def _begin_next(self, loader: Any) -> None:
@@ -314,7 +314,7 @@ class BatchStream:
             place = Place(ordinal, reader.epoch, reader.index, reader.origin)
             try:
                 batch = reader.read()
-                reader.index += 1
+                reader.count()
             except (StopIteration, HealingError):
                 raise
             except Exception as error:
@@ -362,7 +362,7 @@ class BatchStream:
         if origin is None:
             known = loader if now_in is None else now_in.origin.loader
             origin = LoaderPass(known, position.start)
-        origin.start = position.start
+        origin.begin_again(position.start)
         set_epochs(origin.loader, position.start.epochs)  # not in the state that a loader keeps
         own = position.loader_state, position.generators, position.is_over
         self._read_from(origin, position.epoch).go_to(position.index, *own)

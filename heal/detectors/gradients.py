@@ -23,12 +23,16 @@ class SkippedSteps:
         self.patience = config.nan_patience if config.nan_action == "rollback" else 0
         self.streak = 0
         self.first_step = -1
-        self.data_is_nan = False  # so the experiment has shown, in this streak
+        self._data_is_nan = False  # so the experiment has shown, in this streak
+
+    def note_bad_data(self) -> None:
+        """Attribute this streak to the data: sound weights give NaN on it too."""
+        self._data_is_nan = True
 
     def observe(self, record: Record) -> Finding | None:
         if record.flags is NO_FLAG and not record.blocked:
             self.streak = 0  # as below, sooner
-            self.data_is_nan = False
+            self._data_is_nan = False
             return None
         if record.has(FAILED):
             return None  # some rank had nothing to give; that is reported by itself
@@ -49,7 +53,7 @@ class SkippedSteps:
             cause = Cause.NONFINITE_GRADIENT
         was_applied = is_nonfinite and not record.blocked
         evidence = _blame(record) | ({"applied": True} if was_applied else {})
-        if self.data_is_nan:
+        if self._data_is_nan:
             evidence["blames"] = "the data: sound weights give NaN on it too"
         return Finding(
             cause=cause,

@@ -118,7 +118,7 @@ class LossChange:
         self.climb = max(0.0, self.climb + min(z, self.SLACK) - self.CLIMB_SLACK)
 
     def _absorb(self, record: Record) -> None:
-        self.losses.size = min(RECENT, max(FEWEST, record.step // 2))
+        self.losses.resize(min(RECENT, max(FEWEST, record.step // 2)))
         self.losses.push(record.loss)
         self.block.push(record.loss)
         if len(self.block) < BLOCK:

@@ -26,6 +26,10 @@ class Plateau:
         self.before = math.nan
         self.was_reported = False
 
+    def ignore_chance(self) -> None:
+        """Report no plateau at chance from now on: the caller has better evidence of it."""
+        self.chance = 0.0
+
     def observe(self, record: Record) -> Finding | None:
         if not self.steps or not record.has_finite_loss or record.lr == 0.0:
             return None

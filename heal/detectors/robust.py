@@ -49,7 +49,7 @@ STANDARD_ERRORS = 4.0
 
 
 class Window:
-    """The last ``size`` finite values, in order of arrival. The size may be changed.
+    """The last ``size`` finite values, in order of arrival.
 
     They are put in order of magnitude when that is first needed, and kept so from then on: many
     windows are filled, read once and emptied.
@@ -63,6 +63,10 @@ class Window:
 
     def __len__(self) -> int:
         return len(self._arrived)
+
+    def resize(self, size: int) -> None:
+        """Hold so many values from the next one on."""
+        self.size = size
 
     def push(self, value: float) -> None:
         """Add a value, drop the oldest; NaN, Inf and the like are ignored."""

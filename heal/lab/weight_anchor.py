@@ -99,7 +99,7 @@ class WeightAnchor:
                 raise failure
             return False
         for optimizer, parts in zip(self._optimizers, held, strict=True):
-            optimizer.pull = Pull(parts, strength)
+            optimizer.hold(Pull(parts, strength))
         self.steps_left = steps
         return True
 
@@ -114,7 +114,7 @@ class WeightAnchor:
         """Let go, and free the memory."""
         self.steps_left = 0
         for optimizer in self._optimizers:
-            optimizer.pull = None
+            optimizer.release()
 
     def _mean(self, optimizer: Any) -> Tensor:
         """Return the mean of what is remembered, over all weights of all ranks, on the device."""

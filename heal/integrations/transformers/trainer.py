@@ -198,7 +198,7 @@ class SelfHealingCallback(TrainerCallback):
             # The loss alone would suggest a plateau at chance; here there is better evidence.
             plateau = healer.monitor.watch.detectors.get("plateau")
             if isinstance(plateau, Plateau):
-                plateau.chance = 0.0
+                plateau.ignore_chance()
         healer.contained(lambda: self._observe(healer, logs))
 
     def _observe(self, healer: Healer, logs: Mapping[str, Any]) -> None:

@@ -230,3 +230,11 @@ class Hysteresis:
         if self.quiet >= QUIET_STEPS:
             self.is_on = False
         return False
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is remembered, as values that JSON has."""
+        return {"is_on": self.is_on, "quiet": self.quiet}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Remember what :meth:`state` returned."""
+        self.is_on, self.quiet = state["is_on"], state["quiet"]

@@ -141,8 +141,7 @@ class ForecastWatch:
         return {
             "features": self.features.state(),
             "evidence": None if self.evidence == -math.inf else self.evidence,
-            "is_on": self.switch.is_on,
-            "quiet": self.switch.quiet,
+            **self.switch.state(),
             "failure_steps": self.failure_steps,
             "owes_warning": self.owes_warning,
             "told": self.loss_share,
@@ -156,8 +155,7 @@ class ForecastWatch:
         """
         self.features.load_state(state["features"])
         self.evidence = -math.inf if state["evidence"] is None else state["evidence"]
-        self.switch.is_on = state["is_on"]
-        self.switch.quiet = state["quiet"]
+        self.switch.load_state(state)
         self.failure_steps = max(self.failure_steps, state["failure_steps"])
         self.owes_warning, self.loss_share = state["owes_warning"], state["told"]
         self.probability = math.nan
