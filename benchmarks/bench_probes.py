@@ -28,7 +28,7 @@ from heal.lab.probes import (
     sharpness,
 )
 from heal.lab.weight_anchor import WeightAnchor
-from heal.verdict import Record
+from heal.record import Record
 
 WIDTH, LAYERS, BATCH, ROUNDS = 256, 4, 32, 15
 

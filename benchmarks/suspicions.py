@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 from heal.causes import Finding
 from heal.config import HealingConfig
 from heal.detectors import robust
+from heal.detectors.foreign_writes import ForeignWrites
 from heal.detectors.gradients import GradientExplosion, SkippedSteps
+from heal.detectors.host import ThroughputCollapse
 from heal.detectors.learning_rate import LrChange
 from heal.detectors.likelihood import LikelihoodCollapse
 from heal.detectors.loss import LossChange
-from heal.detectors.pace import ThroughputCollapse
+from heal.detectors.plateau import NotLearning, OverfittingGap, Plateau
 from heal.detectors.preference import ChancePlateau, PreferenceInversion
-from heal.detectors.progress import NotLearning, OverfittingGap, Plateau
 from heal.detectors.rewards import KlBlowUp, RewardCollapse
-from heal.detectors.telemetry import ForeignWrites
 from heal.detectors.weights import StateHealth
 from tests.heal.detectors import streams
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from heal.config import OLD, HealingConfig  # noqa: E402
-from heal.settings import Renamed, settings_of  # noqa: E402
+from heal.config_fields import Renamed, settings_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "config.md"
 

@@ -31,10 +31,10 @@ from heal.actions import (
 )
 from heal.causes import Cause, Finding, Severity
 from heal.config import ConfigError, HealingConfig
-from heal.detect import Detector
+from heal.detectors.watch import Detector
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
-from heal.verdict import Flag, Record
+from heal.record import Flag, Record
 
 if TYPE_CHECKING:
     from heal.healer import Healer

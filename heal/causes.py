@@ -11,7 +11,7 @@ from typing import Any
 
 from heal.exit_codes import ExitCode, ExitReason
 from heal.json_lines import plain
-from heal.verdict import Flag
+from heal.record import Flag
 
 
 class Severity(IntEnum):

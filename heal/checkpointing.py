@@ -32,6 +32,7 @@ from heal.checkpoint.reading import Restored
 from heal.checkpoint.saving import Ranks
 from heal.checkpoint.store import CheckpointStore
 from heal.config import HealingConfig
+from heal.config_fields import shown
 from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
 from heal.guarded_step import GuardedStep
@@ -41,7 +42,6 @@ from heal.monitor import Monitor
 from heal.policy import MAX_CONSECUTIVE_DATA_ERRORS
 from heal.recovery import Recovery
 from heal.run import TorchRun
-from heal.settings import shown
 from heal.snapshots import NEVER, Snapshot, next_due
 from heal.training_state import RngState, TrainingState
 

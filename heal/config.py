@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from heal.settings import (
+from heal.config_fields import (
     ConfigError,
     Removed,
     Renamed,

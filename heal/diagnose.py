@@ -161,7 +161,7 @@ def diagnose_corruption(diagnosis: Diagnosis, found: Mapping[str, Any], step: in
 
     Args:
         diagnosis: what it was taken for.
-        found: where NaN or Inf was found, see :func:`heal.integrity.find_corruption`.
+        found: where NaN or Inf was found, see :func:`heal.state_checks.find_corruption`.
         step: the step that comes next. Good snapshots never hold NaN, so that any of them will do.
     """
     raised = ("type", "message")

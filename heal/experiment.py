@@ -25,13 +25,13 @@ from torch import Tensor
 
 from heal.buffers import local_part
 from heal.causes import PROOF, Cause, Family, Finding, Severity
-from heal.detect import Watch
+from heal.detectors.watch import Watch
 from heal.ranks import Ranks
+from heal.record import Record
 from heal.run import TorchRun
 from heal.snapshots import Snapshot, SnapshotCorrupt
 from heal.training_state import TrainingState
 from heal.trial import Trial
-from heal.verdict import Record
 
 CLEAR_NOISE, CLEAR_RATIO = 1.0, 1.5
 """Today's weights lose a batch clearly if their loss is higher by this much noise and factor."""

@@ -27,9 +27,9 @@ from heal.guarded_step import GuardedStep
 from heal.journal import Journal
 from heal.micro_batch import TrainStep
 from heal.policy import MAX_HALVINGS
+from heal.record import Flag
 from heal.recovery import Outcome, Recovery
 from heal.run import TorchRun
-from heal.verdict import Flag
 
 Failure = tuple[Diagnosis, Exception]
 

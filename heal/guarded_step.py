@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import zclip
 from heal.buffers import BufferCopies
 from heal.config import HealingConfig
-from heal.integrity import MEASURED
 from heal.ranks import HAS_FAILED, NO_FACTS, NUM_LANES, HostFacts, Ranks
-from heal.verdict import Flag
+from heal.record import Flag
+from heal.state_checks import MEASURED
 from zclip import ClippedOptimizer
 from zclip.clippers import Clipper, ClipResult, LossWatch
 from zclip.clippers.result import merge_verdicts

@@ -26,10 +26,10 @@ from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.data.loader_pass import AfterError
 from heal.data.stream import BatchStream, NoMoreBatches, StepBatches
-from heal.detect import Detector, Watch
+from heal.detectors.watch import Detector, Watch
 from heal.diagnose import Diagnosis
+from heal.dry_run import DryRunReport, Recomputation, dry_run, recompute
 from heal.exit_codes import ExitCode
-from heal.exits import Exits
 from heal.experiment import Experiment
 from heal.extra_state import note_rewriting, note_stateless
 from heal.failed_steps import FailedSteps
@@ -40,14 +40,14 @@ from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, TrainStep, fewest_samples
 from heal.monitor import Monitor, Seen
 from heal.policy import decide
-from heal.progress import progress_bar
+from heal.progress_bar import progress_bar
 from heal.ranks import NO_FACTS, HostFacts
+from heal.record import Flag, Record
 from heal.recovery import NOTHING_DONE, Hook, Outcome, Recovery
 from heal.run import TorchRun
+from heal.run_end import Exits
 from heal.snapshots import Snapshot
 from heal.training_state import TrainingState
-from heal.undone_steps import DryRunReport, Recomputation, dry_run, recompute
-from heal.verdict import Flag, Record
 from zclip import ClippedOptimizer
 
 if TYPE_CHECKING:
@@ -785,7 +785,7 @@ class Healer:
     def report(self, flag: Flag) -> None:
         """Send a flag of this host with the record of the next step, so that all ranks act on it.
 
-        Safe in a signal handler and from other threads. See :class:`heal.detectors.pace.HostNews`
+        Safe in a signal handler and from other threads. See :class:`heal.detectors.host.HostNews`
         for the effect of each flag.
         """
         self.monitor.report(flag)

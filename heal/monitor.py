@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 from heal.causes import Cause, Finding, Severity
 from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
-from heal.detect import CalmLimits, Watch
+from heal.detectors.watch import CalmLimits, Watch
 from heal.experiment import Answer, Experiment, Settled, as_report
 from heal.guarded_step import NO_LOSS_SCALE, TOGETHER, GuardedStep
-from heal.integrity import HealthCheck
 from heal.journal import LEFT_OUT
 from heal.lr_schedules import Schedules
 from heal.ranks import NO_FACTS, HostFacts
+from heal.record import NO_FLAG, Flag, Record
 from heal.run import TorchRun
 from heal.snapshots import NEVER, is_due, next_due
-from heal.verdict import NO_FLAG, Flag, Record
+from heal.state_checks import HealthCheck
 from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS, NORM, NUM_VERDICT, SPIKE
 
 if TYPE_CHECKING:

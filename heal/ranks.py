@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from heal.data.split import CannotSplit, num_samples, split
-from heal.verdict import FAILED, HOST_FLAGS, NO_FLAG, Flag
+from heal.record import FAILED, HOST_FLAGS, NO_FLAG, Flag
 from zclip.layout import FOREIGN_WRITE, LOSS_MEAN_COLUMN
 from zclip.parallel import reduce_record
 from zclip.parallel.placement import is_dtensor

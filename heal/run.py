@@ -16,11 +16,11 @@ from heal.config import LEAST_SNAPSHOTS, HealingConfig
 from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
 from heal.guarded_step import ClipLimits, GuardedStep
-from heal.integrity import Constants, find_corruption
 from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, checkpoint_activations
+from heal.snapshot_files import temporary_folders
 from heal.snapshots import Snapshot, SnapshotCorrupt, SnapshotRing
-from heal.spill import temporary_folders
+from heal.state_checks import Constants, find_corruption
 from heal.training_state import RestoreFailed, RngState, StateMismatch, TrainingState
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from heal.buffers import Key
-from heal.integrity import copy_on_host, count_bad, fingerprints
-from heal.spill import BackgroundWrite, SpillFile, folder_on_disk, free_bytes
+from heal.snapshot_files import BackgroundWrite, SpillFile, folder_on_disk, free_bytes
+from heal.state_checks import copy_on_host, count_bad, fingerprints
 from heal.training_state import available_bytes, copy_by_kind
 
 # Copies to the host on a stream of their own, beside the run.
@@ -265,7 +265,7 @@ class SnapshotRing:
             tensors: all that steps may change.
             values: plain values; kept as they are.
             is_proven: whether it needs no quarantine: no step has had the chance to spoil it.
-            without_nan: buffers in which NaN is a fault, see :func:`heal.integrity.count_bad`.
+            without_nan: buffers in which NaN is a fault, see :func:`heal.state_checks.count_bad`.
         """
         num_bytes = sum([t.nbytes for t in tensors.values()])
         in_memory, places = self._places(num_bytes)

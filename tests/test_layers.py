@@ -36,7 +36,7 @@ FORBIDDEN = {
     "heal/data": {*STEP, "heal.monitor", "heal.run", *ABOVE},
     **{
         f"{name.replace('.', '/')}.py": {
-            "heal.detect",
+            "heal.detectors.watch",
             "heal.policy",
             "heal.monitor",
             "heal.run",
@@ -52,7 +52,13 @@ FORBIDDEN = {
         "heal.monitor",
         *ABOVE,
     },
-    "heal/policy.py": {"heal.detect", "heal.detectors", "heal.journal", "heal.run", *ABOVE},
+    "heal/policy.py": {
+        "heal.detectors.watch",
+        "heal.detectors",
+        "heal.journal",
+        "heal.run",
+        *ABOVE,
+    },
     "heal/monitor.py": {"heal.healer", "heal.integrations"},
     "heal/journal.py": {"heal.training_state", *STEP, "heal.monitor", "heal.run", *ABOVE},
     "heal/recovery.py": {"heal.healer", "heal.integrations"},

@@ -38,7 +38,7 @@ from heal.checkpoint.manifest import (
     read_manifest,
     shard_name,
 )
-from heal.integrity import fingerprints
+from heal.state_checks import fingerprints
 
 ALIGNMENT = 8  # of the header, as the format asks for
 LENGTH_BYTES = 8  # of the header's length, little-endian, at the beginning

@@ -46,7 +46,7 @@ from heal.checkpoint.manifest import (
     to_bytes,
 )
 from heal.checkpoint.reading import Shard, checksum_text, header
-from heal.integrity import MEASURED, fingerprints
+from heal.state_checks import MEASURED, fingerprints
 from heal.training_state import copy_by_kind
 from zclip import grad_stats
 from zclip.layout import NAN

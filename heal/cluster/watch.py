@@ -22,8 +22,8 @@ from heal.cluster.watchdog import HangReport, HangWatchdog
 from heal.config import HealingConfig
 from heal.exit_codes import ExitCode
 from heal.journal import Journal
+from heal.record import Flag
 from heal.snapshots import NEVER, next_due
-from heal.verdict import Flag
 from zclip.parallel.placement import is_dtensor
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""One file per kind of symptom; :mod:`heal.detect` puts them together."""
+"""One file per kind of symptom; :mod:`heal.detectors.watch` puts them together."""

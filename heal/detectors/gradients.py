@@ -6,7 +6,7 @@ from typing import Any
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.detectors.robust import UpperRange
-from heal.verdict import FAILED, NO_FLAG, NONFINITE_GRADIENT, Flag, Record
+from heal.record import FAILED, NO_FLAG, NONFINITE_GRADIENT, Flag, Record
 
 
 class SkippedSteps:

@@ -6,7 +6,7 @@ from typing import Any
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.detectors.robust import BLOCK, FAR, SAME
-from heal.verdict import Record
+from heal.record import Record
 
 
 class LrChange:

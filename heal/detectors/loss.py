@@ -7,7 +7,7 @@ from typing import Any
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.detectors.robust import BLOCK, FEWEST, FIRST, LARGEST, NEGLIGIBLE, RECENT, SAME, Window
-from heal.verdict import Record
+from heal.record import Record
 
 
 class LossChange:

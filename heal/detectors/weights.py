@@ -9,7 +9,7 @@ from typing import Any
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.detectors.robust import FAR, FIRST, NEGLIGIBLE, SAME
-from heal.verdict import HealthRow
+from heal.record import HealthRow
 
 
 class StateHealth:

@@ -13,8 +13,8 @@ import torch
 from heal import HealingConfig
 from heal.actions import HealingError
 from heal.checkpoint import CheckpointStore, NoSpace, SaveFailed
+from heal.config_fields import ConfigError
 from heal.exit_codes import ExitCode
-from heal.settings import ConfigError
 from heal.training_state import StateMismatch
 from tests.checkpoint.scenes import run, saved_at
 from tests.checkpoint.test_hostile import changed

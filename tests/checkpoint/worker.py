@@ -18,8 +18,8 @@ from heal import Healer, HealingConfig, checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, saving
 from heal.checkpoint.saving import Ranks
 from heal.checkpoint.store import training_state
+from heal.dry_run import Origin
 from heal.training_state import RngState
-from heal.undone_steps import Origin
 
 torch.set_num_threads(1)
 

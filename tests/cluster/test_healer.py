@@ -10,10 +10,10 @@ import torch
 from heal import HealingConfig
 from heal.cluster import hardware as gpu_health
 from heal.cluster.watch import ClusterWatch, find_replicas
-from heal.detectors.pace import HostNews
+from heal.detectors.host import HostNews
 from heal.exit_codes import ExitCode
 from heal.journal import Journal
-from heal.verdict import Flag, Record
+from heal.record import Flag, Record
 from tests.cluster import healed
 from tests.cluster.fake_nvml import FakeNvml
 from tests.cluster.jobs import Job, read_json

@@ -10,9 +10,9 @@ import pytest
 import heal.causes
 from heal.causes import About, Cause, Family, Severity
 from heal.config import HealingConfig
-from heal.detect import Watch
+from heal.detectors.watch import Watch
 from heal.exit_codes import ExitCode, ExitReason
-from heal.verdict import Flag, Record
+from heal.record import Flag, Record
 
 NEW_ROW = """    COSMIC_RAY = "cosmic_ray", About(
         title="A bit flipped", summary="A cosmic ray hit the memory.",

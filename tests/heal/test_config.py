@@ -9,7 +9,7 @@ import pytest
 
 from heal import HealingConfig
 from heal.config import OLD
-from heal.settings import ConfigError, settings_of
+from heal.config_fields import ConfigError, settings_of
 
 SETTINGS = settings_of(HealingConfig)
 

@@ -7,7 +7,7 @@ import torch
 
 import zclip
 from heal import Healer, HealingConfig
-from heal.verdict import Flag
+from heal.record import Flag
 
 QUIET = 1000  # no periodic check in these runs: what is found is found by telemetry
 

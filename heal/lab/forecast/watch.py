@@ -12,7 +12,7 @@ from typing import Any
 from heal.causes import Cause, Finding, Severity
 from heal.lab.forecast.features import CHECK_INTERVAL, Features
 from heal.lab.forecast.score import DEFAULT_SHARE, QUIET_STEPS, Hysteresis, Model, shipped
-from heal.verdict import HealthRow, Record
+from heal.record import HealthRow, Record
 
 FIRST_STEP = 20  # levels and noise are guesses before it
 LOSS_DECAY = 1.0 / 16  # weight of a step in the share of steps with a loss
@@ -38,7 +38,7 @@ class State(str, Enum):
 
 
 class ForecastWatch:
-    """Turns records into a state; one of the detectors of :class:`heal.detect.Watch`.
+    """Turns records into a state; one of the detectors of :class:`heal.detectors.watch.Watch`.
 
     Args:
         share: of healthy stretches of ``model.stretch_steps`` steps that may have a false warning.

@@ -6,8 +6,8 @@ import numpy as np
 
 from heal.causes import Severity
 from heal.config import HealingConfig
-from heal.detect import Watch
-from heal.verdict import Flag, HealthRow, Record
+from heal.detectors.watch import Watch
+from heal.record import Flag, HealthRow, Record
 
 
 def records(losses, norms=None, lrs=None, scheduled_lrs=None, seconds=None):

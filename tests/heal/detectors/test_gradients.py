@@ -6,9 +6,9 @@ import pytest
 
 from heal.causes import Cause, Severity
 from heal.config import HealingConfig
-from heal.detect import Watch
 from heal.detectors.gradients import GradientExplosion, SkippedSteps
-from heal.verdict import Flag, Record
+from heal.detectors.watch import Watch
+from heal.record import Flag, Record
 
 
 def bad_record(step, flags=Flag.HAS_NAN, **fields):

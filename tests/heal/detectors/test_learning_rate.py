@@ -6,9 +6,9 @@ import pytest
 
 from heal.causes import Cause, Severity
 from heal.config import HealingConfig
-from heal.detect import Watch
 from heal.detectors.learning_rate import LrChange
-from heal.verdict import Record
+from heal.detectors.watch import Watch
+from heal.record import Record
 
 STEADY = [1e-3] * 30
 

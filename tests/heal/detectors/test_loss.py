@@ -9,7 +9,7 @@ import pytest
 from heal.causes import Cause, Severity
 from heal.config import HealingConfig
 from heal.detectors.loss import LossChange
-from heal.verdict import Record
+from heal.record import Record
 from tests.heal.detectors.streams import healthy_streams, learning_curve
 
 CYCLE = [0.9, 0.95, 1.05, 1.1]  # of which windows and blocks have the same quartiles

@@ -8,8 +8,8 @@ import pytest
 
 from heal.causes import Cause, Severity
 from heal.config import HealingConfig
-from heal.detect import Watch
-from heal.verdict import Flag, Record
+from heal.detectors.watch import Watch
+from heal.record import Flag, Record
 from tests.heal.detectors.streams import findings, learning_curve, records
 
 STEPS = 1500

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from heal.lab.forecast.features import ABOUT, LIMIT, NAMES, Features
-from heal.verdict import Flag, Record
+from heal.record import Flag, Record
 from tests.heal.detectors.streams import healthy_streams, learning_curve, records
 
 AT = {name: i for i, name in enumerate(NAMES)}

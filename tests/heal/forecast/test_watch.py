@@ -15,7 +15,7 @@ from heal.history import History
 from heal.lab.forecast.score import CLEAR_MARGIN, QUIET_STEPS, Hysteresis
 from heal.lab.forecast.watch import FIRST_STEP, ForecastWatch, State
 from heal.policy import decide
-from heal.verdict import Flag, HealthRow, Record
+from heal.record import Flag, HealthRow, Record
 from tests.heal.detectors.streams import records
 from tests.heal.forecast.models import model_of
 from tools.forecast import dataset, judge

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from heal.undone_steps import CannotRecompute, Origin
+from heal.dry_run import CannotRecompute, Origin
 from tests.heal.runs import assert_same, fingerprint, regression
 
 

@@ -8,10 +8,10 @@ import torch
 from heal import HealingConfig
 from heal.actions import HealingError
 from heal.causes import Cause
-from heal.detect import CalmLimits, Watch
+from heal.detectors.watch import CalmLimits, Watch
 from heal.monitor import TOGETHER, Calm
 from heal.ranks import HostFacts
-from heal.verdict import Flag, Record
+from heal.record import Flag, Record
 from tests.heal.linear_run import LAG, build, step_of
 from zclip.layout import (
     BLOCKED,

@@ -5,8 +5,8 @@ import pytest
 
 from heal.causes import Cause, Severity
 from heal.config import HealingConfig
-from heal.detect import Watch
-from heal.verdict import HealthRow
+from heal.detectors.watch import Watch
+from heal.record import HealthRow
 
 NAMES = ("embed", "layer.weight", "layer.bias", "head")
 

@@ -4,7 +4,7 @@ import torch
 
 from heal.actions import HealingError
 from heal.exit_codes import ExitCode
-from heal.verdict import NO_FLAG
+from heal.record import NO_FLAG
 from tests.heal.runs import regression
 
 

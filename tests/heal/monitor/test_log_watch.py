@@ -8,7 +8,7 @@ import pytest
 
 from heal.causes import Severity
 from heal.config import HealingConfig
-from heal.detect import LogWatch
+from heal.detectors.watch import LogWatch
 
 LN2 = math.log(2)
 

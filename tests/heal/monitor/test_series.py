@@ -4,8 +4,8 @@ import math
 
 from heal.journal import describe_machine, describe_training, read_events
 from heal.monitor import MAX_RECORDS, Series
+from heal.record import Record
 from heal.report.collect import read_run
-from heal.verdict import Record
 from tests.heal.runs import regression, roll_back_after_skipped
 
 

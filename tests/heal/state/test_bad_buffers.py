@@ -10,9 +10,9 @@ from heal import Healer, HealingConfig
 from heal.buffers import BufferCopies
 from heal.causes import Cause
 from heal.detectors.weights import StateHealth
-from heal.integrity import HealthCheck
 from heal.ranks import Ranks
 from heal.snapshots import SnapshotRing
+from heal.state_checks import HealthCheck
 from heal.training_state import TrainingState
 
 QUICK = {"snapshot_interval": 10, "check_interval": 10, "quarantine_steps": 4}

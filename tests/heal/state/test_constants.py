@@ -7,7 +7,7 @@ from torch import nn
 from heal import Healer
 from heal import integrity as constants_module
 from heal.actions import HealingError, Rollback
-from heal.integrity import Constants
+from heal.state_checks import Constants
 from heal.testing import Chaos, Fault
 from heal.training_state import TrainingState
 from tests.heal.runs import quick, regression

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from heal.integrity import count_bad
 from heal.snapshots import SnapshotRing
+from heal.state_checks import count_bad
 from heal.training_state import TrainingState, available_bytes
 from tests.heal.state.snapshot_states import build, take, train
 

@@ -15,8 +15,8 @@ import torch
 from benchmarks.damage.families import make
 from benchmarks.damage.kinds import KINDS
 from benchmarks.damage.runs import train
+from heal.snapshot_files import SpillFile, folder_on_disk
 from heal.snapshots import SnapshotCorrupt, SnapshotRing
-from heal.spill import SpillFile, folder_on_disk
 from tests.heal.runs import regression
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zclip
 from heal import Healer, HealingConfig
-from heal.verdict import Flag
+from heal.record import Flag
 
 
 class Operators(TorchDispatchMode):

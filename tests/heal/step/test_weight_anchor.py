@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zclip
 from heal import Healer
 from heal.actions import AnchorWeights, Rollback
+from heal.dry_run import CannotRecompute
 from heal.journal import read_events
 from heal.testing import Chaos, Fault
-from heal.undone_steps import CannotRecompute
 from tests.heal.runs import assert_same, fingerprint, quick, regression
 
 

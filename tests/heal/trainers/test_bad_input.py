@@ -4,7 +4,7 @@ import pytest
 from transformers import Trainer, TrainerCallback
 
 from heal import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from heal.settings import ConfigError
+from heal.config_fields import ConfigError
 from tests.heal.trainers import tiny
 from tests.heal.trainers.runs import Healed, assert_same, weights
 

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from heal import HealingConfig
 from heal.actions import HealingError
-from heal.detect import LogWatch
+from heal.detectors.watch import LogWatch
 from heal.exit_codes import ExitCode
 from tests.heal.trainers import failures, tiny
 from tests.heal.trainers.runs import (

@@ -7,7 +7,7 @@ from typing import Any
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.detectors.robust import BLOCK, FIRST, RECENT, SAME, STANDARD_ERRORS, Window
-from heal.verdict import Record
+from heal.record import Record
 
 
 class Plateau:

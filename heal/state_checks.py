@@ -17,8 +17,8 @@ import zclip
 from heal.buffers import STATISTICS, BufferCopies, Key, copy_and_hash, is_run_of_bytes, local_part
 from heal.causes import Cause
 from heal.ranks import Ranks
+from heal.record import HealthRow
 from heal.training_state import TrainingState, copy_by_kind, optimized
-from heal.verdict import HealthRow
 from zclip import ClippedOptimizer
 from zclip.layout import NAN, SUMSQ
 from zclip.ops import by_device

@@ -5,7 +5,7 @@ from typing import Any
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.detectors.robust import RECENT
-from heal.verdict import NO_FLAG, Flag, Record
+from heal.record import NO_FLAG, Flag, Record
 
 
 class ForeignWrites:
@@ -29,7 +29,7 @@ class ForeignWrites:
         self.expected = -1
 
     def observe(self, record: Record) -> Finding | None:
-        """Judge a record; see :class:`heal.detect.Detector`."""
+        """Judge a record; see :class:`heal.detectors.watch.Detector`."""
         if record.flags is NO_FLAG:
             return None
         if record.has(Flag.STATISTICS_WRITTEN) and record.step > self.expected:

@@ -25,12 +25,12 @@ from heal.buffers import Key
 from heal.data.loader_pass import loader_rewinder
 from heal.data.split import own_copy
 from heal.guarded_step import GuardedStep
-from heal.integrity import fingerprints
 from heal.journal import Journal
 from heal.micro_batch import MicroBatcher, TrainStep
 from heal.ranks import HostFacts
 from heal.run import TorchRun
 from heal.snapshots import Snapshot
+from heal.state_checks import fingerprints
 from heal.training_state import RngState, TrainingState
 
 

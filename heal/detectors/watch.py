@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import ConfigError, HealingConfig
+from heal.detectors.foreign_writes import ForeignWrites
 from heal.detectors.gradients import GradientExplosion, SkippedSteps
+from heal.detectors.host import HostNews, ThroughputCollapse
 from heal.detectors.learning_rate import LrChange
 from heal.detectors.likelihood import LikelihoodCollapse
 from heal.detectors.loss import LossChange
-from heal.detectors.pace import HostNews, ThroughputCollapse
+from heal.detectors.plateau import NotLearning, OverfittingGap, Plateau
 from heal.detectors.preference import ChancePlateau, PreferenceInversion
-from heal.detectors.progress import NotLearning, OverfittingGap, Plateau
 from heal.detectors.rewards import KlBlowUp, RewardCollapse
-from heal.detectors.telemetry import ForeignWrites
 from heal.detectors.weights import StateHealth
-from heal.verdict import HealthRow, Record
+from heal.record import HealthRow, Record
 
 if TYPE_CHECKING:
     from heal.lab.forecast.watch import ForecastWatch

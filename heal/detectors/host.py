@@ -6,7 +6,7 @@ from typing import Any
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.detectors.robust import UpperRange
-from heal.verdict import Flag, Record
+from heal.record import Flag, Record
 
 
 class ThroughputCollapse:
