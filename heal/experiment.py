@@ -31,7 +31,7 @@ from heal.record import Record
 from heal.run import TorchRun
 from heal.snapshots import Snapshot, SnapshotCorrupt
 from heal.training_state import TrainingState
-from heal.trial import Trial
+from heal.trials import Trial
 
 CLEAR_NOISE, CLEAR_RATIO = 1.0, 1.5
 """Today's weights lose a batch clearly if their loss is higher by this much noise and factor."""

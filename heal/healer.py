@@ -18,7 +18,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from heal.actions import HealingError, Plan
-from heal.body_trials import BodyTrials
 from heal.buffers import BufferCopies
 from heal.causes import Finding
 from heal.checkpointing import Durable, HealingMemory
@@ -48,6 +47,7 @@ from heal.run import TorchRun
 from heal.run_end import Exits
 from heal.snapshots import Snapshot
 from heal.training_state import TrainingState
+from heal.trials import BodyTrials
 from zclip import ClippedOptimizer
 
 if TYPE_CHECKING:

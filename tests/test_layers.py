@@ -194,8 +194,6 @@ PLACES = re.findall(
     r"`((?:csrc|docs|heal|tests|zclip)/[\w./]*)`",
     re.search(r"## Where things are\n(.*?)\n## ", (ROOT / "CONTRIBUTING.md").read_text(), re.S)[1],
 )
-FORMER = {"chaos", "probes"}
-"""Modules of version 0.1 that only name where their contents are now."""
 
 
 def test_the_map_of_the_code_names_what_exists():
@@ -203,7 +201,7 @@ def test_the_map_of_the_code_names_what_exists():
 
 
 def test_every_module_of_healing_is_on_the_map():
-    modules = {p.stem for p in (ROOT / "heal").glob("[!_]*.py")} - FORMER
+    modules = {p.stem for p in (ROOT / "heal").glob("[!_]*.py")}
     assert {name for name in modules if f"heal/{name}.py" not in PLACES} == set()
     folders = [p.parent.name for p in (ROOT / "heal").glob("[!_]*/__init__.py")]
     assert [name for name in folders if f"heal/{name}/" not in PLACES] == []

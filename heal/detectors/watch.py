@@ -15,10 +15,9 @@ from heal.detectors.foreign_writes import ForeignWrites
 from heal.detectors.gradients import GradientExplosion, SkippedSteps
 from heal.detectors.host import HostNews, ThroughputCollapse
 from heal.detectors.learning_rate import LrChange
-from heal.detectors.likelihood import LikelihoodCollapse
 from heal.detectors.loss import LossChange
 from heal.detectors.plateau import NotLearning, OverfittingGap, Plateau
-from heal.detectors.preference import ChancePlateau, PreferenceInversion
+from heal.detectors.preference import ChancePlateau, LikelihoodCollapse, PreferenceInversion
 from heal.detectors.rewards import KlBlowUp, RewardCollapse
 from heal.detectors.weights import StateHealth
 from heal.record import HealthRow, Record

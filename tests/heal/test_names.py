@@ -55,6 +55,30 @@ def test_an_old_name_works_and_names_the_new_one(old, new):
     assert found is getattr(heal, new)
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "new"),
+    [
+        ("heal.chaos", "Fault", "heal.testing"),
+        ("heal.detect", "Watch", "heal.detectors.watch"),
+        ("heal.probes", "sharpness", "heal.lab.probes"),
+        ("heal.settings", "settings_of", "heal.config_fields"),
+        ("heal.verdict", "Record", "heal.record"),
+    ],
+)
+def test_an_old_import_path_works_in_every_form_and_names_the_new_one(path, name, new):
+    expected = f"{path} has moved: import {new}"
+    source = f"import {new}; from {path} import {name}; assert {name} is {new}.{name}"
+    source += f"; import {path} as old; assert old.{name} is {name} is {path}.{name}"
+    ways = f"import heal; {source}", f"import {path}; import heal; {path}.{name}", source
+    for text in ways:
+        with pytest.warns(DeprecationWarning, match=expected):
+            exec(text, {})
+    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", f"import {path}"]
+    assert subprocess.run(command, capture_output=True).returncode == 0  # nothing was used
+    done = subprocess.run([*command[:-1], f"from {path} import *"], capture_output=True, text=True)
+    assert expected in done.stderr
+
+
 def test_a_loop_of_version_01_catches_what_is_raised_today():
     with pytest.warns(DeprecationWarning, match="HealingError"):
         from heal.actions import CannotHeal
