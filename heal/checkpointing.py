@@ -24,7 +24,6 @@ from heal.checkpoint.files import (
     StillWriting,
     make_folder,
     read_file,
-    remove_file,
     write_file,
 )
 from heal.checkpoint.manifest import from_bytes, to_bytes
@@ -309,7 +308,7 @@ class Durable:
             for path, taken in _remedy_files(directory).items():
                 if taken < step:
                     with suppress(OSError):
-                        remove_file(path)
+                        path.unlink(missing_ok=True)
         own = [asdict(remedy) for remedy in _read_remedies(directory) if remedy.step >= step]
         # Disks may show a new file late on some ranks; what one of them sees, all use.
         pages = chain(*ranks.gather(own))

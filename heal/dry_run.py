@@ -35,23 +35,19 @@ from heal.training_state import RngState, TrainingState
 
 
 @contextmanager
-def undone(
-    state: TrainingState, guarded: GuardedStep, with_frozen: bool = False
-) -> Iterator[ExitStack]:
-    """Let the body take steps on the run; put back every byte afterwards, also if it fails.
+def unchanged(state: TrainingState, with_frozen: bool = False) -> Iterator[ExitStack]:
+    """Let the body change the run; put back every byte afterwards, also if it fails.
 
     Args:
-        state: what the steps change.
-        guarded: the optimizers.
+        state: what is put back, with gradients, modes and generators.
         with_frozen: whether to put back frozen weights too, which a forward may write, as those of
             a teacher; meanwhile a copy of them is in host memory.
 
     Yields:
-        What else to undo, before the generators are put back.
+        What else to undo, before anything else is put back.
     """
     with ExitStack() as undo:  # in reverse order
         undo.callback(RngState.now().put_back)
-        undo.enter_context(guarded.records_set_aside())
         tensors = state.everything() if with_frozen else state.tensors()
         saved = {key: tensor.detach().clone() for key, tensor in tensors.items()}
         undo.callback(state.restore, saved, state.values())
@@ -62,6 +58,16 @@ def undone(
             if with_frozen and not state.is_trainable(param):
                 # Through .data: else it would count as one that is trained.
                 undo.callback(param.data.copy_, param.detach().to("cpu", copy=True))
+        yield undo
+
+
+@contextmanager
+def undone(
+    state: TrainingState, guarded: GuardedStep, with_frozen: bool = False
+) -> Iterator[ExitStack]:
+    """Let the body take steps by our optimizers, and undo them; see :func:`unchanged`."""
+    with unchanged(state, with_frozen) as undo:
+        undo.enter_context(guarded.records_set_aside())
         yield undo
 
 
@@ -79,6 +85,18 @@ class DryRunReport:
     @property
     def is_ok(self) -> bool:
         return not self.problems
+
+    @classmethod
+    def of(
+        cls, losses: list[float], began: float, num_bytes: int, trained: int, problems: list[str]
+    ) -> "DryRunReport":
+        """Return the report of steps that were tried since ``began``."""
+        if not all(math.isfinite(loss) for loss in losses):
+            problems.append(f"losses are not finite: {losses}")
+        if losses and not trained:
+            problems.append("no parameter has a gradient")
+        seconds = (time.perf_counter() - began) / max(1, len(losses))
+        return cls(losses, seconds, num_bytes, trained, problems)
 
 
 def dry_run(
@@ -137,12 +155,7 @@ def _try_steps(
         problems.append(f"the loader has fewer than {steps * accumulate} batches")
     except Exception as error:
         problems.append(f"{type(error).__name__}: {error}")
-    if not all(math.isfinite(loss) for loss in losses):
-        problems.append(f"losses are not finite: {losses}")
-    if losses and not trained:
-        problems.append("no parameter has a gradient")
-    seconds = (time.perf_counter() - began) / max(1, len(losses))
-    return DryRunReport(losses, seconds, num_bytes, trained, problems)
+    return DryRunReport.of(losses, began, num_bytes, trained, problems)
 
 
 def _problems_of(loss: Any) -> list[str]:

@@ -22,11 +22,12 @@ from typing import Any
 
 from heal.actions import HealingError, action_in_words
 from heal.causes import Cause, Severity
+from heal.checkpoint.files import DIRECTORY_MODE, FILE_MODE, write_file
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.exceptions import classify, message_of, qualified_name
 from heal.exit_codes import ExitCode, ExitReason
-from heal.json_lines import dumps, encodable, now, read_all, read_events, replace_text
+from heal.json_lines import dumps, encodable, now, read_all, read_events
 from heal.report.words import action_words, evidence_words
 
 __all__ = [
@@ -44,8 +45,6 @@ LOG = logging.getLogger("heal")
 to standard error. ``logging.getLogger("heal").setLevel(logging.ERROR)`` silences them."""
 
 SCHEMA_VERSION = 1
-DIRECTORY_MODE = 0o700
-FILE_MODE = 0o600
 EVENTS, METRICS, POSTMORTEM = "events", "metrics", "postmortem"
 MOST_SAMPLES = 8  # indices of samples in a line; the journal has them all
 MAX_MESSAGE = 120  # characters of an exception's message
@@ -441,7 +440,7 @@ def write_postmortem(
         try:
             folder.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             path = folder.absolute() / name
-            replace_text(path, dumps({**additions, **page}) + "\n")
+            write_file(path, [f"{dumps({**additions, **page})}\n".encode()])
             return path
         except Exception as error:
             journal.report_failure(folder / name, error)

@@ -6,10 +6,8 @@ NaN and Inf, which JSON does not have, are strings.
 import json
 import math
 import os
-import secrets
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 
@@ -67,26 +65,6 @@ def read_all(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
     """Return the events of several ranks in the order of their times, then of their ranks."""
     events = [event for path in paths for event in read_events(path)[0]]
     return sorted(events, key=lambda event: (str(event.get("time", "")), str(event.get("rank"))))
-
-
-def replace_text(path: Path, text: str, mode: int = 0o600) -> None:
-    """Write a file whole and durably, or not at all: a crash leaves the old one or the new one.
-
-    A link is replaced by the file, its target is untouched.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    beside = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
-    try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def plain(value: Any) -> Any:

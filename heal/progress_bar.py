@@ -1,29 +1,14 @@
 """The progress bar of ``Healer.run``: loss, norm, clips and heals, as late as the records are."""
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from heal.journal import LOG
 
 if TYPE_CHECKING:
     from heal.healer import Healer
-
-
-class _AboveBar(logging.Handler):
-    """Prints lines of the log above the bar; as the log does by itself, warnings and errors."""
-
-    def __init__(self, bar: Any) -> None:
-        super().__init__(logging.WARNING)
-        self._bar = bar
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._bar.write(self.format(record), sys.stderr)
-        except Exception:
-            self.handleError(record)
 
 
 @contextmanager
@@ -33,11 +18,12 @@ def progress_bar(healer: "Healer", steps: int, shown: bool) -> Iterator[Callable
         yield lambda step: None
         return
     from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
     changes_before = healer.recovery.num_changes
     bar = tqdm(total=steps, initial=healer.last_step + 1, unit="step", file=sys.stderr)
-    # With handlers of the program the lines go where it sends them.
-    lines = None if LOG.hasHandlers() else _AboveBar(bar)
+    # Above the bar; with handlers of the program the lines go where it sends them.
+    lines = nullcontext() if LOG.hasHandlers() else logging_redirect_tqdm([LOG])
 
     def show(step: int) -> None:
         latest = healer.latest
@@ -51,11 +37,5 @@ def progress_bar(healer: "Healer", steps: int, shown: bool) -> Iterator[Callable
             )
         bar.update(step - bar.n)
 
-    try:
-        if lines is not None:
-            LOG.addHandler(lines)
+    with bar, lines:
         yield show
-    finally:
-        if lines is not None:
-            LOG.removeHandler(lines)
-        bar.close()

@@ -8,7 +8,7 @@ where a plan is carried out, which all ranks do in the same step.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,6 @@ from heal.record import FAILED, HOST_FLAGS, NO_FLAG, Flag
 from zclip.layout import FOREIGN_WRITE, LOSS_MEAN_COLUMN
 from zclip.parallel import reduce_record
 from zclip.parallel.placement import is_dtensor
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 RANKS, LOSS, HAS_LOSS, SECONDS, LR, SCHEDULED_LR, HAS_FAILED = range(7)
 FIRST_FLAG = 7
@@ -59,7 +55,7 @@ class Ranks:
         is_alone: whether this is the only process, in any group.
     """
 
-    def __init__(self, device: torch.device, group: "ProcessGroup | None" = None) -> None:
+    def __init__(self, device: torch.device, group: "dist.ProcessGroup | None" = None) -> None:
         is_up = dist.is_available() and dist.is_initialized()
         self.group = group
         self.device = device
@@ -70,7 +66,7 @@ class Ranks:
         self._written = [0.0] * NUM_LANES
 
     @property
-    def record_group(self) -> "ProcessGroup | None":
+    def record_group(self) -> "dist.ProcessGroup | None":
         """The group over which records are added up; None for a single rank."""
         return (self.group or dist.group.WORLD) if self.has_others else None
 

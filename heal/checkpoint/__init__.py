@@ -32,13 +32,10 @@ __all__ = [
     "CheckpointCorrupt",
     "CheckpointError",
     "CheckpointRefused",
-    "CheckpointStore",
     "NoSpace",
-    "Resumed",
     "SaveFailed",
     "StillWriting",
-    "load",
-    "save",
+    *NEEDS_TORCH,
 ]
 
 

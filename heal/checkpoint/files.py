@@ -9,6 +9,7 @@ the newest that was verified. This module imports no torch.
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections import deque
@@ -81,14 +82,16 @@ def make_folder(path: Path) -> None:
 def whole_file(path: Path, mode: int = FILE_MODE) -> Iterator[int]:
     """Let the body write a file that is there whole, on the disk, when it ends, or not at all.
 
+    A link is replaced by the file; its target is untouched.
+
     Yields:
         A descriptor.
 
     Raises:
         OSError: the disk is full or broken; nothing is left under the name.
     """
-    aside = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_FOLLOW, mode)
+    aside = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, mode)
     try:
         try:
             yield descriptor
@@ -97,16 +100,16 @@ def whole_file(path: Path, mode: int = FILE_MODE) -> Iterator[int]:
             os.close(descriptor)
         os.replace(aside, path)
     except BaseException:
-        remove_file(aside)
+        aside.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
 
 
-def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
+def write_file(path: Path, parts: Iterable[memoryview | bytes], mode: int = FILE_MODE) -> None:
     """Write many small or few large buffers as a whole file; see :func:`whole_file`."""
     views = (memoryview(part).cast("B") for part in parts if len(part))
     left = deque(view[i : i + MAX_VIEW] for view in views for i in range(0, len(view), MAX_VIEW))
-    with whole_file(path) as descriptor:
+    with whole_file(path, mode) as descriptor:
         while left:
             count = os.writev(descriptor, list(islice(left, MAX_VIEWS)))
             while left and count >= len(left[0]):
@@ -133,12 +136,6 @@ def put_aside(path: Path, name: str) -> Path:
     os.rename(path, target)
     flush_folder(path.parent)
     return target
-
-
-def remove_file(path: Path) -> None:
-    """Remove a file, if it is there; a link goes, not what it points to."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def open_file(path: Path) -> int:
@@ -265,11 +262,11 @@ def remove_folder(folder: StepFolder) -> None:
     Raises:
         OSError: a file cannot be removed, or is none of ours.
     """
-    remove_file(folder.path / COMMIT)
+    (folder.path / COMMIT).unlink(missing_ok=True)
     flush_folder(folder.path)
     for name in os.listdir(folder.path):
         if OURS.fullmatch(name):
-            remove_file(folder.path / name)
+            (folder.path / name).unlink(missing_ok=True)
     os.rmdir(folder.path)
     flush_folder(folder.path.parent)
 

@@ -29,7 +29,6 @@ from heal.checkpoint.files import (
     make_folder,
     next_retry,
     read_file,
-    remove_file,
     remove_folder,
     write_file,
 )
@@ -295,7 +294,7 @@ class Job:
         path, rank = self.folder.path, self.manifest.rank
         with contextlib.suppress(OSError):
             for name in (manifest_name(rank), shard_name(rank)):
-                remove_file(path / name)
+                (path / name).unlink(missing_ok=True)
             if self.manifest.world_size > 1:
                 write_file(path / f"failed-{rank:05d}", [repr(error)[:1000].encode()])
             else:

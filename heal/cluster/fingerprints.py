@@ -8,7 +8,7 @@ differ do the ranks gather their hashes, to find the odd one.
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from torch import Tensor
 import zclip
 from heal.cluster.launch import has_peers
 from zclip.parallel.placement import is_dtensor, local_part
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ class ReplicaCheck:
         self,
         named_tensors: Iterable[tuple[str, Tensor]],
         *,
-        group: "ProcessGroup | None" = None,
+        group: "dist.ProcessGroup | None" = None,
         lag: int = 2,
     ) -> None:
         if lag < 0:
@@ -157,7 +154,7 @@ class ReplicaCheck:
         return list(by_group.values())
 
 
-def _groups_of(tensor: Tensor, group: "ProcessGroup | None") -> list[Any]:
+def _groups_of(tensor: Tensor, group: "dist.ProcessGroup | None") -> list[Any]:
     if not is_dtensor(tensor):
         return [group or dist.group.WORLD]
     mesh = tensor.device_mesh

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,6 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from heal.cluster.launch import has_peers, own_store
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 FULL = 0.98  # share of the memory in use from which the next allocation is likely to fail
 THROTTLES = {
@@ -195,7 +191,7 @@ class GroupPing:
     """
 
     def __init__(
-        self, group: "ProcessGroup | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
+        self, group: "dist.ProcessGroup | None" = None, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> None:
         if not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds: expected more than 0, got {timeout_seconds!r}")
@@ -291,7 +287,7 @@ _pings: dict[Any, GroupPing] = {}
 
 
 def check_nccl_health(
-    timeout_seconds: float = TIMEOUT_SECONDS, group: "ProcessGroup | None" = None
+    timeout_seconds: float = TIMEOUT_SECONDS, group: "dist.ProcessGroup | None" = None
 ) -> GroupHealth:
     """Ping every rank once, over NCCL or gloo, whichever the group has; never hangs.
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -15,9 +15,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from heal.cluster.slurm import get_slurm_info
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 TIMEOUT = timedelta(minutes=10)
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.005, 0.2  # seconds between two looks at the store
@@ -211,18 +208,18 @@ def cannot_come_back(environment: Mapping[str, str]) -> str:
     )
 
 
-_made: "WeakValueDictionary[tuple[Any, ...], ProcessGroup]" = WeakValueDictionary()
+_made: "WeakValueDictionary[tuple[Any, ...], dist.ProcessGroup]" = WeakValueDictionary()
 """Weakly, so that ``destroy_process_group`` ends their threads: those must not outlive Python."""
 
 _made_in: "list[ref[Any] | None]" = [None]  # the world that the groups above belong to
 
 
-def has_peers(group: "ProcessGroup | None" = None) -> bool:
+def has_peers(group: "dist.ProcessGroup | None" = None) -> bool:
     """Return whether there are other ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def side_group(group: "ProcessGroup | None" = None) -> "ProcessGroup":
+def side_group(group: "dist.ProcessGroup | None" = None) -> "dist.ProcessGroup":
     """Return the gloo group with the same ranks; made by all of them when first asked for."""
     if _made_in[0] is None or _made_in[0]() is not dist.group.WORLD:
         _made.clear()

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from torch import Tensor
 from heal.cluster.launch import has_peers, side_group
 from heal.cluster.watchdog import dump_stacks
 from heal.exit_codes import ExitCode
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 SHUTDOWN_TIMEOUT_SEC = 600.0
@@ -49,7 +46,7 @@ class Agreement:
     waits for it. All ranks of the group call :meth:`any` equally often.
     """
 
-    def __init__(self, group: "ProcessGroup | None" = None) -> None:
+    def __init__(self, group: "dist.ProcessGroup | None" = None) -> None:
         self._group = group
         self._under_way: tuple[Any, Tensor] | None = None
 
@@ -120,7 +117,7 @@ class ShutdownHandler:
         self,
         healer: Any = None,
         *,
-        group: "ProcessGroup | None" = None,
+        group: "dist.ProcessGroup | None" = None,
         shutdown_timeout_sec: float = SHUTDOWN_TIMEOUT_SEC,
         signals: Iterable[str] = SIGNALS,
         run_dir: str | os.PathLike[str] | None = None,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,6 @@ from heal.journal import Journal
 from heal.record import Flag
 from heal.snapshots import NEVER, next_due
 from zclip.parallel.placement import is_dtensor
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 HARDWARE_XIDS = frozenset({48, 64, 74, 79, 95, 119, 120, 140})
 """Double-bit ECC, failed remapping, NVLink, off the bus, uncontained ECC, GSP, unrecovered ECC.
@@ -53,7 +49,7 @@ class ClusterWatch:
         journal: Journal,
         report: Callable[[Flag], None],
         note: Callable[[str], None],
-        group: "ProcessGroup | None" = None,
+        group: "dist.ProcessGroup | None" = None,
     ) -> None:
         self._config = config
         self._journal = journal
@@ -188,8 +184,8 @@ class ClusterWatch:
 
 
 def find_replicas(
-    model: Module, group: "ProcessGroup | None" = None
-) -> tuple[list[tuple[str, Any]], "ProcessGroup | None"]:
+    model: Module, group: "dist.ProcessGroup | None" = None
+) -> tuple[list[tuple[str, Any]], "dist.ProcessGroup | None"]:
     """Return the parameters that several ranks hold copies of, and the group of the plain ones.
 
     Plain parameters are replicas only where DDP says so: elsewhere they may be the shards of FSDP1
@@ -271,7 +267,7 @@ class StragglerWatch:
         every: int = 50,
         factor: float = 1.5,
         patience: int = 2,
-        group: "ProcessGroup | None" = None,
+        group: "dist.ProcessGroup | None" = None,
     ) -> None:
         for name, value in (("every", every), ("patience", patience)):
             if value < 1:

@@ -1,43 +1,31 @@
 """What the trainer integrations share: attributes set for a while, and models of callbacks."""
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from torch.nn import Module
 
 from heal.healer import Healer
 
-_ABSENT = object()
 
-
-class Patches:
+class Patches(ExitStack):
     """Sets attributes of instances; :meth:`put_back`, or the end of ``with``, undoes it.
 
     Classes are never changed, so that other trainers of the same class are not affected.
     """
 
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
-
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name``, remembering what the instance itself had under that name."""
-        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        if name in vars(owner):
+            self.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self.callback(lambda: vars(owner).pop(name, None))
         setattr(owner, name, value)
 
     def put_back(self) -> None:
         """Undo everything, last one first; safe to call twice."""
-        while self._before:
-            owner, name, value = self._before.pop()
-            if value is not _ABSENT:
-                setattr(owner, name, value)
-            elif name in vars(owner):
-                delattr(owner, name)
-
-    def __enter__(self) -> "Patches":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.put_back()
+        self.close()
 
 
 WRITTEN_IN_TRAINING = {

@@ -16,7 +16,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from heal.json_lines import parse_line, replace_text
+from heal.checkpoint.files import write_file
+from heal.json_lines import parse_line
 
 READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 NOT_REGULAR = "expected a regular file, got a pipe, a device or a folder"
@@ -47,7 +48,7 @@ def write_report(path: Path, text: str) -> None:
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, f"{NOT_REGULAR}; give - for standard output", str(path))
-    replace_text(path, text, mode=0o666)
+    write_file(path, [text.encode()], mode=0o666)
 
 
 class NotARun(ValueError):

@@ -22,12 +22,13 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from heal.actions import Backoff, Halt, Plan, Rollback, ScaleLr, ShrinkBatch, Skip, SkipBatches
 from heal.causes import Cause
+from heal.checkpoint.store import training_state
 from heal.config import HealingConfig
 from heal.detectors.plateau import Plateau
 from heal.detectors.preference import ACCURACY, MARGIN
 from heal.detectors.watch import LogWatch
 from heal.diagnose import Diagnosis
-from heal.dry_run import DryRunReport
+from heal.dry_run import DryRunReport, unchanged
 from heal.healer import Healer, checked_config
 from heal.integrations.patches import Patches, hold_models_of
 from heal.integrations.trackers import make_trackers
@@ -40,7 +41,6 @@ from heal.integrations.transformers.position import (
 from heal.integrations.transformers.steps import TrainerSteps
 from heal.policy import LR_FLOOR
 from heal.recovery import Hook
-from heal.training_state import RngState
 
 FILE = "healing.pt"  # what healing has learned, beside the files of a trainer's checkpoint
 MORE_EPOCHS = 10**6  # beyond the planned ones: steps that were undone need batches too
@@ -553,47 +553,29 @@ def dry_run(trainer: Any, num_steps: int) -> DryRunReport:
     except Exception as error:
         problems.append(f"{type(error).__name__}: {error}")
     losses = [float(sum(of_step)) for of_step in parts.values()]
-    if not all(math.isfinite(loss) for loss in losses):
-        problems.append(f"losses are not finite: {losses}")
-    if losses and not trained:
-        problems.append("no parameter has a gradient")
-    seconds = (time.perf_counter() - began) / max(1, len(losses))
-    return DryRunReport(losses, seconds, num_bytes, trained, problems)
+    return DryRunReport.of(losses, began, num_bytes, trained, problems)
 
 
 @contextmanager
 def _unchanged(trainer: Any) -> Iterator[None]:
     """Put a trainer back after the body: copies of what steps write, references to the rest."""
-    model, optimizer, accelerator = trainer.model, trainer.optimizer, trainer.accelerator
+    model, accelerator = trainer.model, trainer.accelerator
     attributes = dict(vars(trainer))
     names = [name for name in ("state", "_metrics", "_logs") if name in attributes]
     small = {name: copy.deepcopy(attributes[name]) for name in names}
     lists = {name: list(v) for name, v in vars(accelerator).items() if isinstance(v, list)}
-    tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
-    grads = [(param, param.grad) for param in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
     recomputes = getattr(model, "is_gradient_checkpointing", False)
-    saved = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
-    rng = RngState.now()
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, before in tensors:
-                tensor.copy_(before)
-        for param, grad in grads:
-            param.grad = grad
-        for module, mode in modes:
-            module.training = mode
-        if not recomputes and getattr(model, "is_gradient_checkpointing", False):
-            model.gradient_checkpointing_disable()
-        vars(trainer).clear()
-        vars(trainer).update({**attributes, **small})
-        for name, values in lists.items():
-            getattr(accelerator, name)[:] = values
-        if saved is not None:
-            trainer.optimizer.load_state_dict(saved)
-        rng.put_back()
+    optimizers = () if trainer.optimizer is None else inner_optimizer(trainer)
+    with unchanged(training_state(model, optimizers, trainer.lr_scheduler), with_frozen=True):
+        try:
+            yield
+        finally:
+            if not recomputes and getattr(model, "is_gradient_checkpointing", False):
+                model.gradient_checkpointing_disable()
+            vars(trainer).clear()
+            vars(trainer).update({**attributes, **small})
+            for name, values in lists.items():
+                getattr(accelerator, name)[:] = values
 
 
 def _make_quiet(trainer: Any, num_steps: int) -> None:
