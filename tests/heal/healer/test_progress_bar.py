@@ -1,7 +1,7 @@
 """The progress bar of ``Healer.run``."""
 
 from heal.journal import LOG
-from heal.progress import progress_bar
+from heal.progress_bar import progress_bar
 from tests.heal.runs import regression
 
 
