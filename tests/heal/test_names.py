@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,8 +75,10 @@ def test_an_old_import_path_works_in_every_form_and_names_the_new_one(path, name
         with pytest.warns(DeprecationWarning, match=expected):
             exec(text, {})
     command = [sys.executable, "-W", "error::DeprecationWarning", "-c", f"import {path}"]
-    assert subprocess.run(command, capture_output=True).returncode == 0  # nothing was used
-    done = subprocess.run([*command[:-1], f"from {path} import *"], capture_output=True, text=True)
+    root = Path(__file__).parents[2]
+    assert subprocess.run(command, capture_output=True, cwd=root).returncode == 0  # nothing used
+    command[-1] = f"from {path} import *"
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert expected in done.stderr
 
 
