@@ -128,8 +128,9 @@ class HealingConfig:
     )
     loss_spike_factor: float = setting(
         5.0,
-        "A loss of more than this many times its running mean gets the flag LOSS_SPIKE in its "
-        "record, which is polled at once; the detectors judge a loss by its own noise.",
+        "How far the loss must leap or climb before an experiment is asked for, in units of four "
+        "times its noise. A loss of more than this many times its running mean is flagged and "
+        "polled at once.",
         above=1,
     )
     plateau_steps: int = setting(

@@ -34,11 +34,12 @@ class LossChange:
     """The same above the best level. The best of many medians is lower than the true level by up to
     0.6 of the noise, and a plateau must not seem a climb."""
 
-    LIMIT = 20.0
-    """A sum that is a suspicion: one loss 23 times the noise above, or ten of 5."""
+    LIMIT = 4.0
+    """A sum that is a suspicion, for each unit of ``loss_spike_factor``: with its default of 5 one
+    loss 23 times the noise above, or ten of 5."""
 
     def __init__(self, config: HealingConfig) -> None:
-        del config  # nothing here is worth a knob
+        self.limit = self.LIMIT * config.loss_spike_factor
         self.losses = Window(RECENT)
         self.block = Window(BLOCK)
         self.best = math.inf
@@ -68,16 +69,16 @@ class LossChange:
         z = (loss - level) / noise
         if self.leap == 0.0:
             self.leap_step = record.step
-        self.leap = max(0.0, self.leap + min(z, self.LIMIT + self.SLACK) - self.SLACK)
+        self.leap = max(0.0, self.leap + min(z, self.limit + self.SLACK) - self.SLACK)
         self._climb(loss, noise)
         if z <= self.SLACK:
             self._absorb(record)
-        if self.leap >= self.LIMIT:
+        if self.leap >= self.limit:
             # The loss of a step is that of the weights before it.
             since = max(self.leap_step - 1, 0)
             self.leap = self.climb = 0.0
             return self._found(Cause.LOSS_SPIKE, record, since, level, noise)
-        if self.climb >= self.LIMIT:
+        if self.climb >= self.limit:
             self.climb = 0.0
             return self._found(Cause.DIVERGENCE, record, self.best_step, self.best, noise)
         return None

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from heal import Healer
-from heal import integrity as constants_module
+from heal import state_checks as constants_module
 from heal.actions import HealingError, Rollback
 from heal.state_checks import Constants
 from heal.testing import Chaos, Fault
