@@ -103,7 +103,10 @@ def test_pages_use_the_words_of_the_field(page):
     assert words_to_replace(page.read_text()) == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "heal").rglob("*.py")), ids=name_of)
+SOURCES = [path for folder in ("heal", "zclip") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_docstrings_and_comments_use_the_words_of_the_field(path):
     """What a cause blames is the name of its column."""
     found = [found for text in explanations(path) for found in words_to_replace(text)]

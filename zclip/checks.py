@@ -1,6 +1,6 @@
 """Says precisely what is wrong with a list of tensors. Not on the step path.
 
-Compiled backends check as they read, in nanoseconds; only when one of them refuses is the list
+Compiled backends check as they read, in nanoseconds; only when one of them rejects it is the list
 walked here, in Python, to raise the error that names the index, what was expected and what it got.
 """
 

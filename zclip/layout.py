@@ -35,7 +35,7 @@ that should be at the same step are not.
 """
 
 STEPS, CLIP_COUNT, SKIP_COUNT = range(3)
-"""First columns of every rule's float64 state: steps seen, steps clipped, steps refused.
+"""First columns of every rule's float64 state: steps seen, steps clipped, steps skipped.
 
 A state of zeros is a fresh one, for every rule.
 """
@@ -99,8 +99,8 @@ NONFINITE = {"propagate": PROPAGATE, "skip": SKIP, "zero": ZERO, "error": ERROR}
 """What to do with a step whose gradients hold NaN or Inf; see :func:`zclip.clip_grad_norm_`."""
 
 ON_NONFINITE = {"skip": 0, "official": 1}
-"""What an adaptive rule does with NaN or Inf. "skip": refuse the step, learn nothing from it;
-finite gradients whose float32 norm overflows are refused alike. "official": what the published
+"""What an adaptive rule does with NaN or Inf. "skip": skip the step, learn nothing from it;
+finite gradients whose float32 norm overflows are skipped alike. "official": what the published
 code does, also where that poisons its statistics for good."""
 
 ZCLIP_MODES = {"adaptive_scaling": 0, "mean": 1, "percentile": 2}

@@ -29,17 +29,17 @@ class _Letter(NamedTuple):
 class Mailbox:
     """A ring of pinned buffers: ``post`` enqueues a copy, ``poll`` reads it ``lag`` posts later.
 
-    Late news is safe, because the device has already refused a bad step by itself. ``poll`` waits
-    on the event of an old copy, which has long landed. It never asks whether a newer one happens
-    to be there: ranks would hear of a step at different times and act apart.
+    A late record is safe, because the device has already skipped a bad step. ``poll`` waits on the
+    event of an old copy, which has long landed. It never asks whether a newer one happens to be
+    there: ranks would poll a step at different times and act apart.
 
     Args:
         lag: how many posts later a verdict may be read; 0 waits for the one just posted.
         width: how many numbers a verdict has.
-        room: how many verdicts older than ``lag`` may wait for somebody to poll.
+        room: how many verdicts older than ``lag`` may wait to be polled.
 
     Attributes:
-        dropped: verdicts that were overwritten because nobody polled in time.
+        dropped: verdicts that were overwritten because they were not polled in time.
     """
 
     def __init__(self, lag: int = 2, width: int = NUM_VERDICT, room: int = 1) -> None:

@@ -1,6 +1,6 @@
 """Keeps fused SGD from taking uninitialized memory for its momentum.
 
-Its first step allocates the buffers and leaves it to the kernel to fill them. A kernel that refuses
+Its first step allocates the buffers and leaves it to the kernel to fill them. A kernel that skips
 the step does not, and the next step would read whatever was there.
 """
 

@@ -1,4 +1,4 @@
-"""Public operators over lists of tensors. Thin: call; on refusal, say what was wrong.
+"""Public operators over lists of tensors. Thin: call; if rejected, report what was wrong.
 
 Lists whose tensors live on several devices are split here, so that each kernel sees one device.
 """
@@ -108,7 +108,7 @@ def serve(
     """Return ``(op(tensors, *arguments),)``; None if the tensors live on several devices.
 
     Optimistic: kernels check while they read, before they write. Only a list that one of them
-    refused is walked in Python, to raise the error that names the culprit.
+    rejected is walked in Python, to raise the error that names the culprit.
     """
     try:
         return (op(tensors, *arguments),)

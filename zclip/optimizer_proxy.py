@@ -1,4 +1,4 @@
-"""An optimizer that is another one to everybody: it shares groups, state and defaults."""
+"""An optimizer that passes for another one: it shares groups, state and defaults."""
 
 import inspect
 from collections.abc import Iterator

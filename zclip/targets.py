@@ -213,7 +213,7 @@ class TargetCache:
 
 
 class _Tree:
-    """A tree of modules, flattened, that can tell whether it is still the same."""
+    """A tree of modules, flattened, that knows whether it is still the same."""
 
     def __init__(self, root: Module) -> None:
         self.modules = list(root.modules())

@@ -1,7 +1,7 @@
-"""A GradScaler tells optimizers apart by identity; here it learns that a wrapper is what is inside.
+"""A GradScaler knows optimizers by identity; here it learns that a wrapper is what is inside.
 
 Without that, gradients that were unscaled for the optimizer inside are divided again when the
-wrapper is stepped, and nobody notices but the model.
+wrapper is stepped, and nothing shows it but the model.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Verdicts of steps that a CUDA graph replays: kept on the device, read by the number of the step.
 
-A replay runs no Python, so nobody can mail a verdict. The graph itself writes each verdict into a
+A replay runs no Python that could mail a verdict. The graph itself writes each verdict into a
 ring of rows on the device and counts; the host copies the ring when it wants to know.
 """
 
@@ -32,12 +32,12 @@ class VerdictRing:
 
     Args:
         device: where the steps run. The ring is made at once: memory that a graph makes for itself
-            would be made anew by every replay.
+            would be made again by every replay.
         room: how many verdicts may be written between two polls before the oldest are lost.
         width: how many numbers a verdict has.
 
     Attributes:
-        dropped: verdicts that were written over before somebody polled.
+        dropped: verdicts that were written over before they were polled.
     """
 
     def __init__(self, device: torch.device, room: int = 256, width: int = NUM_VERDICT) -> None:

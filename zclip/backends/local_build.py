@@ -64,7 +64,7 @@ def library_with_cuda() -> Path | None:
 
 
 def rebuild() -> str:
-    """Compile the library anew, with CUDA where torch has it; return what was built.
+    """Compile the library again, with CUDA where torch has it; return what was built.
 
     Raises:
         BuildError: the CPU kernels did not compile.

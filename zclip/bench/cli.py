@@ -128,7 +128,7 @@ def report(plan: Plan, document: results.Document, as_markdown: bool) -> None:
 
 
 def _on_sigterm() -> Any:
-    """Make SIGTERM interrupt as Ctrl-C does; return the handler from before, None if refused."""
+    """Make SIGTERM interrupt as Ctrl-C does; return the handler from before, None if it cannot."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise Terminated

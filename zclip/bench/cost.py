@@ -30,7 +30,7 @@ class Cost:
     syncs: int
     """Times the host waited for the device; on the CPU, would have."""
     peak_bytes: int | None
-    """Memory beyond what was there before the call, at its peak; None where nobody counts."""
+    """Memory beyond what was there before the call, at its peak; None where it is not counted."""
 
 
 def cost_of(run: Callable[[], object], device: torch.device) -> Cost:
@@ -65,7 +65,7 @@ def resident_peak(run: Callable[[], object]) -> int | None:
         return None
     try:
         ctypes.CDLL(None).malloc_trim(0)  # else memory freed before hides memory taken now
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
         before = _status("VmRSS")
         run()
         return max(0, _status("VmHWM") - before)

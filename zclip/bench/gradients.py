@@ -78,12 +78,12 @@ class Gradients:
         off = (norms.double().cpu() - exact).abs()
         return float(torch.where(off == 0, off, off / exact).max())
 
-    def error_of_values(self, wanted: Callable[[Tensor], Tensor]) -> float:
-        """Return the relative error of all gradients against ``wanted`` of the first ones.
+    def error_of_values(self, expected: Callable[[Tensor], Tensor]) -> float:
+        """Return the relative error of all gradients against ``expected`` of the first ones.
 
-        ``wanted`` works element by element, in float64.
+        ``expected`` works element by element, in float64.
         """
-        exact = wanted(self.pattern.double())
+        exact = expected(self.pattern.double())
         off, size = 0.0, 0.0
         for i, grad in enumerate(self.grads):
             flat = grad.view(-1)
@@ -132,6 +132,6 @@ class Gradients:
 def bytes_needed(elements: int, dtype: torch.dtype, reads_params: bool) -> int:
     """Return how much memory the gradients of a case take, and its parameters if they are read.
 
-    Parameters that nobody reads are never touched, and take none.
+    Parameters that are not read are never touched, and take none.
     """
     return elements * dtype.itemsize * (2 if reads_params else 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BUSY_SHARE = 0.15
-"""By how much the cores that are wanted, ours and others', may exceed those that there are."""
+"""By how much the cores in demand, ours and others', may exceed those that there are."""
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,9 @@ class Load:
     """What went on while a case was measured."""
 
     average: float
-    """Processes that wanted a core over the last minute; 0 where nobody counts."""
+    """Processes that asked for a core over the last minute; 0 where it is not counted."""
     others: float | None
-    """Share of all cores that other processes used; None where nobody counts."""
+    """Share of all cores that other processes used; None where it is not counted."""
     threads: int
     """Cores that we want ourselves. Others on a machine with cores to spare do little harm."""
 

@@ -131,7 +131,7 @@ def _measured(
 
 
 def _probes(gradients: Gradients) -> dict[str, Run]:
-    """Return three ways of merely moving memory, on one block: nobody can be faster."""
+    """Return three ways of merely moving memory, on one block: nothing can be faster."""
     count = min(gradients.bytes, PROBE_BYTES) // gradients.dtype.itemsize
     block = torch.ones(max(1, count), dtype=gradients.dtype, device=gradients.device)
 

@@ -11,7 +11,7 @@ SMALL = 1e-6  # learning rate; the parameters may drift for ever
 
 
 def step(gradients: Gradients, backends: list[str], rivals: list[str]) -> Work:
-    """Clip, refuse what is not finite, and step a fused AdamW; rivals do the part that they can.
+    """Clip, skip what is not finite, and step a fused AdamW; rivals do the part that they can.
 
     All share one optimizer: its three states would not fit four times.
     """

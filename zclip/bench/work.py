@@ -69,7 +69,7 @@ def is_ours(name: str) -> bool:
 
 
 def is_rival(name: str) -> bool:
-    """Return whether a contender is somebody else's way of doing the same.
+    """Return whether a contender is another project's way of doing the same.
 
     One in brackets is neither: a yardstick that does less, such as a step without clipping.
     """

@@ -26,7 +26,7 @@ class AdaGC(Clipper):
         seed: what gamma starts from: "min_clipped" or "min_raw", the smallest norm of warm-up after
             or before the global clip; "first", the first norm.
         per_group: clip each parameter group by its own norm during warm-up.
-        on_nonfinite: "skip" refuses the step and learns nothing; "official" as published.
+        on_nonfinite: "skip" skips the step and learns nothing; "official" as published.
     """
 
     rule: ClassVar[str] = "adagc"

@@ -25,13 +25,13 @@ class AGC(Clipper):
 
     The paper leaves the last linear layer out: give ``step`` the parameters without it. The
     coefficients of the result are per tensor and only to look at: the smallest of its rows, or -1
-    if the step was refused. Rows of DTensors may be split over ranks: sums of their squares then
+    if the step was skipped. Rows of DTensors may be split over ranks: sums of their squares then
     travel with the statistics, and the coefficients of the result are those of this rank's rows.
 
     Args:
         clip: largest ratio of the norm of a gradient row to that of its weight row.
         eps: weight rows with a smaller norm count as this.
-        on_nonfinite: "skip" refuses a step with NaN or Inf; "official" does not look.
+        on_nonfinite: "skip" skips a step with NaN or Inf; "official" does not look.
         split_dim: for ``distribute(process_group=...)`` only, which says that ranks hold parts of
             plain tensors: along which dimension these are cut. 0 means that every rank has rows of
             its own, anything else that every rank has a piece of each row. A tensor of one
@@ -96,11 +96,11 @@ class AGC(Clipper):
             clipped=~refused & judged.is_clipped,
             clipped_norm=torch.where(refused, 0.0, judged.clipped_norm),
         )
-        news = reduced.record
+        carried = reduced.record
         if record is None:
-            record = replace(news, extra=news.extra[len(own_lanes) :])
+            record = replace(carried, extra=carried.extra[len(own_lanes) :])
         else:
-            record = replace(record, desynced=record.desynced | news.desynced)
+            record = replace(record, desynced=record.desynced | carried.desynced)
         norm = health.norm.to(norm_dtype(grads))
         return ClipResult(norm, reduced.stats, judged.least, verdict), record
 

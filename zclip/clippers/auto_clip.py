@@ -15,7 +15,7 @@ class AutoClip(Clipper):
         percentile: 0 to 100.
         history: how many of the last norms are remembered.
         per_group: keep a history for each parameter group.
-        on_nonfinite: "skip" refuses a step with NaN or Inf and forgets it; "official" does not.
+        on_nonfinite: "skip" skips a step with NaN or Inf and forgets it; "official" does not.
     """
 
     rule: ClassVar[str] = "auto_clip"

@@ -58,7 +58,7 @@ class Clipper(ABC):
     Attributes:
         result: the last step, as :class:`ClipResult`; None before the first.
         per_group: whether every parameter group has statistics and limits of its own.
-        on_nonfinite: "skip" refuses a step with NaN or Inf and keeps it out of the statistics;
+        on_nonfinite: "skip" skips a step with NaN or Inf and keeps it out of the statistics;
             "official" does what the published algorithm does.
     """
 
@@ -243,7 +243,7 @@ class Clipper(ABC):
                 the mean of those that gave one; one with no elements stands for "not here".
             grad_scale: 0-dim; the gradients are so many times too large, as under a GradScaler,
                 and are divided by it first.
-            extra: float64 [E], numbers that only this rank knows (say 1 if it was told to stop, or
+            extra: float64 [E], numbers that only this rank knows (say 1 if it was asked to stop, or
                 is short of memory), added up over all ranks in the same all-reduce; the sums are
                 in ``result.extra``.
             watch: judges the loss as well, into ``result.verdict``, on a CPU in the same call.
@@ -280,7 +280,7 @@ class Clipper(ABC):
         """Return the norm, and the loss of all ranks."""
         found, grads = self._gather(targets)
         peers = self._peers
-        record = peers.tell(loss, extra, self._tag, found) if peers.shares_records else None
+        record = peers.send(loss, extra, self._tag, found) if peers.shares_records else None
         if not grads and peers.reduction is None:
             return self._nothing(found), loss
         if record is not None:
@@ -316,7 +316,7 @@ class Clipper(ABC):
             The result, also kept in ``result``; None if no parameter has a gradient.
         """
         found, grads = self._gather(targets)
-        record = self._peers.tell(loss, extra, self._tag, found)
+        record = self._peers.send(loss, extra, self._tag, found)
         if not grads and self._peers.reduction is None:
             self._nothing(found)
             return None
@@ -414,7 +414,7 @@ class Clipper(ABC):
 
     @property
     def groups(self) -> RankGroups:
-        """The ranks that :meth:`distribute` was told of."""
+        """The ranks that :meth:`distribute` was given."""
         return self._peers.groups
 
     def learn_names(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""Plain clipping by the global norm, with counters, refusal and limits per group."""
+"""Plain clipping by the global norm, with counters, skipping and limits per group."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,10 +14,10 @@ class GlobalNorm(Clipper):
     """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, as torch does.
 
     Args:
-        max_norm: the norm to clip to; ``inf`` only measures, and refuses what is not finite.
+        max_norm: the norm to clip to; ``inf`` only measures, and skips what is not finite.
         per_group: clip every parameter group by its own norm; a group may have its own limit
             under the key ``max_norm``.
-        on_nonfinite: "skip" refuses the step; "official" scales by the non-finite norm, as torch.
+        on_nonfinite: "skip" skips the step; "official" scales by the non-finite norm, as torch.
     """
 
     rule: ClassVar[str] = "global_norm"

@@ -55,7 +55,7 @@ class Peers:
 
     @property
     def shares_records(self) -> bool:
-        """Whether there is anyone to :meth:`tell`."""
+        """Whether there are ranks to :meth:`send` to."""
         return self.groups.record is not None
 
     def find(self, found: Targets) -> Targets:
@@ -108,7 +108,7 @@ class Peers:
         """Which rows of the whole are those of this rank."""
         return slice(None) if self.reduction is None else self.reduction.own
 
-    def tell(
+    def send(
         self,
         loss: Tensor | None,
         extra: Tensor | None,
@@ -117,8 +117,8 @@ class Peers:
     ) -> Record | None:
         """Add up the record in a message of its own, where it cannot travel with statistics.
 
-        To be called before anyone asks whether there are gradients at all: a rank without any must
-        not leave the others waiting.
+        To be called before any rank looks whether it has gradients at all: one without any must not
+        leave its peers waiting.
         """
         if self.groups.record is None or self._reaches(self.groups.record):
             return None
@@ -131,7 +131,7 @@ class Peers:
         loss: Tensor | None,
         extra: Tensor | None,
         tag: Callable[[], Tensor | None],
-        told: Record | None,
+        sent: Record | None,
     ) -> tuple[Tensor, Record | None]:
         """Return the statistics of the whole model, and the record.
 
@@ -139,16 +139,16 @@ class Peers:
             stats: of this rank.
             loss: of this rank.
             extra: of this rank.
-            tag: of this rank; called if there is someone to tell.
-            told: the record, if :meth:`tell` has added it up already.
+            tag: of this rank; called if there are other ranks.
+            sent: the record, if :meth:`send` has added it up already.
         """
         if self.reduction is None:
-            return stats, told
-        if told is None:
+            return stats, sent
+        if sent is None:
             stats, record, _ = self.reduction.reduce(stats, loss, extra, tag())
             return stats, record
         stats, record, _ = self.reduction.reduce(stats, tag=tag())
-        return stats, replace(told, desynced=told.desynced | record.desynced)
+        return stats, replace(sent, desynced=sent.desynced | record.desynced)
 
     def _reaches(self, group: "ProcessGroup") -> bool:
         if self.reduction is None:

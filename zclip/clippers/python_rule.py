@@ -95,7 +95,7 @@ class PythonRule(Clipper):
         return rule_, _clip_by_
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the number: another process counts anew."""
+        """Leave out the number: another process counts from the start."""
         return {**super().__getstate__(), "_numbered": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ class ClipResult:
 
     @property
     def clipped_norm(self) -> Tensor:
-        """0-dim float32: the norm after clipping; 0 if the step was refused."""
+        """0-dim float32: the norm after clipping; 0 if the step was skipped."""
         return self.verdict[CLIPPED_NORM]
 
     @property
@@ -69,13 +69,13 @@ class ClipResult:
 def merge_verdicts(verdicts: list[Tensor], stats: Tensor, counters: Tensor | None = None) -> Tensor:
     """Return one verdict for groups, or optimizers, that were judged apart; count the step.
 
-    The step is refused if any of them refuses it. Norms add up as vectors do; z, threshold, mean
+    The step is skipped if any of them skips it. Norms add up as vectors do; z, threshold, mean
     and deviation are those of the one that stands out most.
 
     Args:
         verdicts: float32 [14], one each.
         stats: float64 [N, 3] of all gradients.
-        counters: float64 [3], updated in place: steps, clips and skips of the whole. Where nobody
+        counters: float64 [3], updated in place: steps, clips and skips of the whole. Where nothing
             keeps them, clips and skips are the sums of those of the parts.
     """
     table = torch.stack(verdicts)
@@ -103,7 +103,7 @@ def merge_verdicts(verdicts: list[Tensor], stats: Tensor, counters: Tensor | Non
 
 
 def share_alarm(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Let every group know of a bad element in any: the step is refused as a whole.
+    """Let every group know of a bad element in any: the step is skipped as a whole.
 
     Args:
         parts: stats, group by group; those that are returned have the bad ones of all.
@@ -112,12 +112,12 @@ def share_alarm(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return parts
     own = [part[:, NAN:].sum(dim=0) for part in parts]
     bad = torch.stack(own).sum(dim=0)
-    told = []
+    shared = []
     for part, known in zip(parts, own, strict=True):
         rows = part.clone()
         rows[:1, NAN:] += bad - known
-        told.append(rows)
-    return tuple(told)
+        shared.append(rows)
+    return tuple(shared)
 
 
 def noted(result: ClipResult, record: Record | None, extra: Tensor | None) -> ClipResult:

@@ -1,4 +1,4 @@
-"""Refuses steps whose norm or loss stands out from the last ones; clips nothing."""
+"""Skips steps whose norm or loss stands out from the last ones; clips nothing."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -11,15 +11,15 @@ from zclip.layout import LOSSES_SEEN_COLUMN, NORMS_SEEN_COLUMN, ON_NONFINITE, WI
 class SpikeSkip(Clipper):
     """Skip a step if its norm or its loss is ``sigma`` deviations above those of a window.
 
-    A refused step enters no window, so that a spike cannot make the next one look normal. Give
+    A skipped step enters no window, so that a spike cannot make the next one look normal. Give
     ``step`` the loss if it should be watched as well.
 
     Args:
         window: how many of the last accepted steps are compared with.
         sigma: how many standard deviations above their mean are too many.
-        min_count: steps to see before the first may be refused; half a window if None.
+        min_count: steps to see before the first may be skipped; half a window if None.
         per_group: watch the norm of each parameter group apart.
-        on_nonfinite: "skip" refuses a step with NaN or Inf; "official" does not look.
+        on_nonfinite: "skip" skips a step with NaN or Inf; "official" does not look.
     """
 
     rule: ClassVar[str] = "spike_skip"

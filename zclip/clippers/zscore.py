@@ -54,9 +54,9 @@ class ZClip(Clipper):
             "mean" clips to the mean.
         clip_factor: multiplies the threshold of "adaptive_scaling", its mean included.
         skip_update_on_spike: keep outliers out of mean and variance altogether.
-        on_nonfinite: "skip" refuses a step with NaN or Inf and keeps it out of the statistics;
+        on_nonfinite: "skip" skips a step with NaN or Inf and keeps it out of the statistics;
             "official" lets it poison them, as the published package does.
-        skip_step_on_spike: refuse outliers instead of clipping them.
+        skip_step_on_spike: skip outliers instead of clipping them.
         per_group: separate statistics for every parameter group.
     """
 

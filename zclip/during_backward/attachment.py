@@ -58,7 +58,7 @@ class Attachment:
         for each in buckets:
             each.start(self._rows)
         writes = CountedWrites() if self._rows.is_watching else None
-        # Also when nobody holds this any more: then nobody asks for what the hooks measure.
+        # Also when nothing holds this any more: then what the hooks measure is not asked for.
         self._end = weakref.finalize(self, _detach, self._handles, buckets, self._rows, writes)
 
     @property

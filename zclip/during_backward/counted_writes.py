@@ -59,5 +59,5 @@ def _counted(namespace: str, name: str) -> Any:
 
 
 def _is_one(factor: Tensor) -> bool:
-    """Tell whether GradScaler only looks for Inf; on an accelerator that cannot be known."""
+    """Return whether GradScaler only looks for Inf; on an accelerator that cannot be known."""
     return factor.device.type == "cpu" and float(factor) == 1.0

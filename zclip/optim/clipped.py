@@ -45,21 +45,21 @@ class ClippedOptimizer(OptimizerProxy):
 
     It is the wrapped optimizer to schedulers, GradScaler, accelerate and checkpoints: parameter
     groups, state and defaults are the same objects. Build the wrapped one with ``fused=True``
-    (Adam, AdamW, SGD, Adagrad): it then reads the verdict on the device and a refused step changes
+    (Adam, AdamW, SGD, Adagrad): it then reads the verdict on the device and a skipped step changes
     neither parameters nor state, bit by bit, with no wait. State that would be created by the
-    first step may be created by a refused one, with the values it starts from. Two exceptions
+    first step may be created by a skipped one, with the values it starts from. Two exceptions
     wait for the device: an optimizer that is not fused, in every step; and fused SGD with
     dampening, until its momentum exists.
 
     Args:
         optimizer: the one to wrap.
         clipper: what clips; see :mod:`zclip.clippers`.
-        skip_nonfinite: refuse a step with NaN or Inf even if the clipper would let it pass.
+        skip_nonfinite: skip a step with NaN or Inf even if the clipper would let it pass.
         apply: "inplace" scales the gradients where there is something to clip; "grad_scale" has
             the fused step do it, for clippers with one coefficient for all.
         named_parameters: names for norms, states and errors, if the optimizer was built without.
             Those of parameters that join later may be among them; others are then called by their
-            place. They are not written into the groups, or torch would refuse a group without.
+            place. They are not written into the groups, or torch would reject a group without.
         lag: how many steps late :meth:`metrics` is.
         capturable: have :meth:`step` be captured in a CUDA graph and replayed. Verdicts are then
             kept in a ring on the device, and :meth:`metrics` is late by one call of it. Take a few
@@ -74,7 +74,7 @@ class ClippedOptimizer(OptimizerProxy):
             True for one process or ``fully_shard``; a DistributedDataParallel model has to be
             given itself.
         scaler: the GradScaler, needed where ``scaler.unscale_`` is given the optimizer inside: a
-            scaler tells optimizers apart by identity, and would divide the gradients again when
+            scaler knows optimizers by identity, and would divide the gradients again when
             the wrapper is stepped. Copies and pickles of the wrapper have none.
 
     Attributes:
@@ -172,7 +172,7 @@ class ClippedOptimizer(OptimizerProxy):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler asks: if True it leaves unscaling and refusing to us, and never waits."""
+        """What GradScaler asks: if True it leaves unscaling and skipping to us, and never waits."""
         if self._scaler is not None:
             adopt_unscaling(self._scaler, self, self.inner)
         return self.guards_on_device
@@ -185,7 +185,7 @@ class ClippedOptimizer(OptimizerProxy):
         loss: Tensor | None = None,
         extra: Tensor | None = None,
     ) -> Any:
-        """Clip, then step unless the step is refused.
+        """Clip, then step unless the step is skipped.
 
         Args:
             closure: computes the loss and the gradients. It is called once, before clipping; if
@@ -328,7 +328,7 @@ class ClippedOptimizer(OptimizerProxy):
         return result
 
     def _clip_after(self, closure: Callable[[], Any]) -> Any:
-        """Serve an optimizer that calls the closure itself; a refused gradient is zero to it."""
+        """Serve an optimizer that calls the closure itself; a skipped gradient is zero to it."""
         with torch.enable_grad():
             returned = closure()
         self._clip_and_post(returned if isinstance(returned, Tensor) else None, None)
@@ -344,7 +344,7 @@ class ClippedOptimizer(OptimizerProxy):
         inner.found_inf = refused
         if self.apply == "grad_scale":
             coef = result.coefs[0]
-            divisor = torch.where(coef < 0, 1.0, coef.reciprocal())  # refused: it is not used
+            divisor = torch.where(coef < 0, 1.0, coef.reciprocal())  # skipped: it is not used
             if grad_scale is not None:
                 divisor = divisor * grad_scale.to(divisor.device, non_blocking=True)
             inner.grad_scale = divisor.float()
@@ -453,7 +453,7 @@ class ClippedOptimizer(OptimizerProxy):
 
         Raises:
             ValueError: the state fits neither; says what differs. Nothing is changed then, unless
-                it is the wrapped optimizer that refuses its part.
+                it is the wrapped optimizer that rejects its part.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -490,7 +490,7 @@ class ClippedOptimizer(OptimizerProxy):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Tell the copied clipper, which holds no parameters, the names of the copied ones."""
+        """Give the copied clipper, which holds no parameters, the names of the copied ones."""
         super().__setstate__(state)
         self.learn_names(self._named)
 

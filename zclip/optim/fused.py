@@ -373,7 +373,7 @@ class FusedOptimizer(Optimizer):
         return numbers
 
     def _is_current(self) -> bool:
-        """Tell whether the plans are of these groups, these parameters and this state."""
+        """Return whether the plans are of these groups, these parameters and this state."""
         kept, groups, state = self._kept, self.param_groups, self.state
         if kept is None or type(state) is not WatchedState or state.changed:
             return False

@@ -146,7 +146,7 @@ class Plan:
         return handle
 
     def _repaired(self, grads: list[Tensor]) -> list[Tensor]:
-        """Return gradients that lie in memory as their parameters do, after an operator refused.
+        """Return gradients that lie in memory as their parameters do, if an operator rejected them.
 
         Raises:
             TypeError, ValueError, RuntimeError: that is not what is wrong.

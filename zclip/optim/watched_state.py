@@ -12,7 +12,7 @@ _WRITERS = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", 
 
 
 class WatchedState(defaultdict[Any, Any]):
-    """As the ``state`` of a torch optimizer. ``changed`` is True until somebody sets it to False.
+    """As the ``state`` of a torch optimizer. ``changed`` is True until a reader sets it to False.
 
     Copies and pickles are plain dictionaries.
     """
@@ -44,7 +44,7 @@ class WatchedState(defaultdict[Any, Any]):
 
 
 class _Entry(dict[Any, Any]):
-    """The state of one parameter; tells the whole when one of its tensors is replaced."""
+    """The state of one parameter; marks the whole when one of its tensors is replaced."""
 
     def __init__(self, values: Mapping[Any, Any], whole: WatchedState) -> None:
         super().__init__(values)

@@ -46,7 +46,7 @@ def shard_group(modules: Sequence[Module]) -> "ProcessGroup | None":
 
 def _units(modules: Sequence[Module]) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # nobody has imported it, so nobody can have used it
+    if fsdp is None:  # not imported, so it cannot have been used
         return []
     kind = fsdp.FullyShardedDataParallel
     return [unit for module in modules for unit in module.modules() if isinstance(unit, kind)]

@@ -1,4 +1,4 @@
-"""The packed vector: what ranks tell each other in a step, in one float64 tensor that is summed."""
+"""The packed vector: what ranks exchange in a step, in one float64 tensor that is summed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -153,7 +153,7 @@ class Reduction:
             loss: as for :func:`zclip.parallel.reduce_record`.
             extra: as for :func:`zclip.parallel.reduce_record`.
             tag: as for :func:`zclip.parallel.reduce_record`.
-            is_max: the first column holds maxima, and the largest is wanted instead of a sum. The
+            is_max: the first column holds maxima, and the result is their largest, not a sum. The
                 rest of the record means nothing then.
         """
         extra_lanes = num_extra(extra)

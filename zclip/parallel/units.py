@@ -177,6 +177,6 @@ def _first_row(param: Any) -> int:
 
 
 def _squares(part: Tensor, rows: int) -> Tensor:
-    """Return the sum of squares of each row, without NaN and Inf: a refused step needs no more."""
+    """Return the sum of squares of each row, without NaN and Inf: a skipped step needs no more."""
     wide = part.detach().to(wide_dtype(part.device)).reshape(rows, -1 if part.numel() else 0)
     return torch.where(wide.isfinite(), wide, 0.0).square().sum(dim=1)

@@ -27,7 +27,7 @@ def adagc_(
     """
     health, norms = health_of(stats), norms_of(stats)
     refused = health.refused(on_nonfinite)
-    # Refused steps do not count, so that a run with a NaN learns what a run without it does.
+    # Skipped steps do not count, so that a run with a NaN learns what a run without it does.
     warming = state[STEPS] + 1 - state[SKIP_COUNT] <= warmup_steps
     gamma = state[GAMMA_COLUMN:]
     is_set, absent = ~(gamma <= 0.0), norms == 0.0

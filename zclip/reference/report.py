@@ -41,7 +41,7 @@ class Health(NamedTuple):
         return self.has_nan | self.has_inf | self.overflow
 
     def refused(self, on_nonfinite: int) -> Tensor:
-        """Whether an adaptive rule refuses the step for what its gradients hold."""
+        """Whether an adaptive rule skips the step because of what its gradients hold."""
         return self.unfit & (on_nonfinite == ON_NONFINITE["skip"])
 
 

@@ -90,13 +90,13 @@ RULES = (
 
 IDS = {rule.name: number for number, rule in enumerate(RULES)}
 
-_FIRST_OWN = 1 << 16  # rules of users are numbered from here, in each process anew
+_FIRST_OWN = 1 << 16  # rules of users are numbered from here, in each process again
 _own_numbers = itertools.count(_FIRST_OWN)
 _own_rules: WeakValueDictionary[int, Rule] = WeakValueDictionary()
 
 
 def add_rule(rule: Rule) -> int:
-    """Give a rule that is not of this library a number, for as long as somebody holds the rule."""
+    """Give a rule that is not of this library a number, for as long as the rule exists."""
     number = next(_own_numbers)
     _own_rules[number] = rule
     return number

@@ -31,10 +31,10 @@ def spike_skip_(
     min_count: int,
     on_nonfinite: int,
 ) -> tuple[Tensor, Tensor]:
-    """Refuse the step if norm or loss exceeds ``mean + sigma * std`` of the last accepted ones.
+    """Skip the step if norm or loss exceeds ``mean + sigma * std`` of the last accepted ones.
 
     The standard deviation is the unbiased one, as in OLMo-core. A window judges once it holds
-    max(2, min_count) values. What is refused never enters a window; with ``official``, as in
+    max(2, min_count) values. What is skipped never enters a window; with ``official``, as in
     OLMo-core, everything does, and a NaN is let through while the window is too short to judge.
 
     Args:
@@ -109,7 +109,7 @@ def _view(
     std = var.sqrt()
     if not official:
         std = torch.maximum(std, STD_FLOOR * mean.abs())
-    # Not "value > threshold": a NaN must be refused.
+    # Not "value > threshold": a NaN must be skipped.
     is_spike = ready & ~(value - mean <= sigma * std)
     shown = ((value - mean) / std, mean + sigma * std, mean, std)
     return _View(is_spike, *(torch.where(ready, x, 0.0) for x in shown))

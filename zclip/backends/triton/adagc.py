@@ -70,7 +70,7 @@ def adagc(
     lambda_abs, eps = float64_of(lambda_abs_bits), float64_of(eps_bits)
     total, flags, worst = health_of(stats, num_tensors, BLOCK)
     refused = (flags != 0) & (on_nonfinite != OFFICIAL)
-    # Refused steps do not count, so that a run with a NaN learns what a run without it does.
+    # Skipped steps do not count, so that a run with a NaN learns what a run without it does.
     warming = tl.load(state + STEPS) + 1.0 - tl.load(state + SKIP_COUNT) <= warmup_steps
     wanted = lambda_abs / (total + eps)
     global_coef = tl.where(wanted < 1.0, wanted, KEEP)

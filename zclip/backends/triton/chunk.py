@@ -36,7 +36,7 @@ def full_tile(ROWS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def aligned_pointer(address, DTYPE: tl.constexpr):
-    """Return the pointer to a full chunk. A masked chunk must not be told this: it may be a lie.
+    """Return the pointer to a full chunk. A masked chunk must not have this hint: it may be wrong.
 
     The hint must stand where the pointer is made; on what a function returned it would be lost.
     """

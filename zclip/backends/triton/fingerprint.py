@@ -1,7 +1,7 @@
 """Triton backend of zclip::fingerprint: csrc/math/fingerprint.h once more, in two launches.
 
 A hash is a sum of integers, so parts may be hashed in any order. Not for the step path: the table
-of parts is made anew for every call, since tensors of any dtype may come.
+of parts is made again for every call, since tensors of any dtype may come.
 """
 
 import torch

@@ -20,7 +20,7 @@ def loss_arguments(loss: Tensor, state: Tensor, op: str) -> tuple[int, Any]:
     """Return address and format for :func:`load_loss`; 0 and float64 if there is no loss.
 
     An address, not a pointer: for one that is aligned otherwise, as an element of a larger tensor
-    may be, Triton would compile anew.
+    may be, Triton would compile again.
 
     Raises:
         RuntimeError: there are several losses, of no format we know, or on another device.

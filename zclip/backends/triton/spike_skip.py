@@ -52,7 +52,7 @@ def view_of(ring, seen, window, value, sigma, enough, on_nonfinite, BLOCK: tl.co
     floor = STD_FLOOR * tl.abs(mean)
     std = tl.where((std < floor) & (on_nonfinite != OFFICIAL), floor, std)
     ready = count >= enough
-    # Not "value > threshold": a NaN must be refused.
+    # Not "value > threshold": a NaN must be skipped.
     is_spike = ready & ((value - mean <= sigma * std) == 0)
     z = tl.where(ready, (value - mean) / std, 0.0)
     threshold = tl.where(ready, mean + sigma * std, 0.0)

@@ -152,7 +152,7 @@ def _cut_into_chunks(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
 
 
 def _padded(part: Tensor) -> Tensor:
-    """An odd number of int64 would misalign what follows, for which Triton compiles anew."""
+    """An odd number of int64 would misalign what follows, for which Triton compiles again."""
     return torch.nn.functional.pad(part, (0, len(part) % 2))
 
 

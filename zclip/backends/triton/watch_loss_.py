@@ -46,7 +46,7 @@ def watch_loss(
     warmup_steps,
     DTYPE: tl.constexpr,
 ):
-    """One program. The rule is told in zclip/reference/watch_loss.py."""
+    """One program. The rule is that of zclip/reference/watch_loss.py."""
     loss = load_loss(loss_address, DTYPE)
     mean, deviation = tl.load(state + MEAN_COLUMN), tl.load(state + DEVIATION_COLUMN)
     absorbed, last = tl.load(state + ABSORBED_COLUMN), tl.load(state + LAST_COLUMN)
