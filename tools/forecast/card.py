@@ -40,7 +40,7 @@ def corpus_digest(streams: Streams) -> str:
 
 
 def to_json(model: Model) -> dict[str, Any]:
-    """Return the content of a model file; :func:`heal.lab.forecast.score.from_json` reads it."""
+    """Return the content of a model file; :mod:`~tools.forecast.model_file` reads it."""
     return {
         "format": FORMAT,
         "names": list(model.names),

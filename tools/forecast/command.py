@@ -106,8 +106,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from heal.lab.forecast.score import SHIPPED, read
+    from heal.lab.forecast.score import SHIPPED
     from tools.forecast import card, evaluate
+    from tools.forecast.model_file import read
     from tools.forecast.results import results_of
 
     model = read(arguments.model or SHIPPED)  # before the work, in case there is none

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from heal.lab.forecast.features import NAMES
 
 FORMAT = 2
-"""Of the file: a reader rejects another one instead of guessing."""
+"""Of the file; ``tools/forecast`` rejects another one instead of guessing."""
 
 SHIPPED = Path(__file__).with_name("model.json")
 LARGEST_LOGIT = 30.0
@@ -31,10 +30,6 @@ SUMPROD: Callable[[Sequence[float], Sequence[float]], float] = getattr(
 
 Layer = tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
 """Rows of weights, and a bias for each."""
-
-
-class ModelError(ValueError):
-    """A model file is not one that this version can use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,109 +89,38 @@ class Model:
         Of the shares that the model was calibrated for, the largest that is not above it is taken.
 
         Raises:
-            ModelError: all of them are above it.
+            ValueError: all of them are above it.
         """
         usable = [known for known in self.limits if known <= share * (1.0 + 1e-9)]
         if not usable:
-            told = ", ".join(f"{known:g}" for known in self.limits) or "none"
-            raise ModelError(f"no limit for a false-alarm share of {share:g}; the model has {told}")
+            known = ", ".join(f"{known:g}" for known in self.limits) or "none"
+            raise ValueError(
+                f"share: expected one for which the model has a limit ({known}), got {share:g}"
+            )
         return self.limits[max(usable)]
 
 
 def from_json(content: Mapping[str, Any]) -> Model:
-    """Return the model of a file's content, as ``tools/forecast`` writes it.
-
-    Raises:
-        ModelError: another format, an unknown feature, or shapes that do not fit each other.
-    """
-    if content.get("format") != FORMAT:
-        raise ModelError(f"model format: expected {FORMAT}, got {content.get('format')!r}")
-    try:
-        names = tuple(str(name) for name in content["names"])
-        unknown = [name for name in names if name not in NAMES]
-        if unknown:
-            raise ModelError(f"feature: expected one of {', '.join(NAMES)}, got {unknown[0]!r}")
-        model: dict[str, Any] = {
-            "names": names,
-            "means": _numbers(content["means"]),
-            "scales": _numbers(content["scales"]),
-            "layers": tuple(
-                (tuple(map(_numbers, layer["weights"])), _numbers(layer["biases"]))
-                for layer in content["layers"]
-            ),
-            "levels": _numbers(content["calibration"]["levels"]),
-            "chances": _numbers(content["calibration"]["chances"]),
-            "memory": _numbers([content["memory"]])[0],
-            "limits": {float(share): float(limit) for share, limit in content["limits"].items()},
-            "stretch_steps": int(content["stretch_steps"]),
-            "card": dict(content["card"]),
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"not a model of heal: {error!r}") from error
-    _check_shapes(model["layers"], len(names), len(model["means"]), len(model["scales"]))
-    _check_table(model["levels"], model["chances"])
-    return Model(**model)
-
-
-def read(path: str | Path = SHIPPED) -> Model:
-    """Read a model file; the shipped one by default.
-
-    Raises:
-        ModelError: it is not a model.
-        OSError: it cannot be read.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return from_json(content)
+    """Return the model of a file's content, as ``tools/forecast`` has checked and written it."""
+    layers = [(layer["weights"], layer["biases"]) for layer in content["layers"]]
+    return Model(
+        names=tuple(content["names"]),
+        means=tuple(content["means"]),
+        scales=tuple(content["scales"]),
+        layers=tuple((tuple(map(tuple, rows)), tuple(biases)) for rows, biases in layers),
+        levels=tuple(content["calibration"]["levels"]),
+        chances=tuple(content["calibration"]["chances"]),
+        memory=float(content["memory"]),
+        limits={float(share): limit for share, limit in content["limits"].items()},
+        stretch_steps=content["stretch_steps"],
+        card=content["card"],
+    )
 
 
 @cache
 def shipped() -> Model:
     """Return the model that comes with the package, read once."""
-    return read()
-
-
-def _check_shapes(layers: Sequence[Layer], features: int, means: int, scales: int) -> None:
-    width = features
-    for depth, (weights, biases) in enumerate(layers):
-        if len(biases) != len(weights) or any(len(row) != width for row in weights):
-            widths = sorted({len(row) for row in weights})
-            raise ModelError(
-                f"layer {depth}: expected rows of {width} weights and as many biases as rows, got "
-                f"{len(weights)} rows of {widths} weights and {len(biases)} biases"
-            )
-        width = len(weights)
-    if width != 1 or not layers or means != features or scales != features:
-        raise ModelError(
-            f"expected one mean and one scale per feature ({features}) and layers that end in one "
-            f"number, got {means} means, {scales} scales and {len(layers)} layers that end in "
-            f"{width}"
-        )
-
-
-def _check_table(levels: Sequence[float], chances: Sequence[float]) -> None:
-    rises = all(low < high for low, high in pairwise(levels))
-    never_falls = all(low <= high for low, high in pairwise(chances))
-    if not levels or len(levels) != len(chances) or not rises or not never_falls:
-        raise ModelError(
-            "calibration: expected levels that rise, and a chance for each, never less, got "
-            f"{str(levels)[:100]} and {str(chances)[:100]}"
-        )
-    if not 0.0 <= chances[0] <= chances[-1] <= 1.0:
-        raise ModelError(
-            f"calibration: expected chances from 0 to 1, got {chances[0]:g} to {chances[-1]:g}"
-        )
-
-
-def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
-    numbers = tuple(float(value) for value in values)
-    if not all(math.isfinite(number) for number in numbers):
-        raise ModelError("a weight is NaN or Inf")
-    return numbers
+    return from_json(json.loads(SHIPPED.read_text(encoding="utf-8")))
 
 
 DEFAULT_SHARE = 0.02
