@@ -231,7 +231,7 @@ def run_watch(arguments: argparse.Namespace) -> int:
     Waits for a run that has not begun; says how a finished one ended. Ctrl-C ends the watching, not
     the run. Reads the journal only, so that it works from any machine that sees the folder.
     """
-    from heal.report.watch import follow
+    from heal.report.live import follow
 
     interval = arguments.interval
     if not 0.05 <= interval <= 3600:

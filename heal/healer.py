@@ -21,7 +21,7 @@ from heal.actions import HealingError, Plan
 from heal.buffers import BufferCopies
 from heal.causes import Finding
 from heal.checkpointing import Durable, HealingMemory
-from heal.cluster.watch import ClusterWatch
+from heal.cluster.checks import ClusterWatch
 from heal.config import HealingConfig
 from heal.data.loader_pass import AfterError
 from heal.data.stream import BatchStream, NoMoreBatches, StepBatches

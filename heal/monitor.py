@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from heal.causes import Cause, Finding, Severity
-from heal.cluster.watch import ClusterWatch
+from heal.cluster.checks import ClusterWatch
 from heal.config import HealingConfig
 from heal.detectors.watch import CalmLimits, Watch
 from heal.experiment import Answer, Experiment, Settled, as_report

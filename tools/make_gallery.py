@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from heal import Healer
 from heal.integrations.trackers import Tracker
 from heal.report.collect import read_run
+from heal.report.live import LiveRun
 from heal.report.page import make_page
-from heal.report.watch import LiveRun
 from heal.testing import Chaos, Fault
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -118,7 +118,7 @@ def watch_screen(folder: Path) -> str:
     """Return what ``heal watch`` shows of a run, as text."""
     from rich.console import Console
 
-    from heal.report.watch import screen_of
+    from heal.report.live import screen_of
 
     run = LiveRun(folder)
     run.poll()

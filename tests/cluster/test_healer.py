@@ -9,7 +9,7 @@ import torch
 
 from heal import HealingConfig
 from heal.cluster import hardware as gpu_health
-from heal.cluster.watch import ClusterWatch, find_replicas
+from heal.cluster.checks import ClusterWatch, find_replicas
 from heal.detectors.host import HostNews
 from heal.exit_codes import ExitCode
 from heal.journal import Journal

@@ -55,7 +55,7 @@ PURE = [
     "report/read",
     "report/story",
     "report/text",
-    "report/watch",
+    "report/live",
     "report/words",
 ]
 MAY_IMPORT = set(sys.stdlib_module_names) | {"heal", "rich", "tomli"}

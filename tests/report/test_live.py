@@ -9,7 +9,7 @@ import pytest
 
 from heal.cli import main
 from heal.journal import Journal
-from heal.report.watch import START_BYTES, LiveRun, Tail, closing_line, follow, quiet_words
+from heal.report.live import START_BYTES, LiveRun, Tail, closing_line, follow, quiet_words
 from tests.report.journals import (
     act,
     at,
@@ -149,7 +149,7 @@ def test_ranks_are_shown_and_the_slowest_counts(tmp_path, capsys):
 
 def test_the_screen_shows_progress_ranks_and_news(tmp_path):
     rich = pytest.importorskip("rich.console")
-    from heal.report.watch import screen_of
+    from heal.report.live import screen_of
 
     sick_run(tmp_path / "[bold]run", ranks=3)
     run = LiveRun(tmp_path / "[bold]run")
