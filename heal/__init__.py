@@ -4,9 +4,7 @@ Decides what to do about trouble that :mod:`zclip` reports. Imports zclip, never
 Everything that a loop, a hook, a detector or an action of your own needs is a name of this package.
 """
 
-import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heal.actions import (
     Action,
@@ -35,7 +33,7 @@ from heal.config import ConfigError, HealingConfig
 from heal.detectors.watch import Detector
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
-from heal.former import MOVED, install
+from heal.former import install, names_of
 from heal.record import Flag, Record
 
 if TYPE_CHECKING:
@@ -90,17 +88,8 @@ __all__ = [
     "WatchClosely",
 ]
 
-
 install()
-
-
-def __getattr__(name: str) -> Any:
-    """Load on first use what needs torch."""
-    if name in NEEDS_TORCH:
-        return getattr(import_module(NEEDS_TORCH[name]), name)
-    if f"{__name__}.{name}" in MOVED:
-        return sys.modules[f"{__name__}.{name}"]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_of(__name__, NEEDS_TORCH)
 
 
 def __dir__() -> list[str]:

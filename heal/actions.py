@@ -8,28 +8,18 @@ effect.
 import functools
 import math
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from heal.exit_codes import ExitCode
+from heal.former import names_of
 from heal.json_lines import encodable, plain
 
 RENAMED = {"CannotHeal": "HealingError", "Refuse": "Skip"}
 """Names of version 0.1: importable until 0.3, and read in old journals for good."""
 
-
-def __getattr__(name: str) -> Any:
-    """Return what an old name stands for, and warn."""
-    if name not in RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        f"heal.actions.{name} is deprecated; use {RENAMED[name]}, which heal exports too",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return globals()[RENAMED[name]]
+__getattr__ = names_of(__name__, {}, RENAMED)
 
 
 class Run(Protocol):

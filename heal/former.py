@@ -1,7 +1,11 @@
-"""Import paths of version 0.1 that work until 0.3, with a warning that names the new one."""
+"""Names that a module has without holding them: loaded on first use, or of version 0.1.
+
+What version 0.1 called something else works until 0.3, with a warning that names the new one.
+"""
 
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -38,4 +42,42 @@ class Moved(ModuleType):
 def install() -> None:
     """Let ``import heal.chaos`` and the like find what has moved."""
     for old, new in MOVED.items():
-        sys.modules.setdefault(old, Moved(old, new))
+        package, _, name = old.partition(".")
+        setattr(sys.modules[package], name, sys.modules.setdefault(old, Moved(old, new)))
+
+
+class OldName:
+    """The old name of a method or property: it works, and warns."""
+
+    def __init__(self, now: str) -> None:
+        self._now = now
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._text = f"{owner.__name__}.{name} is {owner.__name__}.{self._now} now"
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        warnings.warn(self._text, DeprecationWarning, stacklevel=2)
+        return getattr(owner if instance is None else instance, self._now)
+
+
+def names_of(
+    module: str, loaded: Mapping[str, str], renamed: Mapping[str, str] | None = None
+) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a module.
+
+    Args:
+        module: its name.
+        loaded: names that are loaded on first use, and the modules that have them.
+        renamed: old names, and the new ones.
+    """
+
+    def getter(name: str) -> Any:
+        if name in loaded:
+            return getattr(import_module(loaded[name]), name)
+        now = (renamed or {}).get(name)
+        if now is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is {now} now", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], now)
+
+    return getter

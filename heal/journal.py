@@ -13,7 +13,6 @@ import secrets
 import stat
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +26,7 @@ from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.exceptions import classify, message_of, qualified_name
 from heal.exit_codes import ExitCode, ExitReason
+from heal.former import OldName
 from heal.json_lines import dumps, encodable, now, read_all, read_events
 from heal.report.words import action_words, evidence_words
 
@@ -214,11 +214,7 @@ class Journal:
         """Whether lines go anywhere: to a file, or to a subscriber."""
         return self.run_dir is not None or bool(self._subscribers)
 
-    @property
-    def is_heard(self) -> bool:
-        """The name of :attr:`has_readers` in version 0.1."""
-        warnings.warn("Journal.is_heard is has_readers now", DeprecationWarning, stacklevel=2)
-        return self.has_readers
+    is_heard = OldName("has_readers")
 
     def path(self, name: str) -> Path | None:
         """Return where the lines of a kind go; None without a run_dir."""

@@ -5,9 +5,6 @@ Safetensors and JSON, a checksum for every byte, COMMIT last, no pickle: ``docs/
 of a run, :mod:`~heal.checkpoint.saving` and :mod:`~heal.checkpoint.reading` move the bytes.
 """
 
-from importlib import import_module
-from typing import Any
-
 from heal.checkpoint.files import (
     CannotEncode,
     CannotReshard,
@@ -18,6 +15,7 @@ from heal.checkpoint.files import (
     SaveFailed,
     StillWriting,
 )
+from heal.former import names_of
 
 NEEDS_TORCH: dict[str, str] = {
     "CheckpointStore": "heal.checkpoint.store",
@@ -38,9 +36,4 @@ __all__ = [
     *NEEDS_TORCH,
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Load on first use what needs torch."""
-    if name in NEEDS_TORCH:
-        return getattr(import_module(NEEDS_TORCH[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_of(__name__, NEEDS_TORCH)

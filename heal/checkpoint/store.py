@@ -5,7 +5,6 @@ import os
 import queue
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from heal.checkpoint.manifest import Entry
 from heal.checkpoint.reading import CheckpointReader, PartOf, Restored
 from heal.checkpoint.saving import BUSY, HostCopies, Job, Measured, Ranks, agree
 from heal.extra_state import listed
+from heal.former import OldName
 from heal.training_state import RngState, StateMismatch, TrainingState
 from zclip import ClippedOptimizer
 
@@ -358,14 +358,7 @@ class CheckpointStore:
             found.append(self._reports.get_nowait())
         return found
 
-    def news(self) -> list[SaveReport]:
-        """Deprecated name of :meth:`finished_saves`."""
-        warnings.warn(
-            "CheckpointStore.news is deprecated; use finished_saves",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.finished_saves()
+    news = OldName("finished_saves")
 
     @property
     def is_busy(self) -> bool:

@@ -4,10 +4,8 @@ Every part works by itself, in a loop with or without :class:`heal.Healer`; ``do
 recipes.
 """
 
-from importlib import import_module
-from typing import Any
-
 from heal.cluster.slurm import SLURMInfo, get_slurm_info, log_job_info, resolve_resume_path
+from heal.former import names_of
 
 NEEDS_TORCH: dict[str, str] = {
     "Attempt": "heal.cluster.launch",
@@ -28,9 +26,4 @@ NEEDS_TORCH: dict[str, str] = {
 
 __all__ = ["SLURMInfo", "get_slurm_info", "log_job_info", "resolve_resume_path", *NEEDS_TORCH]
 
-
-def __getattr__(name: str) -> Any:
-    """Load on first use what needs torch."""
-    if name in NEEDS_TORCH:
-        return getattr(import_module(NEEDS_TORCH[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_of(__name__, NEEDS_TORCH)

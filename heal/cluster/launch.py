@@ -3,7 +3,6 @@
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from heal.cluster.slurm import get_slurm_info
+from heal.former import names_of
 
 TIMEOUT = timedelta(minutes=10)
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.005, 0.2  # seconds between two looks at the store
@@ -289,9 +289,4 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
-def __getattr__(name: str) -> Any:
-    """Return the exception under its name of version 0.1, for one release."""
-    if name == "NobodyCame":
-        warnings.warn("NobodyCame is RanksMissing now", DeprecationWarning, stacklevel=2)
-        return RanksMissing
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_of(__name__, {}, {"NobodyCame": "RanksMissing"})

@@ -162,7 +162,7 @@ def test_the_old_name_of_finished_saves_works_and_warns(tmp_path):
     store = CheckpointStore(tmp_path, asynchronous=True)
     saver(run().train(1), store)(1)
     store.wait()
-    with pytest.warns(DeprecationWarning, match="use finished_saves"):
+    with pytest.warns(DeprecationWarning, match="news is CheckpointStore.finished_saves now"):
         assert [report.step for report in store.news()] == [1]
 
 

@@ -51,7 +51,7 @@ def test_import_heal_imports_no_torch():
 
 @pytest.mark.parametrize(("old", "new"), [("CannotHeal", "HealingError"), ("Refuse", "Skip")])
 def test_an_old_name_works_and_names_the_new_one(old, new):
-    with pytest.warns(DeprecationWarning, match=f"heal.actions.{old} is deprecated; use {new}"):
+    with pytest.warns(DeprecationWarning, match=f"heal.actions.{old} is {new} now"):
         found = getattr(actions, old)
     assert found is getattr(heal, new)
 
