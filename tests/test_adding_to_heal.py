@@ -1,13 +1,17 @@
-"""CONTRIBUTING.md, followed word by word in a copy of the sources: a detector and an action."""
+"""CONTRIBUTING.md, followed word by word: a detector, an action and an integration."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import torch
+
+from heal import Healer
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("zclip", "csrc", "heal", "benchmarks", "tests", "docs", "tools", "pyproject.toml")
@@ -84,3 +88,16 @@ def test_an_action_that_was_added_passes_the_tests_of_all(tmp_path):
     files = re.search(r"`pytest (tests/heal/test_actions[^`]+)`", section("Adding an action"))[1]
     done = run(folder, "pytest", "-q", *files.split())
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_every_name_that_an_integration_is_told_to_call_exists():
+    model = torch.nn.Linear(2, 1)
+    healer = Healer(model, torch.optim.AdamW(model.parameters()))
+    paths = set(re.findall(r"healer\.([\w.]+\w)", section("Adding an integration")))
+    assert len(paths) > 20
+    for path in paths:
+        assert callable(attrgetter(path)(healer)) or path == "experiment.is_due", path
+
+
+def test_the_example_of_an_integration_runs():
+    exec(re.search(r"```python\n(.*?)```", section("Adding an integration"), re.DOTALL)[1], {})
