@@ -28,8 +28,8 @@ from heal.checkpoint.files import (
 )
 from heal.checkpoint.manifest import from_bytes, to_bytes
 from heal.checkpoint.reading import Restored
-from heal.checkpoint.saving import Ranks
 from heal.checkpoint.store import CheckpointStore
+from heal.cluster.launch import RankGroup
 from heal.config import HealingConfig
 from heal.config_fields import shown
 from heal.data.stream import BatchStream
@@ -197,7 +197,7 @@ class Durable:
             directory,
             keep=config.checkpoint_keep,
             asynchronous=config.checkpoint_async,
-            ranks=Ranks(group),
+            ranks=RankGroup(group),
         )
         self._interval = config.checkpoint_interval
         self._asynchronous = config.checkpoint_async

@@ -16,7 +16,7 @@ from heal.actions import (
 )
 from heal.causes import Cause, Family
 from heal.checkpointing import Durable, Remedy
-from heal.cluster import watchdog as last_message
+from heal.cluster.watchdog import last_message, leave_message
 from heal.data.split import own_copy
 from heal.data.stream import BatchStream, StepBatches
 from heal.diagnose import Diagnosis, diagnose_exception
@@ -214,7 +214,7 @@ class FailedSteps:
             f"{diagnosis.cause.value} at step {diagnosis.step} on rank {self._journal.rank} "
             f"({_in_words(error)}) after other ranks began to wait for this one; {then}"
         )
-        last_message.post(self._journal.rank, reason, code)
+        leave_message(self._journal.rank, reason, code)
         self._ranks.abort()
         halt = HealingError(reason, code)
         halt.__cause__ = error  # for the postmortem
@@ -324,7 +324,7 @@ class FailedSteps:
 
     def _halt_of_others(self, halt: HealingError) -> HealingError:
         """Return the halt of the rank that left, if that is why a collective failed here."""
-        left = last_message.read() if self._ranks.has_others else None
+        left = last_message() if self._ranks.has_others else None
         if left is None or left.get("rank") == self._journal.rank:
             return halt
         return HealingError(str(left["reason"]), int(left["exit_code"]))

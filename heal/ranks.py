@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from heal.cluster.launch import RankGroup
 from heal.data.split import CannotSplit, num_samples, split
 from heal.record import FAILED, HOST_FLAGS, NO_FLAG, Flag
 from zclip.layout import FOREIGN_WRITE, LOSS_MEAN_COLUMN
@@ -169,12 +170,8 @@ class Ranks:
             return
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what every rank has, in their order."""
-        if not self.has_others:
-            return [value]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+        """Return the plain value of every rank, by rank."""
+        return RankGroup(self.group).gather(value)
 
     def _least(self, number: float) -> float:
         if not self.has_others:

@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from heal.buffers import Key, are_of_evaluation
+from heal.buffers import Key, are_of_evaluation, local_part
 from heal.data.split import own_copy
 from heal.guarded_step import GuardedStep, OtherOptimizers
 from heal.lr_schedules import Schedules
@@ -177,7 +177,7 @@ def _evaluate(module: Module, arguments: Any) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(getattr(tensor, "_local_tensor", tensor).isfinite().all())
+    return bool(local_part(tensor).isfinite().all())
 
 
 class BodyTrials:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from heal.buffers import memory_of
@@ -39,12 +38,11 @@ from heal.checkpoint.manifest import (
     Entry,
     Manifest,
     digest,
-    from_bytes,
     manifest_name,
     shard_name,
-    to_bytes,
 )
 from heal.checkpoint.reading import Shard, checksum_text, header
+from heal.cluster.launch import RankGroup
 from heal.state_checks import MEASURED, fingerprints
 from heal.training_state import copy_by_kind
 from zclip import grad_stats
@@ -54,37 +52,6 @@ SPARE_BYTES = 16 * 2**20  # left free for manifests, the journal, and other prog
 BUSY = "the save before is still being written"
 POLL_SECONDS = 0.02  # between looks for the files of other ranks
 HURRY_SECONDS = 3.0  # for their files, when this process has failed: they may be gone
-
-
-class Ranks:
-    """All ranks of a process group, the default one if None; this process alone if there is none.
-
-    Every rank has to call :meth:`gather`, in the same order. Ranks exchange JSON, not pickle.
-    """
-
-    def __init__(self, group: Any = None) -> None:
-        self._group = group
-        together = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if together else 0
-        self.size = dist.get_world_size(group) if together else 1
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the plain value of every rank, by rank; tuples of other ranks are lists."""
-        if self.size == 1:
-            return [value]
-        payload = to_bytes(value)
-        is_gloo = "gloo" in str(dist.get_backend_config(self._group))
-        device = "cpu" if is_gloo else torch.device("cuda", torch.cuda.current_device())
-        length = torch.tensor([len(payload)], device=device)
-        lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length, group=self._group)
-        sizes = [int(size) for size in lengths]
-        padded = bytearray(payload.ljust(max(sizes), b"\0"))
-        mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(gathered, mine, group=self._group)
-        found = zip(gathered, sizes, strict=True)
-        return [from_bytes(bytes(t.tolist()[:size]), Path("ranks")) for t, size in found]
 
 
 class Proposal(NamedTuple):
@@ -98,7 +65,12 @@ class Proposal(NamedTuple):
 
 
 def agree(
-    directory: Path, ranks: Ranks, step: int, entries: dict[str, Entry], values: Any, trouble: str
+    directory: Path,
+    ranks: RankGroup,
+    step: int,
+    entries: dict[str, Entry],
+    values: Any,
+    trouble: str,
 ) -> tuple[StepFolder, Manifest]:
     """Return the folder to write to, and this rank's manifest; every rank has to call this.
 

@@ -31,7 +31,8 @@ from heal.checkpoint.files import (
 )
 from heal.checkpoint.manifest import Entry
 from heal.checkpoint.reading import CheckpointReader, PartOf, Restored
-from heal.checkpoint.saving import BUSY, HostCopies, Job, Measured, Ranks, agree
+from heal.checkpoint.saving import BUSY, HostCopies, Job, Measured, agree
+from heal.cluster.launch import RankGroup
 from heal.extra_state import listed
 from heal.former import OldName
 from heal.training_state import RngState, StateMismatch, TrainingState
@@ -201,7 +202,7 @@ class CheckpointStore:
         *,
         keep: int = KEEP,
         asynchronous: bool = False,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         read_back: bool = True,
         wait_seconds: float = 600.0,
     ) -> None:
@@ -209,7 +210,7 @@ class CheckpointStore:
             raise ValueError(f"keep: expected at least 1, got {keep}")
         self.directory = Path(directory)
         self.keep = keep
-        self.ranks = Ranks() if ranks is None else ranks
+        self.ranks = RankGroup() if ranks is None else ranks
         self.notes: list[str] = []
         self.passed_over: list[StepFolder] = []
         self._asynchronous = asynchronous

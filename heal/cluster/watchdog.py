@@ -427,13 +427,13 @@ LEFT = "heal/left"
 """Key of the message of a rank that left, for ranks that only notice that it is gone."""
 
 
-def post(rank: int, reason: str, exit_code: int) -> None:
+def leave_message(rank: int, reason: str, exit_code: int) -> None:
     """Leave a message in the store of the default group; the first one counts."""
     message = json.dumps({"rank": rank, "reason": reason, "exit_code": int(exit_code)})
     CallsWithTimeout().ask(lambda: own_store().compare_set(LEFT, "", message))
 
 
-def read() -> dict[str, Any] | None:
+def last_message() -> dict[str, Any] | None:
     """Return the message of the rank that left first; None if there is none."""
 
     def look() -> dict[str, Any] | None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from heal.buffers import local_part
 from heal.ranks import Ranks
+from heal.training_state import optimized
 
 if TYPE_CHECKING:
     from heal.guarded_step import WatchedOptimizer
@@ -49,7 +51,7 @@ class Pull:
             grad = param.grad
             if grad is None or grad.layout is not torch.strided:
                 continue
-            grad, now = _local(grad), _local(param)
+            grad, now = local_part(grad), local_part(param)
             if now.shape != start.shape or now.device != start.device:
                 continue  # the model was changed since; what is new has nowhere to return to
             off = now - start
@@ -132,15 +134,15 @@ class WeightAnchor:
 
 
 def _trained(optimizer: Any) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p for p in optimized(optimizer) if p.requires_grad]
 
 
 def _held(optimizer: Any, mean: Tensor) -> Held:
     held: Held = []
     for param in _trained(optimizer):
         fisher = _squares(param, optimizer.state.get(param, {}))
-        importance = None if fisher is None else _importance(fisher, mean).to(_local(param).dtype)
-        held.append((param, _local(param).clone(), importance))
+        importance = None if fisher is None else _importance(fisher, mean).to(param.dtype)
+        held.append((param, local_part(param).clone(), importance))
     return held
 
 
@@ -148,7 +150,7 @@ def _squares(param: Tensor, state: dict[str, Any]) -> Tensor | None:
     for name in SQUARES:
         value = state.get(name)
         if isinstance(value, Tensor) and value.shape == param.shape:
-            return _local(value)
+            return local_part(value)
     return None
 
 
@@ -156,9 +158,3 @@ def _importance(fisher: Tensor, mean: Tensor) -> Tensor:
     mean = mean.to(fisher.device, fisher.dtype, non_blocking=True)
     share = fisher.add(mean).reciprocal_().mul_(fisher).mul_(2.0)
     return torch.where(mean > 0, share, 1.0)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, else the tensor; detached."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor).detach()
-    return local

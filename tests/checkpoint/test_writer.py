@@ -11,8 +11,8 @@ import torch
 
 from heal import checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, saving
-from heal.checkpoint.saving import Ranks
 from heal.checkpoint.store import training_state
+from heal.cluster.launch import RankGroup
 from heal.training_state import RngState
 from tests.checkpoint.scenes import assert_same, run
 
@@ -166,7 +166,7 @@ def test_the_old_name_of_finished_saves_works_and_warns(tmp_path):
         assert [report.step for report in store.news()] == [1]
 
 
-class HalfOfTwo(Ranks):
+class HalfOfTwo(RankGroup):
     """Rank 0 of two, of which the other agrees with everything and writes nothing."""
 
     def __init__(self):

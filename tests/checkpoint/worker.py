@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from heal import Healer, HealingConfig, checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, saving
-from heal.checkpoint.saving import Ranks
 from heal.checkpoint.store import training_state
+from heal.cluster.launch import RankGroup
 from heal.dry_run import Origin
 from heal.training_state import RngState
 
@@ -78,8 +78,8 @@ def check_resharding(rank, size, directory):
     """Four ranks save, two load and save, four load: every number stays what it was."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "pair"))
     flat = init_device_mesh("cpu", (4,))
-    pair = Ranks(mesh["pair"].get_group())
-    everyone = Ranks()
+    pair = RankGroup(mesh["pair"].get_group())
+    everyone = RankGroup()
     model, optimizer = sharded(flat, seed=1)
     train(model, optimizer, 3)
     truth = whole(model, optimizer)
@@ -112,9 +112,9 @@ def check_fallback(rank, size, directory):
     model, optimizer = sharded(mesh, seed=1)
     train(model, optimizer, 1)
     truth = whole(model, optimizer)
-    save(directory, 1, model, optimizer, Ranks())
+    save(directory, 1, model, optimizer, RankGroup())
     train(model, optimizer, 2)
-    path = save(directory, 3, model, optimizer, Ranks())
+    path = save(directory, 3, model, optimizer, RankGroup())
     if rank == 0:
         shard = path / f"rank-{size - 1:05d}.safetensors"
         data = bytearray(shard.read_bytes())
@@ -122,7 +122,7 @@ def check_fallback(rank, size, directory):
         shard.write_bytes(data)
     dist.barrier()
     model, optimizer = sharded(mesh, seed=2)
-    step, notes = load(directory, model, optimizer, Ranks())
+    step, notes = load(directory, model, optimizer, RankGroup())
     assert step == 1
     assert_equal(whole(model, optimizer), truth)
     assert "step-000003" in notes[0], notes
@@ -149,7 +149,7 @@ def check_replicas(rank, size, directory):
     state_bytes = 3 * sum(p.nbytes for p in model.parameters())
     assert sum(sizes) < 1.5 * state_bytes, "replicas are written once"
     assert max(sizes) < 0.7 * state_bytes, "and the ranks share the work"
-    alone = Ranks()
+    alone = RankGroup()
     alone.rank, alone.size = 0, 1  # one process loads what several saved
     fresh = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     moments = torch.optim.AdamW(fresh.parameters())
@@ -208,7 +208,7 @@ def check_thread(rank, size, directory):
     store.close()
     dist.barrier()
     assert [r.error for r in store.finished_saves()] == [None]
-    assert load(directory, model, optimizer, Ranks())[0] == 1
+    assert load(directory, model, optimizer, RankGroup())[0] == 1
     assert_equal(whole(model, optimizer), truth)
 
 
