@@ -252,9 +252,7 @@ def alert_for(event: Mapping[str, Any]) -> tuple[Level, str, str]:
     if kind not in ("recovery", "alert"):
         facts = [f"{name}: {words.show(v)}" for name, v in event.items() if name not in PLACE]
         return Level.WARN, f"healing: {kind}", f"step {step}: {'; '.join(facts)}"
-    level = {"INFO": Level.INFO, "WARN": Level.WARN}.get(
-        str(event.get("severity", "ERROR")), Level.ERROR
-    )
+    level = Level.__members__.get(str(event.get("severity")), Level.ERROR)
     resumed_at = event.get("resumed_at")
     done = [words.action_words(action, resumed_at) for action in event.get("plan", ())]
     text = f"step {step}: {event.get('diagnosis', '')} Action: {'; '.join(done) or 'logged only'}."

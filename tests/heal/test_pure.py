@@ -44,7 +44,6 @@ PURE = [
     "json_lines",
     "lab/forecast/__init__",
     "lab/forecast/features",
-    "lab/forecast/score",
     "lab/forecast/watch",
     "policy",
     "record",

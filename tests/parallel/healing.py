@@ -26,6 +26,13 @@ QUICK = {"snapshot_interval": 5, "quarantine_steps": 2, "check_interval": 5, "lr
 torch_adamw = functools.partial(torch.optim.AdamW, fused=True)
 
 
+def of_all_ranks(value):
+    """Return what every rank has, of whatever type."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 class Setup:
     """A small model on every rank, other data on each, and faults by attempt on one of them."""
 
@@ -94,7 +101,7 @@ class Setup:
         ]
 
     def assert_alike(self):
-        told = self.healer.guarded.ranks.gather((self.done, self.healer.last_step))
+        told = of_all_ranks((self.done, self.healer.last_step))
         assert all(one == told[0] for one in told), told
         assert self.healer.notes == []
         weights = [getattr(p, "_local_tensor", p).detach() for p in self.model.parameters()]
@@ -140,7 +147,7 @@ def every_rank_hears_of_the_mean_loss_and_of_seconds_alike():
         setup.healer.step(torch.tensor(2.0 + 2.0 * dist.get_rank()))
     assert setup.healer.latest.loss == 3.0
     shared = setup.healer.latest._replace(own_seconds=0.0)  # all but what it says it is
-    told = setup.healer.guarded.ranks.gather(repr(shared))
+    told = of_all_ranks(repr(shared))
     assert told[0] == told[1]
 
 
@@ -247,7 +254,7 @@ def a_snapshot_that_one_rank_asks_for_is_taken_by_all_at_the_same_step():
     setup = Setup(snapshot_interval=100)
     setup.fault(0, 3, lambda batch: setup.healer.request_snapshot())
     setup.run(12)
-    told = setup.healer.guarded.ranks.gather(setup.healer.snapshots())
+    told = of_all_ranks(setup.healer.snapshots())
     assert told[0] == told[1]
     assert 3 + setup.healer.config.lag + 2 in told[0]
 
@@ -278,7 +285,7 @@ def memory_that_runs_out_on_one_rank_shrinks_the_pieces_of_all():
         assert setup.causes() == ["oom"]
         assert setup.done[0][3] == ["ClearCache", "ShrinkBatch"]
         assert setup.pieces[-1] == 4
-        told = setup.healer.guarded.ranks.gather(setup.healer.micro_batches)
+        told = of_all_ranks(setup.healer.micro_batches)
         assert told == [2, 2]
 
 
@@ -414,7 +421,7 @@ def a_snapshot_that_is_corrupt_on_one_rank_is_used_by_none():
     resumed = []
     setup.healer.on_instability(lambda d, plan: resumed.append((setup.healer.last_step, plan)))
     setup.run(40)
-    told = setup.healer.guarded.ranks.gather((setup.done, resumed, setup.healer.last_step))
+    told = of_all_ranks((setup.done, resumed, setup.healer.last_step))
     assert told[0] == told[1]
     assert "Rollback" in setup.actions()
     assert same_on_all_ranks(*[p.detach() for p in setup.model.parameters()])
@@ -524,8 +531,8 @@ def a_forecast_hears_the_mean_loss_and_warns_alike():
     forecast = setup.healer.monitor.watch.forecast
     heard = (forecast.evidence, forecast.features.last_loss, forecast.features.second_fast)
     ranks = setup.healer.guarded.ranks
-    assert len(set(ranks.gather(heard))) == 1
-    losses = ranks.gather(own)
+    assert len(set(of_all_ranks(heard))) == 1
+    losses = of_all_ranks(own)
     assert losses[0][-1] != losses[1][-1]
     mean = [sum(pair) / 2 for pair in zip(*losses, strict=True)]
     assert any(abs(forecast.features.last_loss - loss) < 1e-5 for loss in mean[-4:])

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.lab.forecast.score import LARGEST_LOGIT, Hysteresis, Model
-from heal.lab.forecast.watch import FIRST_STEP
+from heal.lab.forecast.watch import FIRST_STEP, LARGEST_LOGIT, Hysteresis, Model
 from tools.forecast.dataset import Dataset
 from tools.forecast.scenarios import INSTANT
 

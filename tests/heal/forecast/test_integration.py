@@ -221,5 +221,5 @@ def test_a_loop_that_tells_no_loss_is_not_judged_and_hears_why(alarmed, tmp_path
     assert bool(moves_in(tmp_path)) is tells
     assert ("healing/forecast" in healer.metrics()) is tells
     assert [note for note in healer.notes if "forecast is silent" in note] == (
-        [] if tells else [watch_module.SILENT]
+        [] if tells else [watch_module.ForecastWatch.silent]
     )

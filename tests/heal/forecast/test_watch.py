@@ -12,8 +12,14 @@ from heal.causes import Cause, Severity
 from heal.config import HealingConfig
 from heal.diagnose import diagnose
 from heal.history import History
-from heal.lab.forecast.score import CLEAR_MARGIN, QUIET_STEPS, Hysteresis
-from heal.lab.forecast.watch import FIRST_STEP, ForecastWatch, State
+from heal.lab.forecast.watch import (
+    CLEAR_MARGIN,
+    FIRST_STEP,
+    QUIET_STEPS,
+    ForecastWatch,
+    Hysteresis,
+    State,
+)
 from heal.policy import decide
 from heal.record import Flag, HealthRow, Record
 from tests.heal.detectors.streams import records
