@@ -189,24 +189,18 @@ class Origin(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """What computing some steps again has shown.
+    """What computing the steps from ``first_step`` to ``last_step`` again has shown.
 
-    Attributes:
-        first_step: the first step that was computed again.
-        last_step: the last.
-        origin: the verdict.
-        ranks: where then and now differ. By the losses if these were given and differ, because a
-            fault in one rank's gradients is in every rank's weights after the all-reduce.
-        tensor: the first of this rank's tensors that differs; empty if none does.
-        reason: the verdict in words.
+    ``ranks`` are those where then and now differ: by the losses if these were given and differ,
+    because a fault in one rank's gradients is in every rank's weights after the all-reduce.
     """
 
     first_step: int
     last_step: int
     origin: Origin
     ranks: tuple[int, ...]
-    tensor: str
-    reason: str
+    tensor: str  # the first of this rank's that differs; empty if none does
+    reason: str  # the verdict in words
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as the journal writes them."""

@@ -20,20 +20,13 @@ BY_TYPE, BY_MESSAGE, GUESS = 0.95, 0.8, 0.5
 
 
 class Rule(NamedTuple):
-    """How exceptions of one cause are recognised: by type, else by message, else by errno.
-
-    Attributes:
-        types: pattern of the full name of the class, or of one that it is derived from.
-        text: pattern that is searched for in the message, ignoring case.
-        speakers: classes whose message counts; a ValueError may talk about memory.
-        errnos: numbers of an OSError.
-    """
+    """How exceptions of one cause are recognised: by type, else by message, else by errno."""
 
     cause: Cause
-    types: str = ""
-    text: str = ""
-    speakers: tuple[type[BaseException], ...] = (RuntimeError,)
-    errnos: tuple[int, ...] = ()
+    types: str = ""  # pattern of the full name of the class, or of one that it is derived from
+    text: str = ""  # pattern that is searched for in the message, ignoring case
+    speakers: tuple[type[BaseException], ...] = (RuntimeError,)  # a ValueError may mention it
+    errnos: tuple[int, ...] = ()  # of an OSError
 
     def match(self, exc: BaseException, text: str) -> Match | None:
         """Return what gives this cause away, None if nothing does."""

@@ -63,13 +63,7 @@ class OldName:
 def names_of(
     module: str, loaded: Mapping[str, str], renamed: Mapping[str, str] | None = None
 ) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a module.
-
-    Args:
-        module: its name.
-        loaded: names that are loaded on first use, and the modules that have them.
-        renamed: old names, and the new ones.
-    """
+    """Return a ``__getattr__``: of names and their modules, of old names and the new ones."""
 
     def getter(name: str) -> Any:
         if name in loaded:

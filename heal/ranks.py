@@ -74,10 +74,7 @@ class Ranks:
     def lanes(self, facts: HostFacts, loss: Tensor | None, health: Sequence[Tensor] = ()) -> Tensor:
         """Return what this rank sends in a step; valid until the next call.
 
-        Args:
-            facts: of the host.
-            loss: of this rank.
-            health: bits that fused optimizers measured in the update of the step before.
+        ``health`` are bits that fused optimizers measured in the update of the step before.
         """
         values = [0.0] * NUM_LANES
         values[RANKS] = 1.0

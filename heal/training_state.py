@@ -314,8 +314,6 @@ class TrainingState:
         what has gone since is made again.
 
         Args:
-            saved: the tensors, by key.
-            values: what :meth:`values` returned.
             settle: called once all is written; if it raises, all is undone.
             all_agree: whether every rank succeeded, given whether this one did. If one did not, all
                 undo the restore.
@@ -457,11 +455,7 @@ class TrainingState:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return how much memory the system could give without swapping; None if it does not say.
-
-    Args:
-        root: where the files of the system are.
-    """
+    """Return how much memory the system could give without swapping; None if it does not say."""
     try:
         for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):

@@ -188,13 +188,6 @@ class BodyTrials:
     would step them in a trial as well; there no trial is run, unless ``forward`` says how to
     compute a loss without the body.
 
-    Args:
-        experiment: says when a trial is due, and takes its loss.
-        guarded: whose optimizers are the healer's own.
-        schedules: say whether there is one that was not given.
-        forward: computes the loss of a batch; None if only the body can.
-        note: called with why a body cannot be run twice.
-
     Attributes:
         is_open: whether the body runs with old weights, so that its step must change nothing.
     """

@@ -123,10 +123,6 @@ def collect(
 ) -> tuple[dict[str, Entry], dict[str, Tensor], Any]:
     """Return everything that a run needs to continue elsewhere; nothing is copied, nothing waits.
 
-    Args:
-        state: the run.
-        extra: further plain values, such as the position in the data.
-
     Returns:
         What this rank has: entries, the tensors as they are in the run, and values as JSON.
 

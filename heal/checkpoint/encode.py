@@ -87,12 +87,7 @@ def encode(value: Any, where: str = "state") -> tuple[Any, dict[str, Tensor]]:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor], path: Path) -> Any:
-    """Return what :func:`encode` was given.
-
-    Args:
-        value: the JSON.
-        tensors: by name.
-        path: where it comes from, for messages.
+    """Return what :func:`encode` was given; errors name ``path``, where it comes from.
 
     Raises:
         CheckpointRefused: a type is not on the list, a field is missing or of the wrong kind, or

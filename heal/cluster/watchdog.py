@@ -70,23 +70,14 @@ class CallsWithTimeout:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One rank, as its watchdog last reported.
-
-    Attributes:
-        rank: of the process.
-        step: of its last beat; -1 before the first.
-        count: of its watchdog's looks at the clock: if it stands still, so does the process.
-        at: the innermost line of its main thread; "" if it never reported.
-        waits: whether that line waits for other ranks or for the device.
-        stopped: whether the count stood still while others counted on.
-    """
+    """One rank, as its watchdog last reported."""
 
     rank: int
-    step: int = -1
-    count: int = -1
-    at: str = ""
-    waits: bool = False
-    stopped: bool = False
+    step: int = -1  # of its last beat; -1 before the first
+    count: int = -1  # of its watchdog's looks at the clock: if it stands still, so does the process
+    at: str = ""  # the innermost line of its main thread; "" if it never reported
+    waits: bool = False  # whether that line waits for other ranks or for the device
+    stopped: bool = False  # whether the count stood still while others counted on
 
     def __str__(self) -> str:
         if not self.at:

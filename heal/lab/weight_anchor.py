@@ -29,12 +29,7 @@ Held = list[tuple[Tensor, Tensor, Tensor | None]]
 
 
 class Pull:
-    """Adds ``strength * importance * (w - w0)`` to the gradients of one optimizer.
-
-    Args:
-        held: what is pulled, and where to.
-        strength: the factor.
-    """
+    """Adds ``strength * importance * (w - w0)`` to the gradients of one optimizer."""
 
     def __init__(self, held: Held, strength: float) -> None:
         self._held = held

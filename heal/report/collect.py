@@ -196,16 +196,7 @@ def _times(end: float | None, durations: list[float | None]) -> list[float | Non
 
 @dataclass
 class RunReport:
-    """What is known of a run.
-
-    Attributes:
-        runs: how many runs the folder holds, and ``number``, which of them this is, from 1.
-        last_step: the furthest step known, -1 if none.
-        began: seconds since 1970 of the first sign of life, and ``ended``, of the last.
-        step_seconds: the median duration of a step.
-        postmortem: that of the lowest rank that has one.
-        incidents: as :meth:`heal.report.story.Incident.to_json` returns them.
-    """
+    """What is known of a run."""
 
     folder: Path
     ranks: list[int]
@@ -213,12 +204,14 @@ class RunReport:
     story: Story
     postmortems: dict[int, dict[str, Any]]
     damage: Damage
-    number: int = 1
+    number: int = 1  # which of the runs in the folder this is, from 1
     runs: int = 1
 
     def __post_init__(self) -> None:
+        # That of the lowest rank that has one.
         self.postmortem = next((page for _, page in sorted(self.postmortems.items())), None)
         self.step_seconds = next((c.median_seconds() for c in self.curves.values()), 0.0)
+        # The first and the last sign of life, in seconds since 1970.
         times = [time for c in self.curves.values() for time in (c.first_time, c.last_time)]
         known = [t for t in (*times, self.story.first_time, self.story.last_time) if t is not None]
         self.began, self.ended = min(known, default=None), max(known, default=None)

@@ -93,23 +93,17 @@ def _identity_of(file: BinaryIO) -> tuple[tuple[int, int], int]:
 
 @dataclass(slots=True)
 class LiveRun:
-    """Polls the files of a run.
-
-    Attributes:
-        runs: the id of the newest run in the folder, by rank; older ones are not shown.
-        events: what happened, the newest last, as sentences.
-        ending: why the run ended; empty while it has not.
-    """
+    """Polls the files of a run; of several in the folder the newest."""
 
     folder: Path
     ranks: dict[int, RankCurves] = field(default_factory=dict)
-    runs: dict[int, str] = field(default_factory=dict)
+    runs: dict[int, str] = field(default_factory=dict)  # the id of the run, by rank
     goal: int | None = None
     began: float | None = None
     acted: int = 0
     noted: int = 0
     events: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
-    ending: str = ""
+    ending: str = ""  # why the run ended
     ended: bool = False
     _tails: dict[str, Tail] = field(default_factory=dict)
 

@@ -106,14 +106,8 @@ class Incident:
 
     def takes(self, event: Event) -> bool:
         """Return whether an event belongs to this incident."""
-        is_alike = (
-            event.failure == self.first.failure
-            or {
-                event.failure,
-                self.first.failure,
-            }
-            <= words.NUMERIC
-        )
+        both = {event.failure, self.first.failure}
+        is_alike = len(both) == 1 or both <= words.NUMERIC
         reaches_back = bool(self.undone) or event.step >= self.first_step - NEAR_STEPS
         is_near = event.bad_step <= self.last_step + NEAR_STEPS and reaches_back
         return is_alike and is_near and not self.is_closed

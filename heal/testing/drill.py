@@ -38,10 +38,8 @@ STANDARD = (
 def standard_faults(steps: int, optimizers: Sequence[Optimizer] = ()) -> list[Fault]:
     """Return a dozen faults spread over a run of so many steps.
 
-    Args:
-        steps: of the run.
-        optimizers: that are trained with. If none of them counts its steps, as SGD does not, a
-            reset is left out: momentum that was cleared has grown back before the next check.
+    If none of the optimizers counts its steps, as SGD does not, a reset is left out: momentum that
+    was cleared has grown back before the next check.
     """
     can_see_reset = not optimizers or any(_counts_steps(optimizer) for optimizer in optimizers)
     return [

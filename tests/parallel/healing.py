@@ -530,7 +530,6 @@ def a_forecast_hears_the_mean_loss_and_warns_alike():
     assert setup.actions() == {"TakeSnapshot", "TightenClip", "WatchClosely"}
     forecast = setup.healer.monitor.watch.forecast
     heard = (forecast.evidence, forecast.features.last_loss, forecast.features.second_fast)
-    ranks = setup.healer.guarded.ranks
     assert len(set(of_all_ranks(heard))) == 1
     losses = of_all_ranks(own)
     assert losses[0][-1] != losses[1][-1]

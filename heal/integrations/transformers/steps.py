@@ -44,9 +44,7 @@ class TrainerSteps:
 
     Args:
         trainer: its model, optimizer and scheduler are ready.
-        healer: of this run.
         patches: undone by their owner when the run ends.
-        position: where the trainer is.
         batches: the trainer's, drawn through the healer; None to watch and skip only.
         epochs: what makes the trainer's loop follow a rollback; None if nothing does.
 

@@ -195,11 +195,7 @@ class State(str, Enum):
 
 
 class ForecastWatch:
-    """Turns records into a state; one of the detectors of :class:`heal.detectors.watch.Watch`.
-
-    Args:
-        share: of healthy stretches of ``model.stretch_steps`` steps that may have a false warning.
-        model: the scorer; the shipped one if None.
+    """Turns records into a state by a model, the shipped one if None; one of the detectors.
 
     Attributes:
         probability: calibrated chance that the loss doubles soon; NaN in the first steps.
@@ -214,9 +210,9 @@ class ForecastWatch:
         "silent; call healer.step(loss)"
     )
 
-    def __init__(self, share: float = DEFAULT_SHARE, model: Model | None = None) -> None:
+    def __init__(self, model: Model | None = None) -> None:
         self.model = shipped() if model is None else model
-        self.switch = Hysteresis(self.model.limit(share))
+        self.switch = Hysteresis(self.model.limit(DEFAULT_SHARE))
         self.features = Features()
         self.probability = math.nan
         self.evidence = -math.inf
