@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heal.buffers import local_part
+from heal.buffers import Key, local_part
 from heal.causes import PROOF, Cause, Family, Finding, Severity
 from heal.detectors.watch import Watch
 from heal.ranks import Ranks
@@ -85,9 +85,9 @@ def judge(
     """Compare paired losses; None if another batch is needed.
 
     Sequential. One batch that today's weights lose by far is enough, and so is one that is hard for
-    both. A batch on which today's weights do as usual says little, because damage need not show on
-    every batch: then the means of :data:`BATCHES` decide. Losses at or below zero have no ratio and
-    are judged by differences beside the noise alone.
+    both, if those before it were. A batch on which today's weights do as usual says little, because
+    damage need not show on every batch: then the means of :data:`BATCHES` decide. Losses at or
+    below zero have no ratio and are judged by differences beside the noise alone.
 
     Pairs share their batch and their random numbers, so that their differences vary far less than
     losses do: today's weights that lose every batch are worse, though it be by a tenth. Not in
@@ -104,8 +104,8 @@ def judge(
         return Answer.OTHER_DATA  # whatever the weights, this batch has no finite loss
     if not math.isfinite(newest.now) or _loses(newest, GREAT_NOISE * noise, GREAT_RATIO):
         return Answer.DAMAGED
-    is_hard = not min(newest) <= baseline + HARD_NOISE * noise
-    if is_hard and not _loses(newest, CLEAR_NOISE * noise, CLEAR_RATIO):
+    are_hard = all(is_hard(pair, noise, baseline) for pair in pairs)
+    if are_hard and not _loses(newest, CLEAR_NOISE * noise, CLEAR_RATIO):
         return Answer.OTHER_DATA
     if len(pairs) < BATCHES:
         return None
@@ -116,12 +116,26 @@ def judge(
     return Answer.DAMAGED if is_lost else Answer.OTHER_DATA
 
 
+def is_hard(pair: Pair, noise: float, baseline: float) -> bool:
+    """Return whether a batch is hard for both weights, or nothing is known of the usual level."""
+    return not min(pair) <= baseline + HARD_NOISE * noise
+
+
 def _loses(pair: Pair, margin: float, ratio: float) -> bool:
     return pair.now - pair.old > margin and (pair.old <= 0.0 or pair.now > ratio * pair.old)
 
 
 def _mean(pairs: Sequence[Pair]) -> Pair:
     return Pair(fmean(pair.now for pair in pairs), fmean(pair.old for pair in pairs))
+
+
+class _Change(NamedTuple):
+    """Norms of a tensor: in a snapshot, today, and of the difference."""
+
+    old: float
+    now: float
+    moved: float
+    numel: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,13 +409,16 @@ class Experiment:
                 return self._settle(Answer.UNDECIDED, "")  # of this snapshot only
             self._run.ring.prove(question.fresh)
             return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
-        answer = judge(question.pairs, question.noise, question.baseline, question.is_of_evaluation)
+        answer = self._judge(question, question.pairs)
         is_game = question.arms[0][1] is not None
         if answer is None and is_game:
             answer = Answer.OTHER_DATA  # what one player gains the other loses: only by far
         if answer is None:
             if self._can_afford():
                 return None
+            # No more can be had: all that were compared decide, if they show damage.
+            if len(question.all_pairs) >= BATCHES and self._judge(question, question.all_pairs) is Answer.DAMAGED:
+                return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
             return self._settle(Answer.UNDECIDED, "the budget of forward passes is spent")
         if is_game:
             return self._next_player(question, answer)
@@ -419,6 +436,9 @@ class Experiment:
             return None
         has_recovered = answer is Answer.OTHER_DATA and question.excess is not None
         return self._settle(answer, RECOVERED if has_recovered else WHY[answer])
+
+    def _judge(self, question: _Question, pairs: Sequence[Pair]) -> Answer | None:
+        return judge(pairs, question.noise, question.baseline, question.is_of_evaluation)
 
     def _goes_on_with_fresh(self, question: _Question) -> bool:
         """Try the snapshot that was taken right before the damage, if there is one.
@@ -453,9 +473,12 @@ class Experiment:
     def _wait(self, question: _Question, step: int) -> int:
         """Return for how many steps to wait before the question is asked again; 0 for none.
 
-        The first time always: Adam's slingshots and a few hard batches pass by themselves, and
-        running statistics that were reset on purpose are soon what they should be. Later only if
-        the excess of the loss has come down by half meanwhile.
+        The first time, because Adam's slingshots, a layer that was reset on purpose and a few hard
+        batches pass by themselves, and running statistics that were reset on purpose are soon what
+        they should be. Later only if the excess of the loss has come down by half meanwhile.
+
+        Never for weights that have grown to a multiple. Whoever resets, prunes, merges or averages
+        weights makes none larger, and though the loss may come down, the steps before are lost.
         """
         patience = self._patience
         if question.is_of_evaluation:
@@ -466,6 +489,9 @@ class Experiment:
         before, question.excess = question.excess, excess
         recovers = before is None or excess < 0.5 * before
         if not recovers or step >= question.patient_until:
+            return 0
+        snapshot_step = question.arms[question.arm][0]
+        if not question.is_of_evaluation and self._have_grown(snapshot_step):
             return 0
         return max(1, min(patience, step // 8))
 
@@ -543,33 +569,34 @@ class Experiment:
         )
 
     @torch.no_grad()
-    def _changed_most(self, snapshot_step: int, with_buffers: bool) -> dict[str, object]:
-        """Return which weights have changed by more than their norm since a snapshot, as evidence.
+    def _changes(self, snapshot_step: int, with_buffers: bool) -> dict[Key, _Change]:
+        """Return how the weights have changed since a snapshot; of sharded ones the local part.
 
         Args:
             snapshot_step: of the snapshot.
             with_buffers: whether buffers are meant as well.
+        """
+        snapshot = self._run.ring.of_step(snapshot_step)
+        changes: dict[Key, _Change] = {}
+        for key, tensor in self._state.tensors().items() if snapshot is not None else ():
+            is_meant = key[0] == "parameter" or (with_buffers and key[0] == "buffer")
+            if is_meant and key in snapshot.tensors and tensor.is_floating_point():
+                now = local_part(tensor).double()
+                old = local_part(snapshot.tensors[key]).to(now.device, torch.float64)
+                norms = torch.stack([old.norm(), now.norm(), (now - old).norm()])
+                finite = torch.nan_to_num(norms, nan=math.inf).tolist()
+                changes[key] = _Change(*finite, now.numel())
+        return changes
+
+    def _changed_most(self, snapshot_step: int, with_buffers: bool) -> dict[str, object]:
+        """Return which weights have changed by more than their norm since a snapshot, as evidence.
 
         Returns:
             The ``tensor`` that changed most, by what multiple of its norm, and how many ``tensors``
-            have; empty if none has. Of sharded weights the local part is measured.
+            have; empty if none has.
         """
-        snapshot = self._run.ring.of_step(snapshot_step)
-        if snapshot is None:
-            return {}
-        rows, keys = [], []
-        for key, tensor in self._state.tensors().items():
-            is_meant = key[0] == "parameter" or (with_buffers and key[0] == "buffer")
-            if is_meant and key in snapshot.tensors and tensor.is_floating_point():
-                old = local_part(snapshot.tensors[key]).to(tensor.device, torch.float64)
-                moved = local_part(tensor).double() - old
-                rows.append(torch.stack([moved.norm(), old.norm()]).cpu())
-                keys.append(key)
-        ratios = {
-            key: float(torch.nan_to_num(moved / norm, nan=math.inf))
-            for key, (moved, norm) in zip(keys, rows, strict=True)
-            if norm > 0.0
-        }
+        changes = self._changes(snapshot_step, with_buffers).items()
+        ratios = {key: change.moved / change.old for key, change in changes if change.old > 0.0}
         changed = [key for key, ratio in ratios.items() if ratio > 1.0]
         if not changed:
             return {}
@@ -581,6 +608,22 @@ class Experiment:
             "tensors": len(changed),
             "blames": f"{how} {snapshot_step}",
         }
+
+    def _have_grown(self, snapshot_step: int) -> bool:
+        """Return whether a tensor is far larger than in a snapshot; alike on every rank.
+
+        And than a typical one of its size: what begins at zero, such as biases and adapters, grows
+        by itself.
+        """
+        changes = [c for c in self._changes(snapshot_step, False).values() if c.numel > 0]
+        typical = median(c.old / math.sqrt(c.numel) for c in changes) if changes else math.inf
+        found = any(
+            c.now > GREAT_RATIO * max(c.old, typical * math.sqrt(c.numel)) > 0.0 for c in changes
+        )
+        if self._ranks.has_others:
+            on_any = torch.full((), float(found), dtype=torch.float64, device=self._ranks.device)
+            found = float(self._ranks.mean(on_any)) > 0.0
+        return found
 
     def _arms(self, finding: Finding) -> list[tuple[int, int | None]]:
         """Return which snapshots to compare with, and which optimizer's parameters to swap."""
