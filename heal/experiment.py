@@ -248,6 +248,7 @@ class Experiment:
         self._unprovable: set[Cause] = set()  # reported once for lack of a forward pass
         self._spent: deque[int] = deque()
         self._recent: deque[float] = deque(maxlen=LATEST)
+        self._data_changed_at = -1  # the last step before batches became hard for all weights
         self.forwards = 0
         self.settled = 0
 
@@ -411,8 +412,11 @@ class Experiment:
             return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
         answer = self._judge(question, question.pairs)
         is_game = question.arms[0][1] is not None
-        if answer is None and is_game:
-            answer = Answer.OTHER_DATA  # what one player gains the other loses: only by far
+        # What one player gains the other loses, and what was trained on the data that has come
+        # back does better on it than what has learned others since: only by far.
+        by_far = is_game or question.arms[question.arm][0] <= self._data_changed_at
+        if answer is None and by_far:
+            answer = Answer.OTHER_DATA
         if answer is None:
             if self._can_afford():
                 return None
@@ -510,6 +514,9 @@ class Experiment:
         findings: list[Finding] = []
         asks_for_level = cause is not Cause.NOT_LEARNING and not finding.is_of_evaluation
         takes_level = answer is Answer.OTHER_DATA and asks_for_level
+        hard = question.baseline + GREAT_NOISE * question.noise
+        if takes_level and min(question.pairs[-1]) > hard:
+            self._data_changed_at = finding.bad_step
         if answer is Answer.DAMAGED:
             finding = self._proven(question, snapshots[-1])
             findings = [finding]
