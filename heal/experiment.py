@@ -287,13 +287,26 @@ class Experiment:
         self._run.ring.pin({step for step, _ in arms})
         return True
 
+    def stop_waiting(self) -> Settled | None:
+        """Answer the question if it waits for a loss to come down; None if it does not.
+
+        For the end of a run: weights that lost clearly and whose loss is still high are damaged.
+        """
+        question = self._question
+        if question is None or question.is_of_evaluation or not self._waits_in_vain(question):
+            return None
+        return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
+
     def unanswered(self) -> Finding | None:
         """Return, as a report, a suspicion that the end of the run leaves open.
 
-        Of what only evaluation reads: the loss of the last steps says nothing about it.
+        Of what was found damaged and had not come down by itself, and of what only evaluation
+        reads: the loss of the last steps says nothing about it.
         """
         question = self._question
-        return None if question is None else as_report(question.finding)
+        if question is None:
+            return None
+        return as_report(question.finding, was_shown=self._waits_in_vain(question))
 
     def clear(self) -> None:
         """Forget the question: the run has returned to another state."""
@@ -389,6 +402,17 @@ class Experiment:
                 return self._settle(Answer.UNDECIDED, "the step of the trial left no record")
             is_bad = question.needs_gradients and record.has_nonfinite_gradient
             now = record.loss if record.has_finite_loss and not is_bad else math.inf
+        return self._take(question, now)
+
+    def observe_trial(self) -> Settled | None:
+        """Take in a trial that no step followed, which has computed both losses."""
+        question = self._question
+        if question is None or question.now_loss is None:
+            return None
+        return self._take(question, question.now_loss)
+
+    def _take(self, question: _Question, now: float) -> Settled | None:
+        """Take in the two losses of a trial; return the answer if there is one now."""
         step, question.trial_step = question.trial_step, -1
         question.due_at = step + 1
         if math.isnan(question.old_loss):
@@ -489,7 +513,7 @@ class Experiment:
             patience //= 2  # training takes no harm meanwhile, but the run may end
             excess = fmean(pair.now - pair.old for pair in question.pairs)
         else:
-            excess = (median(self._recent) if self._recent else math.nan) - question.baseline
+            excess = self._excess(question)
         before, question.excess = question.excess, excess
         recovers = before is None or excess < 0.5 * before
         if not recovers or step >= question.patient_until:
@@ -498,6 +522,14 @@ class Experiment:
         if not question.is_of_evaluation and self._have_grown(snapshot_step):
             return 0
         return max(1, min(patience, step // 8))
+
+    def _excess(self, question: _Question) -> float:
+        """Return by how much the loss is higher than before it was suspected."""
+        return (median(self._recent) if self._recent else math.nan) - question.baseline
+
+    def _waits_in_vain(self, question: _Question) -> bool:
+        """Return whether the weights were found damaged and the loss is still high."""
+        return question.excess is not None and self._excess(question) > question.noise
 
     def _settle(self, answer: Answer, why: str) -> Settled:
         question = self._question
@@ -670,9 +702,14 @@ class Experiment:
         return float(value)
 
 
-def as_report(finding: Finding) -> Finding | None:
-    """Return a suspicion as a report, for the end of a run; None if the loss would show it."""
-    if not finding.is_of_evaluation:
+def as_report(finding: Finding, was_shown: bool = False) -> Finding | None:
+    """Return a suspicion as a report, for the end of a run; None if the loss would show it.
+
+    Args:
+        finding: the suspicion.
+        was_shown: whether the weights were found damaged, and only the wait was not over.
+    """
+    if not finding.is_of_evaluation and not was_shown:
         return None
     hint = "the run ended before this was settled; evaluate the model before you use it"
     evidence = {**finding.evidence, "hint": hint}
