@@ -135,7 +135,6 @@ class _Change(NamedTuple):
     old: float
     now: float
     moved: float
-    numel: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +247,7 @@ class Experiment:
         self._unprovable: set[Cause] = set()  # reported once for lack of a forward pass
         self._spent: deque[int] = deque()
         self._recent: deque[float] = deque(maxlen=LATEST)
-        self._data_changed_at = -1  # the last step before batches became hard for all weights
+        self._data_changed_at = -1  # whose batch was the first that is hard for all weights
         self.forwards = 0
         self.settled = 0
 
@@ -434,7 +433,7 @@ class Experiment:
                 return self._settle(Answer.UNDECIDED, "")  # of this snapshot only
             self._run.ring.prove(question.fresh)
             return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
-        answer = self._judge(question, question.pairs)
+        answer = judge(question.pairs, question.noise, question.baseline, question.is_of_evaluation)
         is_game = question.arms[0][1] is not None
         # What one player gains the other loses, and what was trained on the data that has come
         # back does better on it than what has learned others since: only by far.
@@ -444,9 +443,6 @@ class Experiment:
         if answer is None:
             if self._can_afford():
                 return None
-            # No more can be had: all that were compared decide, if they show damage.
-            if len(question.all_pairs) >= BATCHES and self._judge(question, question.all_pairs) is Answer.DAMAGED:
-                return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
             return self._settle(Answer.UNDECIDED, "the budget of forward passes is spent")
         if is_game:
             return self._next_player(question, answer)
@@ -464,9 +460,6 @@ class Experiment:
             return None
         has_recovered = answer is Answer.OTHER_DATA and question.excess is not None
         return self._settle(answer, RECOVERED if has_recovered else WHY[answer])
-
-    def _judge(self, question: _Question, pairs: Sequence[Pair]) -> Answer | None:
-        return judge(pairs, question.noise, question.baseline, question.is_of_evaluation)
 
     def _goes_on_with_fresh(self, question: _Question) -> bool:
         """Try the snapshot that was taken right before the damage, if there is one.
@@ -546,9 +539,9 @@ class Experiment:
         findings: list[Finding] = []
         asks_for_level = cause is not Cause.NOT_LEARNING and not finding.is_of_evaluation
         takes_level = answer is Answer.OTHER_DATA and asks_for_level
-        hard = question.baseline + GREAT_NOISE * question.noise
-        if takes_level and min(question.pairs[-1]) > hard:
-            self._data_changed_at = finding.bad_step
+        has_level = takes_level and math.isfinite(question.baseline)
+        if has_level and is_hard(question.pairs[-1], question.noise, question.baseline):
+            self._data_changed_at = finding.bad_step + 1
         if answer is Answer.DAMAGED:
             finding = self._proven(question, snapshots[-1])
             findings = [finding]
@@ -617,14 +610,15 @@ class Experiment:
         """
         snapshot = self._run.ring.of_step(snapshot_step)
         changes: dict[Key, _Change] = {}
-        for key, tensor in self._state.tensors().items() if snapshot is not None else ():
+        if snapshot is None:
+            return changes
+        for key, tensor in self._state.tensors().items():
             is_meant = key[0] == "parameter" or (with_buffers and key[0] == "buffer")
             if is_meant and key in snapshot.tensors and tensor.is_floating_point():
                 now = local_part(tensor).double()
                 old = local_part(snapshot.tensors[key]).to(now.device, torch.float64)
                 norms = torch.stack([old.norm(), now.norm(), (now - old).norm()])
-                finite = torch.nan_to_num(norms, nan=math.inf).tolist()
-                changes[key] = _Change(*finite, now.numel())
+                changes[key] = _Change(*norms.nan_to_num(nan=math.inf).tolist())
         return changes
 
     def _changed_most(self, snapshot_step: int, with_buffers: bool) -> dict[str, object]:
@@ -649,20 +643,17 @@ class Experiment:
         }
 
     def _have_grown(self, snapshot_step: int) -> bool:
-        """Return whether a tensor is far larger than in a snapshot; alike on every rank.
+        """Return whether the weights as a whole are far larger than in a snapshot.
 
-        And than a typical one of its size: what begins at zero, such as biases and adapters, grows
-        by itself.
+        As a whole, because biases and adapters that begin at zero grow to a multiple by themselves.
+        Alike on every rank: each has its part of sharded weights.
         """
-        changes = [c for c in self._changes(snapshot_step, False).values() if c.numel > 0]
-        typical = median(c.old / math.sqrt(c.numel) for c in changes) if changes else math.inf
-        found = any(
-            c.now > GREAT_RATIO * max(c.old, typical * math.sqrt(c.numel)) > 0.0 for c in changes
-        )
+        changes = self._changes(snapshot_step, False).values()
+        old, now = (math.hypot(*(getattr(c, name) for c in changes)) for name in ("old", "now"))
+        has_grown = torch.full((), float(now > GREAT_RATIO * old > 0.0), dtype=torch.float64)
         if self._ranks.has_others:
-            on_any = torch.full((), float(found), dtype=torch.float64, device=self._ranks.device)
-            found = float(self._ranks.mean(on_any)) > 0.0
-        return found
+            has_grown = self._ranks.mean(has_grown.to(self._ranks.device))
+        return float(has_grown) > 0.0
 
     def _arms(self, finding: Finding) -> list[tuple[int, int | None]]:
         """Return which snapshots to compare with, and which optimizer's parameters to swap."""
