@@ -408,7 +408,10 @@ class Experiment:
         question = self._question
         if question is None or question.now_loss is None:
             return None
-        return self._take(question, question.now_loss)
+        settled = self._take(question, question.now_loss)
+        if settled is None and question.fresh is not None:
+            question.due_at = self._run.step  # the same batches will do
+        return settled
 
     def _take(self, question: _Question, now: float) -> Settled | None:
         """Take in the two losses of a trial; return the answer if there is one now."""

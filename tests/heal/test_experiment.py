@@ -659,15 +659,21 @@ def scramble(setup):
 
 
 @pytest.mark.parametrize(
-    ("damage", "step"),
-    [(scale_weights, 152), (scale_weights, 158), (scale_weights, 160), (scramble, 146)],
+    ("damage", "step", "steps"),
+    [
+        (scale_weights, 152, 160),
+        (scale_weights, 158, 160),
+        (scale_weights, 160, 160),
+        (scale_weights, 152, 152),  # with a snapshot from right before it
+        (scramble, 146, 160),
+    ],
 )
-def test_damage_in_the_last_steps_of_a_run_is_healed_before_it_ends(damage, step):
+def test_damage_in_the_last_steps_of_a_run_is_healed_before_it_ends(damage, step, steps):
     setup = damaged(regression(), step, damage)
-    setup.run(160, run_dir=Path.cwd())
+    setup.run(steps, run_dir=Path.cwd())
     losses = [float(setup.train_step(batch).detach()) for batch in setup.loader]
     twin = regression()
-    twin.bare(160)
+    twin.bare(steps)
     expected = [float(twin.train_step(batch).detach()) for batch in twin.loader]
     assert sum(losses) < 1.5 * sum(expected) + 0.05
 
