@@ -352,6 +352,9 @@ class Cause(str, Enum):
 PROOF = "loss_with_old_weights"
 """Evidence that an experiment has found the weights damaged, and those of ``bad_step`` sound."""
 
+AT_ONCE = "leapt_at_once"
+"""Evidence that the loss went from its level to a suspicion in one step, not by a climb."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heal.buffers import local_part
+from heal.buffers import Key, local_part
 from heal.causes import PROOF, Cause, Family, Finding, Severity
 from heal.detectors.watch import Watch
 from heal.ranks import Ranks
@@ -85,9 +85,9 @@ def judge(
     """Compare paired losses; None if another batch is needed.
 
     Sequential. One batch that today's weights lose by far is enough, and so is one that is hard for
-    both. A batch on which today's weights do as usual says little, because damage need not show on
-    every batch: then the means of :data:`BATCHES` decide. Losses at or below zero have no ratio and
-    are judged by differences beside the noise alone.
+    both, if those before it were. A batch on which today's weights do as usual says little, because
+    damage need not show on every batch: then the means of :data:`BATCHES` decide. Losses at or
+    below zero have no ratio and are judged by differences beside the noise alone.
 
     Pairs share their batch and their random numbers, so that their differences vary far less than
     losses do: today's weights that lose every batch are worse, though it be by a tenth. Not in
@@ -104,8 +104,8 @@ def judge(
         return Answer.OTHER_DATA  # whatever the weights, this batch has no finite loss
     if not math.isfinite(newest.now) or _loses(newest, GREAT_NOISE * noise, GREAT_RATIO):
         return Answer.DAMAGED
-    is_hard = not min(newest) <= baseline + HARD_NOISE * noise
-    if is_hard and not _loses(newest, CLEAR_NOISE * noise, CLEAR_RATIO):
+    are_hard = all(is_hard(pair, noise, baseline) for pair in pairs)
+    if are_hard and not _loses(newest, CLEAR_NOISE * noise, CLEAR_RATIO):
         return Answer.OTHER_DATA
     if len(pairs) < BATCHES:
         return None
@@ -116,12 +116,25 @@ def judge(
     return Answer.DAMAGED if is_lost else Answer.OTHER_DATA
 
 
+def is_hard(pair: Pair, noise: float, baseline: float) -> bool:
+    """Return whether a batch is hard for both weights, or nothing is known of the usual level."""
+    return not min(pair) <= baseline + HARD_NOISE * noise
+
+
 def _loses(pair: Pair, margin: float, ratio: float) -> bool:
     return pair.now - pair.old > margin and (pair.old <= 0.0 or pair.now > ratio * pair.old)
 
 
 def _mean(pairs: Sequence[Pair]) -> Pair:
     return Pair(fmean(pair.now for pair in pairs), fmean(pair.old for pair in pairs))
+
+
+class _Change(NamedTuple):
+    """Norms of a tensor: in a snapshot, today, and of the difference."""
+
+    old: float
+    now: float
+    moved: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +247,7 @@ class Experiment:
         self._unprovable: set[Cause] = set()  # reported once for lack of a forward pass
         self._spent: deque[int] = deque()
         self._recent: deque[float] = deque(maxlen=LATEST)
+        self._data_changed_at = -1  # whose batch was the first that is hard for all weights
         self.forwards = 0
         self.settled = 0
 
@@ -272,13 +286,26 @@ class Experiment:
         self._run.ring.pin({step for step, _ in arms})
         return True
 
+    def stop_waiting(self) -> Settled | None:
+        """Answer the question if it waits for a loss to come down; None if it does not.
+
+        For the end of a run: weights that lost clearly and whose loss is still high are damaged.
+        """
+        question = self._question
+        if question is None or question.is_of_evaluation or not self._waits_in_vain(question):
+            return None
+        return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
+
     def unanswered(self) -> Finding | None:
         """Return, as a report, a suspicion that the end of the run leaves open.
 
-        Of what only evaluation reads: the loss of the last steps says nothing about it.
+        Of what was found damaged and had not come down by itself, and of what only evaluation
+        reads: the loss of the last steps says nothing about it.
         """
         question = self._question
-        return None if question is None else as_report(question.finding)
+        if question is None:
+            return None
+        return as_report(question.finding, was_shown=self._waits_in_vain(question))
 
     def clear(self) -> None:
         """Forget the question: the run has returned to another state."""
@@ -374,6 +401,20 @@ class Experiment:
                 return self._settle(Answer.UNDECIDED, "the step of the trial left no record")
             is_bad = question.needs_gradients and record.has_nonfinite_gradient
             now = record.loss if record.has_finite_loss and not is_bad else math.inf
+        return self._take(question, now)
+
+    def observe_trial(self) -> Settled | None:
+        """Take in a trial that no step followed, which has computed both losses."""
+        question = self._question
+        if question is None or question.now_loss is None:
+            return None
+        settled = self._take(question, question.now_loss)
+        if settled is None and question.fresh is not None:
+            question.due_at = self._run.step  # the same batches will do
+        return settled
+
+    def _take(self, question: _Question, now: float) -> Settled | None:
+        """Take in the two losses of a trial; return the answer if there is one now."""
         step, question.trial_step = question.trial_step, -1
         question.due_at = step + 1
         if math.isnan(question.old_loss):
@@ -397,8 +438,11 @@ class Experiment:
             return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
         answer = judge(question.pairs, question.noise, question.baseline, question.is_of_evaluation)
         is_game = question.arms[0][1] is not None
-        if answer is None and is_game:
-            answer = Answer.OTHER_DATA  # what one player gains the other loses: only by far
+        # What one player gains the other loses, and what was trained on the data that has come
+        # back does better on it than what has learned others since: only by far.
+        by_far = is_game or question.arms[question.arm][0] <= self._data_changed_at
+        if answer is None and by_far:
+            answer = Answer.OTHER_DATA
         if answer is None:
             if self._can_afford():
                 return None
@@ -453,21 +497,35 @@ class Experiment:
     def _wait(self, question: _Question, step: int) -> int:
         """Return for how many steps to wait before the question is asked again; 0 for none.
 
-        The first time always: Adam's slingshots and a few hard batches pass by themselves, and
-        running statistics that were reset on purpose are soon what they should be. Later only if
-        the excess of the loss has come down by half meanwhile.
+        The first time, because Adam's slingshots, a layer that was reset on purpose and a few hard
+        batches pass by themselves, and running statistics that were reset on purpose are soon what
+        they should be. Later only if the excess of the loss has come down by half meanwhile.
+
+        Never for weights that have grown to a multiple. Whoever resets, prunes, merges or averages
+        weights makes none larger, and though the loss may come down, the steps before are lost.
         """
         patience = self._patience
         if question.is_of_evaluation:
             patience //= 2  # training takes no harm meanwhile, but the run may end
             excess = fmean(pair.now - pair.old for pair in question.pairs)
         else:
-            excess = (median(self._recent) if self._recent else math.nan) - question.baseline
+            excess = self._excess(question)
         before, question.excess = question.excess, excess
         recovers = before is None or excess < 0.5 * before
         if not recovers or step >= question.patient_until:
             return 0
+        snapshot_step = question.arms[question.arm][0]
+        if not question.is_of_evaluation and self._have_grown(snapshot_step):
+            return 0
         return max(1, min(patience, step // 8))
+
+    def _excess(self, question: _Question) -> float:
+        """Return by how much the loss is higher than before it was suspected."""
+        return (median(self._recent) if self._recent else math.nan) - question.baseline
+
+    def _waits_in_vain(self, question: _Question) -> bool:
+        """Return whether the weights were found damaged and the loss is still high."""
+        return question.excess is not None and self._excess(question) > question.noise
 
     def _settle(self, answer: Answer, why: str) -> Settled:
         question = self._question
@@ -484,6 +542,9 @@ class Experiment:
         findings: list[Finding] = []
         asks_for_level = cause is not Cause.NOT_LEARNING and not finding.is_of_evaluation
         takes_level = answer is Answer.OTHER_DATA and asks_for_level
+        has_level = takes_level and math.isfinite(question.baseline)
+        if has_level and is_hard(question.pairs[-1], question.noise, question.baseline):
+            self._data_changed_at = finding.bad_step + 1
         if answer is Answer.DAMAGED:
             finding = self._proven(question, snapshots[-1])
             findings = [finding]
@@ -543,33 +604,35 @@ class Experiment:
         )
 
     @torch.no_grad()
-    def _changed_most(self, snapshot_step: int, with_buffers: bool) -> dict[str, object]:
-        """Return which weights have changed by more than their norm since a snapshot, as evidence.
+    def _changes(self, snapshot_step: int, with_buffers: bool) -> dict[Key, _Change]:
+        """Return how the weights have changed since a snapshot; of sharded ones the local part.
 
         Args:
             snapshot_step: of the snapshot.
             with_buffers: whether buffers are meant as well.
-
-        Returns:
-            The ``tensor`` that changed most, by what multiple of its norm, and how many ``tensors``
-            have; empty if none has. Of sharded weights the local part is measured.
         """
         snapshot = self._run.ring.of_step(snapshot_step)
+        changes: dict[Key, _Change] = {}
         if snapshot is None:
-            return {}
-        rows, keys = [], []
+            return changes
         for key, tensor in self._state.tensors().items():
             is_meant = key[0] == "parameter" or (with_buffers and key[0] == "buffer")
             if is_meant and key in snapshot.tensors and tensor.is_floating_point():
-                old = local_part(snapshot.tensors[key]).to(tensor.device, torch.float64)
-                moved = local_part(tensor).double() - old
-                rows.append(torch.stack([moved.norm(), old.norm()]).cpu())
-                keys.append(key)
-        ratios = {
-            key: float(torch.nan_to_num(moved / norm, nan=math.inf))
-            for key, (moved, norm) in zip(keys, rows, strict=True)
-            if norm > 0.0
-        }
+                now = local_part(tensor).double()
+                old = local_part(snapshot.tensors[key]).to(now.device, torch.float64)
+                norms = torch.stack([old.norm(), now.norm(), (now - old).norm()])
+                changes[key] = _Change(*norms.nan_to_num(nan=math.inf).tolist())
+        return changes
+
+    def _changed_most(self, snapshot_step: int, with_buffers: bool) -> dict[str, object]:
+        """Return which weights have changed by more than their norm since a snapshot, as evidence.
+
+        Returns:
+            The ``tensor`` that changed most, by what multiple of its norm, and how many ``tensors``
+            have; empty if none has.
+        """
+        changes = self._changes(snapshot_step, with_buffers).items()
+        ratios = {key: change.moved / change.old for key, change in changes if change.old > 0.0}
         changed = [key for key, ratio in ratios.items() if ratio > 1.0]
         if not changed:
             return {}
@@ -581,6 +644,19 @@ class Experiment:
             "tensors": len(changed),
             "blames": f"{how} {snapshot_step}",
         }
+
+    def _have_grown(self, snapshot_step: int) -> bool:
+        """Return whether the weights as a whole are far larger than in a snapshot.
+
+        As a whole, because biases and adapters that begin at zero grow to a multiple by themselves.
+        Alike on every rank: each has its part of sharded weights.
+        """
+        changes = self._changes(snapshot_step, False).values()
+        old, now = (math.hypot(*(getattr(c, name) for c in changes)) for name in ("old", "now"))
+        has_grown = torch.full((), float(now > GREAT_RATIO * old > 0.0), dtype=torch.float64)
+        if self._ranks.has_others:
+            has_grown = self._ranks.mean(has_grown.to(self._ranks.device))
+        return float(has_grown) > 0.0
 
     def _arms(self, finding: Finding) -> list[tuple[int, int | None]]:
         """Return which snapshots to compare with, and which optimizer's parameters to swap."""
@@ -620,9 +696,14 @@ class Experiment:
         return float(value)
 
 
-def as_report(finding: Finding) -> Finding | None:
-    """Return a suspicion as a report, for the end of a run; None if the loss would show it."""
-    if not finding.is_of_evaluation:
+def as_report(finding: Finding, was_shown: bool = False) -> Finding | None:
+    """Return a suspicion as a report, for the end of a run; None if the loss would show it.
+
+    Args:
+        finding: the suspicion.
+        was_shown: whether the weights were found damaged, and only the wait was not over.
+    """
+    if not finding.is_of_evaluation and not was_shown:
         return None
     hint = "the run ended before this was settled; evaluate the model before you use it"
     evidence = {**finding.evidence, "hint": hint}

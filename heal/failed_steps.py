@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from heal.actions import (
@@ -168,6 +169,15 @@ class FailedSteps:
             if failure is not None:
                 return None, failure
         return loss, None
+
+    def try_again(self, train_step: TrainStep, batches: StepBatches) -> None:
+        """Run a whole trial on the batches of a step that was taken; nothing else changes."""
+
+        def compute() -> Tensor:
+            losses = [train_step(own_copy(batch)) for batch in batches.drawn]
+            return torch.stack(losses).mean()
+
+        self._experiment.compare(compute)
 
     def _try_old_weights(
         self, train_step: TrainStep, batch: Any

@@ -886,7 +886,8 @@ class Healer:
         self.journal.event("goal", self.training.step, steps=steps, accumulate=accumulate)
         with self, progress_bar(self, steps, progress) as show:
             with closing(self._all_epochs(loader)) as source:
-                while self.training.step < steps:
+                batches = StepBatches(source, accumulate)
+                while self.training.step < steps or self._returns_at_end(train_step, batches):
                     before = self.training.step
                     try:
                         batches = StepBatches(source, accumulate)
@@ -900,6 +901,21 @@ class Healer:
                             on_step(self.last_step)
             if self.durable is not None:
                 self.durable.save_last(self.training.step, self.memory.values)
+
+    def _returns_at_end(self, train_step: TrainStep, batches: StepBatches) -> bool:
+        """Settle what the last steps have raised; return whether that has undone some of them.
+
+        No step follows: their batches are computed again, with old weights and with today's.
+        """
+        step, experiment = self.training.step, self.experiment
+        with self.halting():
+            if any(self._recover(seen).rolled_back for seen in self.recovery.poll(lag=0)):
+                return True
+            while experiment.is_due and batches.drawn and not self.guarded.has_stages:
+                self.failures.try_again(train_step, batches)
+                if self._recover(Seen(step, settled=experiment.observe_trial())).rolled_back:
+                    return True
+            return self._recover(Seen(step, settled=experiment.stop_waiting())).rolled_back
 
     def _take_step(self, train_step: TrainStep, batches: StepBatches) -> bool:
         """Take a step, again after a cure; return False if its batches were given up."""

@@ -410,9 +410,9 @@ class Monitor:
 
     # From rows to records to findings.
 
-    def poll(self) -> Iterator[Seen]:
+    def poll(self, lag: int | None = None) -> Iterator[Seen]:
         """Yield all steps that are ``lag`` old, with what the detectors find in their records."""
-        records = [self._read(step, row) for step, row in self._guarded.mailbox.poll()]
+        records = [self._read(step, row) for step, row in self._guarded.mailbox.poll(lag)]
         found = self.watch.observe_all(records)
         for error in self.watch.take_errors():
             self._note(f"{LEFT_OUT}: {error!r}")
@@ -458,7 +458,7 @@ class Monitor:
         An experiment takes some steps, and its answer comes with the record of the last of them.
         """
         record = seen.record
-        settled = None if record is None else self._experiment.observe(record)
+        settled = seen.settled if record is None else self._experiment.observe(record)
         findings = self._known(seen.findings)
         if settled is not None:
             findings += self._accept(settled)

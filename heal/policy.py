@@ -27,7 +27,7 @@ from heal.actions import (
     WatchClosely,
     newest_snapshot,
 )
-from heal.causes import Blames, Cause, Family, Severity
+from heal.causes import AT_ONCE, Blames, Cause, Family, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
@@ -120,6 +120,18 @@ class _Case(NamedTuple):
         rolled_back = any(a["action"] == Rollback.__name__ for a in self.incident.plans[-1])
         first = self.incident.resume_step + self.config.lag
         return not rolled_back and self.diagnosis.step < first
+
+    @property
+    def is_another_leap(self) -> bool:
+        """Whether the run got past what the incident was about, and leapt from good to bad again.
+
+        A rate that is too high makes a loss climb, or leap where it did before. So the plan worked,
+        and this is damage of its own, done to weights that were as good as the newest snapshot.
+        """
+        if self.incident is None or self.diagnosis.step <= self.incident.last_step:
+            return False
+        is_of_rate = self.diagnosis.cause is Cause.LR_SPIKE
+        return bool(self.diagnosis.evidence.get(AT_ONCE)) and not is_of_rate
 
     @property
     def is_late_record(self) -> bool:
@@ -218,7 +230,7 @@ def _rungs(case: _Case) -> Iterator[Plan]:
         if not about.needs_snapshot and not diagnosis.evidence.get("applied"):
             yield soft
         return
-    tried = case.count(Rollback)
+    tried = 0 if case.is_another_leap else case.count(Rollback)
     target = usable[min(tried, len(usable) - 1)]
     back: Plan = (Rollback(target), *_skip(case, target, tried), *_held_rate(diagnosis))
     is_new_fact = about.is_found_late and diagnosis.cause.value not in case.known

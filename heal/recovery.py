@@ -108,11 +108,15 @@ class Recovery:
         """Call ``hook`` with every plan; a plan that it returns is used instead."""
         self._hook = hook
 
-    def poll(self) -> Iterator[Seen]:
-        """Yield what was found late, then what the monitor polls now."""
+    def poll(self, lag: int | None = None) -> Iterator[Seen]:
+        """Yield what was found late, then what the monitor polls now.
+
+        Args:
+            lag: how old records must be, if not as old as usual.
+        """
         late, self.late = self.late, []
         yield from late
-        yield from self._monitor.poll()
+        yield from self._monitor.poll(lag)
         yield from self._monitor.poll_checks()
 
     def catch_up(self) -> None:

@@ -52,6 +52,15 @@ def four_tasks(problem: Classes, step: int, g: Generator, x: Tensor, y: Tensor) 
     return problem.draw(g, teacher=4 * step // STEPS)
 
 
+def old_task_returns(seed: int, guard: Bare) -> Modules:
+    """Learn a task, another one for a few steps at a large rate, and the first one again."""
+    problem, model = Classes(seed, steps=360), mlp(16, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stream = problem.stream(lambda step, g, x, y: problem.draw(g, teacher=int(250 <= step < 260)))
+    guard.train(model, optimizer, stream, cross_entropy(model))
+    return [model]
+
+
 def alternating_tasks(problem: Classes, step: int, g: Generator, x: Tensor, y: Tensor) -> Any:
     return problem.draw(g, teacher=step % 2)
 
@@ -266,6 +275,7 @@ SETUPS = {
     "labels permuted at once": with_data(permuted_labels),
     "new task at once": with_data(other_task),
     "continual learning, four tasks": with_data(four_tasks),
+    "old task returns": old_task_returns,
     "two tasks in turn": with_data(alternating_tasks),
     "inputs x 5": with_data(inputs_times_5),
     "targets x 10": targets_times_10,

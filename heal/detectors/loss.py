@@ -2,9 +2,10 @@
 
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
-from heal.causes import Cause, Finding, Severity
+from heal.causes import AT_ONCE, Cause, Finding, Severity
 from heal.config import HealingConfig
 from heal.detectors.robust import BLOCK, FEWEST, FIRST, LARGEST, NEGLIGIBLE, RECENT, SAME, Window
 from heal.record import Record
@@ -67,7 +68,8 @@ class LossChange:
             return None
         self.ratio = self._ratio(loss, level, noise)
         z = (loss - level) / noise
-        if self.leap == 0.0:
+        was_usual = self.leap == 0.0
+        if was_usual:
             self.leap_step = record.step
         self.leap = max(0.0, self.leap + min(z, self.limit + self.SLACK) - self.SLACK)
         self._climb(loss, noise)
@@ -77,7 +79,8 @@ class LossChange:
             # The loss of a step is that of the weights before it.
             since = max(self.leap_step - 1, 0)
             self.leap = self.climb = 0.0
-            return self._found(Cause.LOSS_SPIKE, record, since, level, noise)
+            found = self._found(Cause.LOSS_SPIKE, record, since, level, noise)
+            return replace(found, evidence={**found.evidence, AT_ONCE: was_usual})
         if self.climb >= self.limit:
             self.climb = 0.0
             return self._found(Cause.DIVERGENCE, record, self.best_step, self.best, noise)

@@ -101,6 +101,8 @@ def test_paired_losses_are_judged_by_ratio_and_noise(pairs, answer):
     [
         ([Pair(1.1, 0.7)], None),  # hard for today's weights only: that is no other data
         ([Pair(1.0, 0.9)], Answer.OTHER_DATA),  # hard for both
+        ([Pair(1.1, 0.7), Pair(1.0, 0.9)], None),  # one hard batch among others is no other data
+        ([Pair(1.0, 0.5), Pair(1.0, 0.6), Pair(1.2, 0.9)], Answer.DAMAGED),
         ([Pair(0.72, 0.6), Pair(0.75, 0.65), Pair(0.68, 0.62)], Answer.DAMAGED),  # lost each time
         ([Pair(0.72, 0.6), Pair(0.75, 0.65), Pair(0.68, 0.69)], Answer.OTHER_DATA),  # not each time
         ([Pair(0.65, 0.6)] * 3, Answer.OTHER_DATA),  # by less than the noise
@@ -632,3 +634,64 @@ def test_of_a_loss_that_came_down_by_itself_it_is_not_said_that_old_weights_do_n
     (experiment,) = [e for e in events("experiment") if e["suspicion"] == "loss_spike"]
     assert experiment["losses_now"][0] > 3 * experiment["losses_old"][0]
     assert "came down by itself" in experiment["why"]
+
+
+def add_noise(setup):
+    generator = torch.Generator().manual_seed(1)
+    for param in setup.model.parameters():
+        param.add_(0.5 * torch.randn(param.shape, generator=generator))
+
+
+def first_rollback(setup, steps):
+    setup.run(steps, run_dir=Path.cwd())
+    return next(e for e in events("recovery") if e["resumed_at"] < e["noticed_at"])
+
+
+def test_weights_that_have_grown_are_given_no_time():
+    """Their loss comes down, too, but the steps before are lost."""
+    rollback = first_rollback(damaged(regression(), 61, add_noise), 120)
+    assert rollback["noticed_at"] < 60 + 12
+
+
+def scramble(setup):
+    weight = setup.model[3].weight
+    weight.copy_(weight.flatten()[torch.randperm(weight.numel())].view_as(weight))
+
+
+@pytest.mark.parametrize(
+    ("damage", "step", "steps"),
+    [
+        (scale_weights, 152, 160),
+        (scale_weights, 158, 160),
+        (scale_weights, 160, 160),
+        (scale_weights, 152, 152),  # with a snapshot from right before it
+        (scramble, 146, 160),
+    ],
+)
+def test_damage_in_the_last_steps_of_a_run_is_healed_before_it_ends(damage, step, steps):
+    setup = damaged(regression(), step, damage)
+    setup.run(steps, run_dir=Path.cwd())
+    losses = [float(setup.train_step(batch).detach()) for batch in setup.loader]
+    twin = regression()
+    twin.bare(steps)
+    expected = [float(twin.train_step(batch).detach()) for batch in twin.loader]
+    assert sum(losses) < 1.5 * sum(expected) + 0.05
+
+
+def test_a_healthy_run_ends_with_the_bits_of_a_bare_one_though_a_suspicion_is_open():
+    expected = bare_run(regression)
+    setup = regression()
+    healer = suspected(setup)
+    healer.run(setup.train_step, setup.loader, STEPS, progress=False)
+    assert not healer.experiment.is_due
+    assert_same(fingerprint(setup), expected)
+
+
+def test_a_loop_that_ends_while_a_loss_is_given_time_reports_it():
+    setup = damaged(regression(), 146, scramble)
+    healer = setup.healer(run_dir=Path.cwd())
+    in_a_loop(setup, healer, 160)
+    healer.close()
+    assert not healer.recoveries
+    (alert,) = [e for e in events("alert") if e["failure"] == "loss_spike"]
+    assert "evaluate the model" in alert["evidence"]["hint"]

@@ -70,3 +70,10 @@ def test_the_page_counts_runs_and_set_ups():
     text = "\n".join(page([good, bad]))
     assert "| a | 1/1 | 1/1 | 0 | 0 | 0 | 2 | loss_spike x 1 |" in text
     assert "1 of 2 runs and 1 of 2 set-ups were left alone; 2 experiments; seeds 0." in text
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_task_that_returns_after_another_one_was_learned_is_left_alone(seed):
+    """Old weights do better on it than today's, which have learned the other one."""
+    found = look("old task returns", seed, zclip_enabled=False)
+    assert found.ok, found

@@ -252,6 +252,31 @@ def test_corruption_that_returns_is_no_longer_innocent():
     assert plans[1] == (Rollback(60), SkipBatches(85, 92), SCALE)
 
 
+@pytest.mark.parametrize(
+    ("again", "plan"),
+    [
+        # The run got past the trouble and leapt once more: the newest snapshot, and the same rate.
+        (
+            sick(Cause.LOSS_SPIKE, 120, 112, leapt_at_once=True),
+            (Rollback(110), SkipBatches(110, 121)),
+        ),
+        # A climb, a leap at the same step and a rate that is off go up the ladder.
+        (sick(Cause.LOSS_SPIKE, 120, 112), (Rollback(80), SkipBatches(80, 122), SCALE)),
+        (
+            sick(Cause.LOSS_SPIKE, 90, 112, leapt_at_once=True),
+            (Rollback(80), SkipBatches(80, 92), SCALE),
+        ),
+        (
+            sick(Cause.LR_SPIKE, 120, 112, leapt_at_once=True),
+            (Rollback(80), SkipBatches(80, 122), SCALE),
+        ),
+    ],
+)
+def test_damage_after_an_incident_was_passed_is_no_fault_of_the_rate(again, plan):
+    history = with_plan(sick(Cause.LOSS_SPIKE))
+    assert decide(again, history, CONFIG, [110, *SNAPSHOTS]) == plan
+
+
 def test_another_cause_in_the_same_incident_goes_on_up_the_ladder():
     history = with_plan(sick(Cause.LOSS_SPIKE))
     proven = sick(NAN, streak=5, severity=Severity.ERROR)

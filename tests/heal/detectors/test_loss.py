@@ -192,3 +192,10 @@ def test_healthy_losses_are_suspected_as_rarely_as_stated(name):
         found = suspicions(LossChange(HealingConfig()), losses, rebases=True)
         assert len(found) <= OFTEN.get(name, 0)
         assert all(finding.wants_proof for finding in found)
+
+
+@pytest.mark.parametrize(("losses", "at_once"), [([1e3], True), ([2.0, 1e3], False)])
+def test_a_leap_in_one_step_is_told_from_one_over_several(losses, at_once):
+    detector = LossChange(HealingConfig())
+    (finding,) = suspicions(detector, [*calm(), *losses])
+    assert finding.evidence["leapt_at_once"] is at_once
