@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from zclip.ops import by_device, serve
 from zclip.optim.plan import Plan
 from zclip.optim.result import StepResult
 from zclip.optim.watched_state import WatchedState
+from zclip.reading import native
 from zclip.schemas import wide_dtype
 
 CLIP_KEY = "zclip"
@@ -195,6 +195,9 @@ class FusedOptimizer(Optimizer):
     def _step_natively(self, loss: Tensor | None, guard: Guard | None) -> StepResult | None:
         """One device, one rank, one call."""
         plan, grads = self._gradients()
+        reading = 0 if grads is None else plan.read(grads)
+        if grads is not None and not reading:
+            return self._step_apart(loss, None, guard)
         clipper, call, stats = self.clipper if guard is None else guard.clipper, None, None
         if grads is None and clipper is None:
             return None
@@ -380,10 +383,7 @@ class FusedOptimizer(Optimizer):
         if len(groups) != len(kept):
             return False
         for group, (known, params) in zip(groups, kept, strict=True):
-            listed = group["params"]
-            if group is not known or len(listed) != len(params):
-                return False
-            if not all(map(is_, listed, params)):
+            if group is not known or not native.are_same(group["params"], params):
                 return False
         return True
 
