@@ -440,12 +440,26 @@ class FusedOptimizer(Optimizer):
                 continue
             if value is None:
                 state[key] = fresh
+            elif not isinstance(value, (Tensor, int, float)):
+                raise TypeError(
+                    f"state[{self._name_of(param)}][{key!r}]: expected a tensor or a number, got "
+                    f"{type(value).__name__}"
+                )
+            elif isinstance(value, Tensor) and not _fits(value, fresh):
+                raise ValueError(
+                    f"state[{self._name_of(param)}][{key!r}]: expected shape {tuple(fresh.shape)}, "
+                    f"got {tuple(value.shape)}; is this the state of another model?"
+                )
             elif not isinstance(value, Tensor):
                 state[key] = torch.full_like(fresh, float(value))
             elif value.dtype != fresh.dtype or value.device != fresh.device:
                 state[key] = value.to(fresh.device, fresh.dtype)
             elif key != "step" and value.stride() != fresh.stride():
                 state[key] = fresh.copy_(value)
+
+    def _name_of(self, param: Tensor) -> str:
+        params = [p for group in self.param_groups for p in group["params"]]
+        return self.names[[p is param for p in params].index(True)]
 
     def for_one_tensor(
         self, group: Mapping[str, Any], param: Tensor, number: int, clipper: Clipper | None
@@ -520,6 +534,11 @@ class FusedOptimizer(Optimizer):
         self.state = WatchedState(self.state)
         self._step_supports_amp_scaling = True
         self._plans = self._kept = None
+
+
+def _fits(value: Tensor, fresh: Tensor) -> bool:
+    """Tell whether a loaded entry can stand for a new one; one number may have any shape."""
+    return value.shape == fresh.shape or value.numel() == fresh.numel() == 1
 
 
 def _renumbered(summary: Tensor, members: list[int]) -> Tensor:

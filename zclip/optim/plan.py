@@ -169,6 +169,12 @@ class Plan:
             TypeError, ValueError, RuntimeError: that is not what is wrong.
         """
         check_tensors(grads, self.name)
+        for i, (param, grad) in enumerate(zip(self._local, grads, strict=True)):
+            if grad.numel() and grad.shape != param.shape:
+                raise ValueError(
+                    f"{self.name(i)}: expected {tuple(param.shape)}, the shape of the parameter, "
+                    f"got {tuple(grad.shape)}"
+                )
         check_writable(self._local, lambda i: self.names[i])
         repaired = self._in_line(grads)
         if all(a is b for a, b in zip(repaired, grads, strict=True)):
