@@ -1,5 +1,5 @@
 // CPU backend of zclip::fused_step_: measure, apply the clip rule and update, in one crossing from
-// Python that hands over nothing but the gradients. Parameters and state stand in a plan.
+// Python that hands over no list. Parameters and state stand in a plan, gradients were read.
 
 #include <memory>
 
