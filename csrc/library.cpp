@@ -36,7 +36,7 @@ STABLE_TORCH_LIBRARY_IMPL(zclip, CPU, m) {
   m.impl("agc_", TORCH_BOX(&zclip::cpu::agc_));
   m.impl("watch_loss_", TORCH_BOX(&zclip::cpu::watch_loss_));
   m.impl("decide_by_", TORCH_BOX(&zclip::cpu::decide_by_));
-  m.impl("clip_and_watch_", TORCH_BOX(&zclip::cpu::clip_and_watch_));
+  m.impl("clip_read_", TORCH_BOX(&zclip::cpu::clip_read_));
   m.impl("optim_update_", TORCH_BOX(&zclip::cpu::optim_update_));
   m.impl("make_plan", TORCH_BOX(&zclip::cpu::make_plan));
   m.impl("fused_step_", TORCH_BOX(&zclip::cpu::fused_step_));

@@ -25,10 +25,6 @@ def arguments():
         "watch_loss_": (fresh(8), torch.tensor(2.0), torch.zeros(14), 3.0, 5, 0.99, 10),
         "optim_update_": update_arguments(grads),
         "decide_by_": (grads, fresh(3), 0, [1.0, layout.SKIP]),
-        "clip_and_watch_": (
-            *(grads, fresh(3), 0, [1.0, layout.SKIP], None),
-            *(fresh(8), torch.tensor(2.0), [3.0, 5.0, 0.99, 10.0]),
-        ),
         "copy_and_hash_": (fresh_like(grads), grads),
         "fingerprint": ([*grads, torch.arange(3), torch.ones(2, dtype=torch.bool)],),
     }

@@ -578,3 +578,35 @@ def test_wrapping_one_guards_on_the_device():
     assert_near(model, other)
     with pytest.raises(ValueError, match="expected one without a clipper"):
         zclip.wrap(inside, "zclip")
+
+
+MISFITS = {
+    "a moment of another shape": ("exp_avg", torch.zeros(2), "expected shape (40, 12), got (2,)"),
+    "a moment transposed": ("exp_avg_sq", torch.zeros(12, 40), "expected shape (40, 12), got (12"),
+    "two steps": ("step", torch.zeros(2), "expected shape (), got (2,)"),
+    "a word": ("step", "x", "expected a tensor or a number, got str"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_state_that_does_not_fit_is_named_before_anything_is_written(misfit):
+    key, value, expected = MISFITS[misfit]
+    model = make_model()
+    optimizer = AdamW(model.named_parameters(), clipper="zclip")
+    train(model, optimizer, 2)
+    before = [p.clone() for p in model.parameters()]
+    optimizer.state[model[0].weight][key] = value
+    with pytest.raises((TypeError, ValueError)) as error:
+        train(model, optimizer, 1)
+    assert str(error.value).startswith(f"state[0.weight]['{key}']: {expected}")
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("clipper", [None, "zclip"])
+def test_a_gradient_of_another_shape_is_named(clipper):
+    model = make_model()
+    optimizer = AdamW(model.named_parameters(), clipper=clipper)
+    train(model, optimizer, 2)
+    model[2].weight.grad.data = torch.ones(5)
+    with pytest.raises(ValueError, match=r"the gradient of 2.weight: expected \(3, 40\).*got \(5,"):
+        optimizer.step()

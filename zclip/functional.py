@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from zclip import ops
 from zclip.checks import Name, check_limit, check_tensors, check_writable
@@ -14,13 +15,16 @@ from zclip.parallel import Reduction, find_reduction
 from zclip.parallel.placement import has_dtensor, local_parts
 from zclip.parameters import (
     Parameters,
+    all_grads_of,
     as_list,
     device_of,
+    each_once,
     grads_of,
     name_of_grad,
     names_of,
     tensors_of,
 )
+from zclip.reading import native, reader_of_thread
 from zclip.reference import reported_norm
 from zclip.schemas import norm_dtype
 
@@ -91,14 +95,18 @@ def clip_grad_norm_(
         assert reduction is not None
         parts = reduction.local_parts([p.grad for p in params])
         return _clip_across(reduction, parts, max_norm, norm_type, mode)
-    grads = grads_of(listed)
+    grads, reading = all_grads_of(listed), 0
+    if norm_type == 2.0 and not is_compiling():
+        reading = native.read_to_write(reader_of_thread().number, grads, False)
+    if not reading:  # one is missing, comes twice or lies elsewhere
+        grads = each_once(grads)
     if not grads:
         return torch.zeros((), device=device_of(listed))
 
     def name(i: int) -> str:
         return name_of_grad(listed, grads[i])
 
-    norm, stats = _clip(grads, max_norm, norm_type, mode, name)
+    norm, stats = _clip(grads, max_norm, norm_type, mode, name, reading)
     if mode == ERROR:
         _raise_if_nonfinite(norm, stats, name, lambda i: f" {tuple(grads[i].shape)}")
     return norm
@@ -171,7 +179,7 @@ def clip_grad_value_(
 
 
 def _clip(
-    grads: list[Tensor], max_norm: float, norm_type: float, mode: int, name: Name
+    grads: list[Tensor], max_norm: float, norm_type: float, mode: int, name: Name, reading: int
 ) -> tuple[Tensor, Tensor]:
     """Return the norm and the stats, from one fused call where that is possible."""
 
@@ -179,7 +187,7 @@ def _clip(
         return f"the gradient of {name(i)}"
 
     if norm_type == 2.0:
-        clipped = ops.clip_by_global_norm_(grads, max_norm, mode, gradient)
+        clipped = ops.clip_by_global_norm_(grads, max_norm, mode, gradient, reading)
         if clipped is not None:
             return clipped[0], clipped[1]
     check_tensors(grads, gradient)

@@ -81,9 +81,16 @@ def clamp_(tensors: Sequence[Tensor], limit: float, name: Name = PLACE) -> None:
 
 
 def clip_by_global_norm_(
-    grads: list[Tensor], max_norm: float, nonfinite: int, name: Name = PLACE
+    grads: list[Tensor], max_norm: float, nonfinite: int, name: Name = PLACE, reading: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """Measure, choose one coefficient and scale, in one call; see :mod:`zclip.schemas`.
+
+    Args:
+        grads: what to clip.
+        max_norm: the norm to clip to.
+        nonfinite: a mode of :mod:`zclip.layout`.
+        name: of an element, for errors.
+        reading: of the same gradients, if a :class:`zclip.reading.Reader` could read them.
 
     Returns:
         norm, stats, coefs and verdict; None if the gradients live on several devices.
@@ -91,6 +98,10 @@ def clip_by_global_norm_(
     device = grads[0].device
     no_counters = torch.empty(0, dtype=wide_dtype(device), device=device)
     op, settings = torch.ops.zclip.clip_by_.default, (max_norm, nonfinite)
+    if reading:
+        clipped: tuple[Tensor, Tensor, Tensor, Tensor]
+        clipped = torch.ops.zclip.clip_read_.default(reading, no_counters, _GLOBAL_NORM, settings)
+        return clipped
     served = serve(op, grads, no_counters, _GLOBAL_NORM, settings, name=name)
     return served[0] if served else None
 

@@ -3,9 +3,13 @@
 import types
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+
+from zclip.reading import native
 
 Parameters = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 """One tensor, any iterable of them, or ``model.named_parameters()``."""
@@ -27,16 +31,28 @@ def as_list(parameters: Parameters) -> list[Tensor]:
     return listed
 
 
-def grads_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+def grads_of(parameters: list[Tensor]) -> list[Tensor]:
     """Return every gradient once, in order of first appearance.
 
     Raises:
         TypeError: an element is neither a tensor nor a pair of name and tensor.
     """
+    return each_once(all_grads_of(parameters))
+
+
+def all_grads_of(parameters: list[Tensor]) -> list[Any]:
+    """Return the gradient of every parameter, None where there is none."""
+    if is_compiling():
+        return [tensor_at(i, p).grad for i, p in enumerate(parameters)]
     try:
-        grads = [g for g in [p.grad for p in parameters] if g is not None]
+        return native.gradients(parameters)
     except AttributeError:
-        return grads_of([tensor_at(i, p) for i, p in enumerate(parameters)])
+        return native.gradients([tensor_at(i, p) for i, p in enumerate(parameters)])
+
+
+def each_once(found: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return every gradient once, in order of first appearance."""
+    grads = [g for g in found if g is not None]
     if len(set(map(id, grads))) != len(grads):  # tied parameters count once
         grads = list({id(g): g for g in grads}.values())
     return grads

@@ -6,7 +6,6 @@ Gradients are never kept, or memory that ``zero_grad`` gave back would stay in u
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from torch.nn import Module
 
 from zclip.parallel.fsdp1 import shard_group
 from zclip.parameters import Parameters, as_list, tensor_at
+from zclip.reading import native
 
 Target = Module | Parameters | Iterable[Module] | Iterable[Mapping[str, Any]]
 """A model, several, parameters in any form, or groups of them as in ``optimizer.param_groups``."""
 
 _NONE = id(None)
-_GRAD = attrgetter("grad")  # a sixth faster than a comprehension, which counts for thousands
 
 
 class Targets:
@@ -51,7 +50,12 @@ class Targets:
             aligned: put an empty tensor where a parameter has no gradient, so that there is one
                 for each; its statistics are zero and scaling it does nothing.
         """
-        grads = list(map(_GRAD, self.params))
+        return self.unique(native.gradients(self.params), aligned)
+
+    def unique(
+        self, grads: list[Any], aligned: bool = False
+    ) -> tuple[list[Tensor], list[int] | None]:
+        """Return of one gradient for every parameter what :meth:`gradients` does."""
         identities = set(map(id, grads))
         if len(identities) == len(grads) and _NONE not in identities:
             return grads, None
@@ -159,13 +163,15 @@ class TargetCache:
             if now is not group:
                 return None
             listed = group["params"]
-            if len(listed) != len(params) or not all(map(is_, listed, params)):
+            if type(listed) is not list:
+                listed = list(listed)
+            if not native.are_same(listed, params):
                 return None
         return self._targets
 
     def _find_modules(self, modules: list[Module]) -> Targets:
         roots = [tree.modules[0] for tree in self._trees]
-        current = _same(roots, modules) and all(tree.is_current() for tree in self._trees)
+        current = native.are_same(roots, modules) and all(tree.is_current() for tree in self._trees)
         if self._targets is None or not current:
             for i, module in enumerate(modules):
                 if not isinstance(module, Module):
@@ -204,8 +210,9 @@ class TargetCache:
         return targets
 
     def _holds(self, entries: list[Any]) -> bool:
-        of_others = self._trees or self._groups
-        return self._targets is not None and not of_others and _same(entries, self._entries)
+        if self._targets is None or self._trees or self._groups:
+            return False
+        return native.are_same(entries, self._entries)
 
     def _keep(self, targets: Targets, trees: list["_Tree"], entries: list[Any]) -> None:
         self._targets, self._trees, self._entries = targets, trees, entries
@@ -221,19 +228,14 @@ class _Tree:
         self._params = self._list_params()
 
     def is_current(self) -> bool:
-        same_children = _same(self._list_children(), self._children)
-        return same_children and _same(self._list_params(), self._params)
+        same_children = native.are_same(self._list_children(), self._children)
+        return same_children and native.are_same(self._list_params(), self._params)
 
     def _list_children(self) -> list[Any]:
         return [child for m in self.modules for child in m._modules.values()]
 
     def _list_params(self) -> list[Any]:
         return [p for m in self.modules for p in m._parameters.values()]
-
-
-def _same(left: Sequence[object], right: Sequence[object]) -> bool:
-    # By identity: == on tensors would launch kernels and wait for their result.
-    return len(left) == len(right) and all(map(is_, left, right))
 
 
 def _name(i: int, entry: object) -> str:

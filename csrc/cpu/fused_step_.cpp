@@ -1,13 +1,12 @@
 // CPU backend of zclip::fused_step_: measure, apply the clip rule and update, in one crossing from
-// Python that hands over nothing but the gradients. Parameters and state stand in a plan.
+// Python that hands over no list. Parameters and state stand in a plan, gradients were read.
 
-#include <atomic>
 #include <memory>
-#include <mutex>
-#include <unordered_map>
 
 #include "loss_watch.h"
+#include "numbered.h"
 #include "ops.h"
+#include "reading.h"
 #include "rule_call.h"
 #include "update_plan.h"
 
@@ -16,43 +15,8 @@ namespace {
 
 constexpr int64_t kNoRule = -1;
 
-// Plans by number. A step holds its plan, so that dropping it meanwhile does no harm.
-class Plans {
- public:
-  int64_t add(std::shared_ptr<UpdatePlan> plan) {
-    const std::lock_guard<std::mutex> guard(mutex_);
-    plans_[++last_] = std::move(plan);
-    return last_;
-  }
-
-  std::shared_ptr<UpdatePlan> find(int64_t number) {
-    const std::lock_guard<std::mutex> guard(mutex_);
-    const auto found = plans_.find(number);
-    STD_TORCH_CHECK(
-        found != plans_.end(),
-        "zclip::fused_step_: plan: expected one that make_plan returned and drop_plan has not "
-        "had, got ",
-        number);
-    return found->second;
-  }
-
-  void drop(int64_t number) {
-    std::shared_ptr<UpdatePlan> last;  // destroyed outside the lock
-    const std::lock_guard<std::mutex> guard(mutex_);
-    const auto found = plans_.find(number);
-    if (found == plans_.end()) return;
-    last = std::move(found->second);
-    plans_.erase(found);
-  }
-
- private:
-  std::mutex mutex_;
-  std::unordered_map<int64_t, std::shared_ptr<UpdatePlan>> plans_;
-  int64_t last_ = 0;
-};
-
-Plans& plans() {
-  static auto* const kept = new Plans;  // tensors must not outlive torch at exit
+Numbered<UpdatePlan>& plans() {
+  static auto* const kept = new Numbered<UpdatePlan>;  // tensors must not outlive torch at exit
   return *kept;
 }
 
@@ -79,21 +43,27 @@ int64_t make_plan(std::vector<Tensor> params, std::vector<Tensor> firsts,
 
 void drop_plan(int64_t plan) { plans().drop(plan); }
 
-Stepped fused_step_(const std::vector<Tensor>& grads, int64_t plan, Tensor state, int64_t rule,
+Stepped fused_step_(int64_t reading, int64_t plan, Tensor state, int64_t rule,
                     std::vector<double> rule_settings, std::optional<Tensor> loss,
                     std::vector<double> settings, double grad_scale, bool found_inf,
                     bool skip_nonfinite, int64_t seed, std::optional<Tensor> known,
                     std::optional<Tensor> watch, std::optional<Tensor> watched,
                     std::vector<double> watch_settings) {
   const char* op = "fused_step_";
+  const std::shared_ptr<const TensorList> read = take_reading(reading, op);
+  const TensorList& list = *read;
   const std::shared_ptr<UpdatePlan> held = plans().find(plan);
+  STD_TORCH_CHECK(
+      held != nullptr,
+      "zclip::fused_step_: plan: expected one that make_plan returned and drop_plan has not had, "
+      "got ",
+      plan);
   if (!held->is_current()) {
     const Tensor none = empty_on_cpu({0}, ScalarType::Float);
     return {none, none, none, none, none, none};
   }
   const int64_t count = held->count();
   check_settings(settings, held->num_groups(), op);
-  const TensorList list(grads, TensorList::Access::kRead, op, "grads");
   held->check_gradients(list, op);
   const bool has_rule = rule != kNoRule;
   const RuleRow* row = has_rule ? find_rule(rule) : nullptr;

@@ -36,10 +36,10 @@ Clipped clip_by_(const std::vector<Tensor>& grads, Tensor state, int64_t rule,
                  std::vector<double> settings, std::optional<Tensor> loss);
 Clipped decide_by_(const std::vector<Tensor>& grads, Tensor state, int64_t rule,
                    std::vector<double> settings, std::optional<Tensor> loss);
-// clip_by_, then watch_loss_ on the verdict.
-Clipped clip_and_watch_(const std::vector<Tensor>& grads, Tensor state, int64_t rule,
-                        std::vector<double> settings, std::optional<Tensor> loss, Tensor watch,
-                        Tensor watched, std::vector<double> watch_settings);
+// clip_by_ on what a reader has read, then watch_loss_ on the verdict if there is a watch.
+Clipped clip_read_(int64_t reading, Tensor state, int64_t rule, std::vector<double> settings,
+                   std::optional<Tensor> loss, std::optional<Tensor> watch,
+                   std::optional<Tensor> watched, std::vector<double> watch_settings);
 Clipped agc_(const std::vector<Tensor>& grads, const std::vector<Tensor>& params, Tensor state,
              double clip, double eps, int64_t on_nonfinite);
 void watch_loss_(Tensor state, Tensor loss, Tensor verdict, double factor, int64_t rising_steps,
@@ -64,7 +64,7 @@ void drop_plan(int64_t plan);
 // Where stats are known, the gradients are not measured. With a watch, the loss is judged as
 // watch_loss_ does, by {factor, rising_steps, decay, warmup_steps}, before the step is decided on.
 using Stepped = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-Stepped fused_step_(const std::vector<Tensor>& grads, int64_t plan, Tensor state, int64_t rule,
+Stepped fused_step_(int64_t reading, int64_t plan, Tensor state, int64_t rule,
                     std::vector<double> rule_settings, std::optional<Tensor> loss,
                     std::vector<double> settings, double grad_scale, bool found_inf,
                     bool skip_nonfinite, int64_t seed, std::optional<Tensor> known,

@@ -4,6 +4,7 @@
 
 #include "../reference_rule.h"
 #include "loss_watch.h"
+#include "reading.h"
 #include "rule_call.h"
 
 namespace zclip::cpu {
@@ -85,15 +86,15 @@ Clipped clip_by_(const std::vector<Tensor>& grads, Tensor state, int64_t rule,
   return decided;
 }
 
-Clipped clip_and_watch_(const std::vector<Tensor>& grads, Tensor state, int64_t rule,
-                        std::vector<double> settings, std::optional<Tensor> loss, Tensor watch,
-                        Tensor watched, std::vector<double> watch_settings) {
-  const char* op = "clip_and_watch_";
-  const TensorList list(grads, TensorList::Access::kWrite, op, "grads");
+Clipped clip_read_(int64_t reading, Tensor state, int64_t rule, std::vector<double> settings,
+                   std::optional<Tensor> loss, std::optional<Tensor> watch,
+                   std::optional<Tensor> watched, std::vector<double> watch_settings) {
+  const char* op = "clip_read_";
+  const std::shared_ptr<const TensorList> list = take_reading(reading, op);
   const LossWatch loss_watch(watch, watched, watch_settings, op);
   NonFinite nonfinite;
-  Clipped decided = decide(list, state, rule, std::move(settings), loss, op, &nonfinite);
-  apply(list, decided, nonfinite);
+  Clipped decided = decide(*list, state, rule, std::move(settings), loss, op, &nonfinite);
+  apply(*list, decided, nonfinite);
   const FloatMode mode;
   loss_watch.judge(static_cast<float*>(std::get<3>(decided).mutable_data_ptr()));
   return decided;

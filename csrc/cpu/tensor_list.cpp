@@ -4,6 +4,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace zclip::cpu {
 namespace {
@@ -46,6 +47,14 @@ TensorList::TensorList(const std::vector<Tensor>& tensors, Access access, const 
                     "]: expected memory of its own, got elements that share memory (expand()?); "
                     "pass a clone()");
   }
+  cut_into_chunks();
+}
+
+TensorList::TensorList(std::vector<Span> spans, std::shared_ptr<const std::vector<int64_t>> dims)
+    : dims_(std::move(dims)),
+      spans_(std::move(spans)),
+      num_rows_(static_cast<int64_t>(spans_.size())) {
+  for (const Span& span : spans_) has_float64_ |= span.format == Format::kFloat64;
   cut_into_chunks();
 }
 

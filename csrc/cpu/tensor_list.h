@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "../math/grad_stats.h"
@@ -49,6 +50,12 @@ class TensorList {
   TensorList(const std::vector<Tensor>& tensors, Access access, const char* op,
              const char* argument, Cut cut = Cut::kTensors);
 
+  // Of dense tensors that were looked at elsewhere; `dims` is what their sizes point into.
+  TensorList(std::vector<Span> spans, std::shared_ptr<const std::vector<int64_t>> dims);
+
+  // Notes where a tensor lies now.
+  void move(size_t tensor, char* data) { spans_[tensor].data = data; }
+
   const std::vector<Span>& spans() const { return spans_; }
   const std::vector<Chunk>& chunks() const { return chunks_; }
   // Work in front of each chunk, in elements plus a fixed price per chunk, with the total last.
@@ -59,6 +66,7 @@ class TensorList {
  private:
   void cut_into_chunks();
 
+  std::shared_ptr<const std::vector<int64_t>> dims_;
   std::vector<Span> spans_;
   std::vector<Chunk> chunks_;
   std::vector<int64_t> work_before_;

@@ -21,7 +21,6 @@ OPS = (
     "clamp_",
     "rule_",
     "clip_by_",
-    "clip_and_watch_",
     "decide_by_",
     "agc_",
     "watch_loss_",
@@ -32,9 +31,8 @@ OPS = (
 )
 """Every operator that a backend may implement, by its one name."""
 
-OF_HOST_MEMORY = ("clip_and_watch_", "copy_and_hash_", "read_probe")
-"""Those without kernels for devices: two operators in one call, which saves time on the host only,
-snapshots in host memory, and the benchmark's yardstick."""
+OF_HOST_MEMORY = ("copy_and_hash_", "read_probe")
+"""Those without kernels for devices: snapshots in host memory, and the benchmark's yardstick."""
 
 REASONS: dict[str, str] = {}
 """Why each backend is active or not; filled by :func:`load`."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from zclip import reading
 from zclip.backends import local_build
 from zclip.kernel_build import BuildError
 
@@ -30,6 +31,7 @@ def load() -> str | None:
     except OSError as error:
         return f"{found} does not load with torch {torch.__version__}: {error}"
     _loaded, _path = True, Path(found)
+    reading.native.load(_path)
     return None
 
 

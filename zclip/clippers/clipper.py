@@ -28,6 +28,7 @@ from zclip.layout import (
     WORST,
 )
 from zclip.parallel import Record
+from zclip.reading import Reader, native
 from zclip.reference import IDS, RULES, reported_norm
 from zclip.schemas import norm_dtype, wide_dtype
 from zclip.targets import Target, TargetCache, Targets
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _CLIP_BY = torch.ops.zclip.clip_by_.default
-_CLIP_AND_WATCH = torch.ops.zclip.clip_and_watch_.default
+_CLIP_READ = torch.ops.zclip.clip_read_.default
 
 RuleOp = Callable[..., tuple[Tensor, Tensor]]
 ClipOp = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -110,6 +111,7 @@ class Clipper(ABC):
         self._cache = TargetCache()
         self._present: list[int] | None = None
         self._peers = Peers()
+        self._reader = Reader()
 
     def distribute(
         self: Self,
@@ -532,20 +534,24 @@ class Clipper(ABC):
         settings = self.settings(found.settings[0])
         if found is not last or state.fitted is not found:
             return None
-        grads, present = found.gradients(aligned=False)
-        if present is not None or state.states[0].device != grads[0].device:
+        if settings != known and len(state.states[0]) != self.state_size(len(found.params)):
             return None
-        if settings != known and len(state.states[0]) != self.state_size(len(grads)):
-            return None
+        grads = native.gradients(found.params)
+        number = self._reader.number
+        reading = native.read_to_write(number, grads, False) if clip is _CLIP_BY else 0
         try:
-            if watch is None or clip is not _CLIP_BY:
-                result = ClipResult(*clip(grads, state.states[0], rule, settings))
+            if reading:
+                watching = () if watch is None else (None, watch.state, loss, watch.settings)
+                results = _CLIP_READ(reading, state.states[0], rule, settings, *watching)
             else:
-                arguments = state.states[0], rule, settings, None, watch.state, loss, watch.settings
-                result = ClipResult(*_CLIP_AND_WATCH(grads, *arguments))
+                grads, present = found.unique(grads)
+                if present is not None or state.states[0].device != grads[0].device:
+                    return None
+                results = clip(grads, state.states[0], rule, settings)
         except (RuntimeError, TypeError, ValueError):  # nothing was written yet
             return None
-        if watch is not None and loss is not None and clip is not _CLIP_BY:
+        result = ClipResult(*results)
+        if watch is not None and loss is not None and not reading:
             watch.judge(loss, result.verdict)
         self._simple, self._present = (found, clip, rule, settings), None
         return result

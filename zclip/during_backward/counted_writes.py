@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.library import Library
 
+from zclip.reading import native
+
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _WRITERS = {
     "aten": (_UNSCALE,),
-    "zclip": ("scale_", "clamp_", "zero_nonfinite_", "clip_by_", "clip_and_watch_", "agc_"),
+    "zclip": ("scale_", "clamp_", "zero_nonfinite_", "clip_by_", "agc_"),
 }
 
 
@@ -28,6 +30,7 @@ class CountedWrites:
 
     def __init__(self) -> None:
         CountedWrites._running += 1
+        native.watch_writes(1)
         if not CountedWrites._libraries:
             CountedWrites._libraries = [_counting(space, ops) for space, ops in _WRITERS.items()]
         self.stop = weakref.finalize(self, CountedWrites._end)
@@ -35,6 +38,7 @@ class CountedWrites:
     @staticmethod
     def _end() -> None:
         CountedWrites._running -= 1
+        native.watch_writes(-1)
         if not CountedWrites._running:
             CountedWrites._libraries = []  # their end takes the registrations back
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from zclip.ops import by_device, serve
 from zclip.optim.plan import Plan
 from zclip.optim.result import StepResult
 from zclip.optim.watched_state import WatchedState
+from zclip.reading import native
 from zclip.schemas import wide_dtype
 
 CLIP_KEY = "zclip"
@@ -195,6 +195,9 @@ class FusedOptimizer(Optimizer):
     def _step_natively(self, loss: Tensor | None, guard: Guard | None) -> StepResult | None:
         """One device, one rank, one call."""
         plan, grads = self._gradients()
+        reading = 0 if grads is None else plan.read(grads)
+        if grads is not None and not reading:
+            return self._step_apart(loss, None, guard)
         clipper, call, stats = self.clipper if guard is None else guard.clipper, None, None
         if grads is None and clipper is None:
             return None
@@ -380,10 +383,7 @@ class FusedOptimizer(Optimizer):
         if len(groups) != len(kept):
             return False
         for group, (known, params) in zip(groups, kept, strict=True):
-            listed = group["params"]
-            if group is not known or len(listed) != len(params):
-                return False
-            if not all(map(is_, listed, params)):
+            if group is not known or not native.are_same(group["params"], params):
                 return False
         return True
 
@@ -440,12 +440,26 @@ class FusedOptimizer(Optimizer):
                 continue
             if value is None:
                 state[key] = fresh
+            elif not isinstance(value, (Tensor, int, float)):
+                raise TypeError(
+                    f"state[{self._name_of(param)}][{key!r}]: expected a tensor or a number, got "
+                    f"{type(value).__name__}"
+                )
+            elif isinstance(value, Tensor) and not _fits(value, fresh):
+                raise ValueError(
+                    f"state[{self._name_of(param)}][{key!r}]: expected shape {tuple(fresh.shape)}, "
+                    f"got {tuple(value.shape)}; is this the state of another model?"
+                )
             elif not isinstance(value, Tensor):
                 state[key] = torch.full_like(fresh, float(value))
             elif value.dtype != fresh.dtype or value.device != fresh.device:
                 state[key] = value.to(fresh.device, fresh.dtype)
             elif key != "step" and value.stride() != fresh.stride():
                 state[key] = fresh.copy_(value)
+
+    def _name_of(self, param: Tensor) -> str:
+        params = [p for group in self.param_groups for p in group["params"]]
+        return self.names[[p is param for p in params].index(True)]
 
     def for_one_tensor(
         self, group: Mapping[str, Any], param: Tensor, number: int, clipper: Clipper | None
@@ -520,6 +534,11 @@ class FusedOptimizer(Optimizer):
         self.state = WatchedState(self.state)
         self._step_supports_amp_scaling = True
         self._plans = self._kept = None
+
+
+def _fits(value: Tensor, fresh: Tensor) -> bool:
+    """Tell whether a loaded entry can stand for a new one; one number may have any shape."""
+    return value.shape == fresh.shape or value.numel() == fresh.numel() == 1
 
 
 def _renumbered(summary: Tensor, members: list[int]) -> Tensor:

@@ -7,18 +7,16 @@ addresses in the operator itself, natively.
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import repeat
-from operator import attrgetter, is_not
+from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zclip.backends import native
 from zclip.checks import check_tensors, check_writable
 from zclip.layout import NUM_LEDGER, UPDATES
 from zclip.parallel.placement import has_dtensor, local_parts
-
-_GRAD = attrgetter("grad")
+from zclip.reading import Reader, native
 
 
 class Plan:
@@ -65,7 +63,9 @@ class Plan:
         self._steps = self._listed(entries, "step")
         self.ledger = torch.zeros(len(params), NUM_LEDGER, dtype=torch.int64, device=self.device)
         self._handle = 0
-        self.is_native = self.device.type == "cpu" and native.is_loaded()
+        self._reader = Reader()
+        self._reading = 0
+        self.is_native = self.device.type == "cpu" and native.is_loaded
 
     def _listed(self, entries: list[Mapping[str, Any]], key: str) -> list[Tensor]:
         found = [entry.get(key) for entry in entries]
@@ -99,7 +99,11 @@ class Plan:
         Raises:
             LookupError: one that has no state yet has a gradient now: a new plan is needed.
         """
-        grads: list[Any] = list(map(_GRAD, self.params))
+        grads: list[Any] = native.gradients(self.params)
+        is_plain = self.is_native and not (self.lacking or self._has_dtensor or self._aligns)
+        self._reading = native.read(self._reader.number, grads, False) if is_plain else 0
+        if self._reading:  # they are all there
+            return grads
         if not all(map(is_not, grads, repeat(None))):
             if all(g is None for g in grads):
                 return None
@@ -126,15 +130,28 @@ class Plan:
             rows, summary = op(self._local, grads, *lists, *tail, *watched)
         return rows, summary
 
+    def read(self, grads: list[Tensor]) -> int:
+        """Return the number of a reading of what :meth:`gradients` returned; 0 if it cannot be."""
+        if not self._reading:
+            given = [None if g is self._nothing else g for g in grads]
+            self._reading = native.read(self._reader.number, given, True)
+        return self._reading
+
     def step(self, grads: list[Tensor], *arguments: Any) -> tuple[Tensor, ...] | None:
-        """Call ``fused_step_``; None if a tensor has moved, so that a new plan is needed."""
+        """Call ``fused_step_``; None if a tensor has moved, so that a new plan is needed.
+
+        Args:
+            grads: what was read last.
+            arguments: of the operator, after the plan.
+        """
         op = torch.ops.zclip.fused_step_.default
         if not self._handle:
             self._handle = self._make()
         try:
-            results: tuple[Tensor, ...] = op(grads, self._handle, *arguments)
+            results: tuple[Tensor, ...] = op(self._reading, self._handle, *arguments)
         except (RuntimeError, TypeError, ValueError):
-            results = op(self._repaired(grads), self._handle, *arguments)
+            grads, self._reading = self._repaired(grads), 0
+            results = op(self.read(grads), self._handle, *arguments)
         return results if results[-1].numel() else None
 
     def _make(self) -> int:
@@ -152,6 +169,12 @@ class Plan:
             TypeError, ValueError, RuntimeError: that is not what is wrong.
         """
         check_tensors(grads, self.name)
+        for i, (param, grad) in enumerate(zip(self._local, grads, strict=True)):
+            if grad.numel() and grad.shape != param.shape:
+                raise ValueError(
+                    f"{self.name(i)}: expected {tuple(param.shape)}, the shape of the parameter, "
+                    f"got {tuple(grad.shape)}"
+                )
         check_writable(self._local, lambda i: self.names[i])
         repaired = self._in_line(grads)
         if all(a is b for a, b in zip(repaired, grads, strict=True)):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
 
 from zclip.checks import check_writable
@@ -156,31 +155,6 @@ def clip_by_(
         zero_nonfinite_(grads, stats)
     scale_(grads, coefs)
     return norm, stats, coefs, verdict
-
-
-def clip_and_watch_(
-    grads: list[Tensor],
-    state: Tensor,
-    rule: int,
-    settings: Sequence[float],
-    loss: Tensor | None,
-    watch: Tensor,
-    watched: Tensor,
-    watch_settings: Sequence[float],
-) -> Clipped:
-    """Clip, then write into the verdict what the loss says.
-
-    Made of operators, not of their references, because it serves devices that have kernels for
-    each of them and none for both.
-    """
-    factor, rising_steps, decay, warmup_steps = watch_settings  # before anything is written
-    seen = watched.detach().to(watch.device, watch.dtype, non_blocking=True)
-    if seen.numel():
-        seen = seen.reshape(())
-    clipped: Clipped = torch.ops.zclip.clip_by_(grads, state, rule, settings, loss)
-    whole = factor, int(rising_steps), decay, int(warmup_steps)
-    torch.ops.zclip.watch_loss_(watch, seen, clipped[3], *whole)
-    return clipped
 
 
 def decide_by_(

@@ -16,8 +16,8 @@ library.define(
     " Tensor grad_scale, Tensor rates, int algorithm, int[] sizes, float[] settings, int seed,"
     " bool telemetry, int skip_flags) -> (Tensor rows, Tensor summary)"
 )
-# A step on the CPU in one call. The plan holds parameters and state, so that a step hands over no
-# more than the gradients; what it writes is therefore not in the schema, and no graph may hold it.
+# A step on the CPU in one call. The plan holds parameters and state, and zclip.reading has read the
+# gradients; what it writes is therefore not in the schema, and no graph may hold it.
 # With a watch, the state of watch_loss_, it judges the loss too, before it decides on the update.
 # rule -1 is none; an empty summary says that the plan is stale and that nothing was done.
 library.define(
@@ -26,7 +26,7 @@ library.define(
 )
 library.define("drop_plan(int plan) -> ()")
 library.define(
-    "fused_step_(Tensor[] grads, int plan, Tensor(a!) state, int rule, float[] rule_settings,"
+    "fused_step_(int reading, int plan, Tensor(a!) state, int rule, float[] rule_settings,"
     " Tensor? loss, float[] settings, float grad_scale, bool found_inf, bool skip_nonfinite,"
     " int seed, Tensor? stats=None, Tensor(b!)? watch=None, Tensor? watched=None,"
     " float[] watch_settings=[]) -> (Tensor norm, Tensor stats, Tensor coefs, Tensor verdict,"

@@ -19,10 +19,11 @@ library.define(f"rule_(Tensor(a!) state, Tensor stats, {_WHICH}) -> {_JUDGED}")
 library.define(f"clip_by_(Tensor(a!)[] grads, Tensor(b!) state, {_WHICH}) -> {_CLIPPED}")
 # As clip_by_, for those who apply the coefficients themselves: the gradients are only read.
 library.define(f"decide_by_(Tensor[] grads, Tensor(a!) state, {_WHICH}) -> {_CLIPPED}")
-# clip_by_, then watch_loss_ on its verdict, in one call.
+# On the CPU only: clip_by_ on gradients that zclip.reading has read, and watch_loss_ on its verdict
+# if there is a watch. It writes gradients that are not in the schema, so no graph may hold it.
 library.define(
-    "clip_and_watch_(Tensor(a!)[] grads, Tensor(b!) state, int rule, float[] settings,"
-    f" Tensor? loss, Tensor(c!) watch, Tensor watched, float[] watch_settings) -> {_CLIPPED}"
+    "clip_read_(int reading, Tensor(a!) state, int rule, float[] settings, Tensor? loss=None,"
+    " Tensor(b!)? watch=None, Tensor? watched=None, float[] watch_settings=[]) -> " + _CLIPPED
 )
 # What a backend calls for a rule that it has no code of its own for.
 library.define(f"reference_rule_(Tensor(a!) state, Tensor stats, {_WHICH}) -> {_JUDGED}")
@@ -44,20 +45,6 @@ def _clip_by_(
     rule: int,
     settings: list[float],
     loss: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return empty_fused(grads, state)
-
-
-@torch.library.register_fake("zclip::clip_and_watch_", lib=library)
-def _clip_and_watch_(
-    grads: list[Tensor],
-    state: Tensor,
-    rule: int,
-    settings: list[float],
-    loss: Tensor | None,
-    watch: Tensor,
-    watched: Tensor,
-    watch_settings: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return empty_fused(grads, state)
 

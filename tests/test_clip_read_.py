@@ -1,4 +1,4 @@
-"""Clipping and watching the loss in one call is clipping, then watching."""
+"""Clipping what was read, and watching the loss in the same call, is clipping, then watching."""
 
 import math
 
@@ -8,8 +8,9 @@ from torch import nn
 
 import zclip
 from tests.grads import make_grads
-from zclip import layout, reference
+from zclip import layout
 from zclip.layout import BLOCKED, FLAGS, LOSS, LOSS_NAN, NUM_LOSS_STATE
+from zclip.reading import Reader, native
 from zclip.reference import IDS
 
 op = torch.ops.zclip
@@ -22,22 +23,38 @@ WATCH = 2.0, 3, 0.9, 4
 LOSSES = [1.0, 1.1, 0.9, 1.0, 1.2, 1.3, 1.4, 9.0, math.nan, math.inf, 1.0]
 
 
+needs_reading = pytest.mark.skipif(
+    not native.is_loaded, reason="nothing is read without the extension"
+)
+
+
 def wide(size):
     return torch.zeros(size, dtype=torch.float64)
 
 
+@needs_reading
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("both", [op.clip_and_watch_, reference.clip_and_watch_])
-def test_it_is_both_operators_one_after_the_other(both, name, dtype):
+def test_it_is_both_operators_one_after_the_other(name, dtype):
     size, settings = RULES[name]
+    reader = Reader()
     states, watches = [wide(size), wide(size)], [wide(NUM_LOSS_STATE), wide(NUM_LOSS_STATE)]
     for step, value in enumerate(LOSSES):
         ours, theirs = (make_grads([(3, 4), (70,), (0,)], seed=step) for _ in range(2))
         if step == 5:
             ours[1][3] = theirs[1][3] = math.nan
         loss = torch.tensor(value, dtype=dtype)
-        at_once = both(ours, states[0], IDS[name], settings, None, watches[0], loss, WATCH)
+        reading = native.read_to_write(reader.number, ours, False)
+        at_once = op.clip_read_(
+            reading,
+            states[0],
+            IDS[name],
+            settings,
+            None,
+            watches[0],
+            loss,
+            WATCH,
+        )
         apart = op.clip_by_(theirs, states[1], IDS[name], settings)
         op.watch_loss_(watches[1], loss, apart[3], *WATCH)
         pairs = zip([*at_once, *ours, *states], [*apart, *theirs, *states[::-1]], strict=True)
@@ -54,14 +71,21 @@ WRONG = {
 }
 
 
+@needs_reading
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_watch_that_does_not_fit_is_an_error_before_anything_is_written(wrong):
-    if not zclip.backends.native.is_loaded():
-        wrong = "two losses"  # the rest is found out by the kernels
-    grads, state = make_grads([(3, 4), (70,)]), wide(3)
+    grads, state, reader = make_grads([(3, 4), (70,)]), wide(3), Reader()
     before = [g.clone() for g in grads]
+    reading = native.read_to_write(reader.number, grads, False)
     with pytest.raises(RuntimeError):
-        op.clip_and_watch_(grads, state, 0, [0.5, layout.SKIP], None, *WRONG[wrong])
+        op.clip_read_(
+            reading,
+            state,
+            0,
+            [0.5, layout.SKIP],
+            None,
+            *WRONG[wrong],
+        )
     assert not state.any()
     assert all(torch.equal(g, b) for g, b in zip(grads, before, strict=True))
 
