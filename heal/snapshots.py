@@ -329,12 +329,13 @@ class SnapshotRing:
 
     def note_clean(self, step: int) -> None:
         """Count a clean step for every snapshot before it, and promote those that have enough."""
-        in_quarantine = False
+        has_enough = False
         for snapshot in self._kept:
             if snapshot.step <= step:
                 snapshot.clean_steps += 1
-                in_quarantine |= not snapshot.is_good
-        if in_quarantine:
+                if not snapshot.is_good:
+                    has_enough |= snapshot.clean_steps >= self.quarantine_of(snapshot.step)
+        if has_enough:
             self._promote(trust=False)
 
     def note_checked(self, step: int) -> None:
@@ -494,8 +495,8 @@ class SnapshotRing:
     def _affordable(self, num_bytes: int) -> int:
         """How many snapshots of this size the limits of host memory allow."""
         most = min(self.count, math.floor(self.memory_fraction))
-        if sum([s.num_bytes for s in self._in_host_memory()]) >= most * num_bytes:
-            return most  # all are there: no need to ask the system for more
+        if self.held_bytes() >= most * num_bytes:
+            return most  # in use or spare: no need to ask the system, which takes half a millisecond
         free = available_bytes()
         if free is None:
             return most
@@ -509,7 +510,10 @@ class SnapshotRing:
             return 0
         if self._disk_failed:
             return sum(s.file is not None for s in self._kept)
-        return int((_share(free_bytes(self._folder)) + self.disk_bytes()) // num_bytes)
+        held = self.disk_bytes()
+        if held >= self.count * num_bytes:
+            return self.count
+        return int((_share(free_bytes(self._folder)) + held) // num_bytes)
 
     def _explain(self, in_memory: int, places: int, num_bytes: int) -> None:
         """Say what limits the snapshots, and what to do about it; once for each limit."""
