@@ -346,7 +346,14 @@ class Monitor:
             Whether all is calm, so that records may wait for each other.
         """
         if self._watches_moments:
-            self._moments = self._seen_moments()
+            for moments in self._moments:
+                first: dict[str, Any] = next(iter(moments.optimizer.state.values()), {})
+                if moments.ids != [*map(id, first.values())]:
+                    self._moments = []  # other tensors: made again below
+                    break
+                moments.versions[:] = map(VERSION, moments.tensors)
+            if len(self._moments) < len(self._guarded.optimizers):
+                self._moments = self._seen_moments()
         watchdog = self.cluster.watchdog
         if watchdog is not None:
             watchdog.beat(done)
