@@ -10,7 +10,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -460,48 +459,24 @@ class TrainingState:
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return how much memory the system could give without swapping; None if it does not say.
 
-    Most snapshots ask, so it reads no more files than it must.
-
     Args:
         root: where the files of the system are.
     """
-    total = sys.maxsize
     try:
-        for line in _lines(root / "proc/meminfo"):
-            if line.startswith("MemTotal:"):
-                total = int(line.split()[1]) * 1024
-            elif line.startswith("MemAvailable:"):
-                return min([int(line.split()[1]) * 1024, *_left_in_containers(root, total)])
+        for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return min([int(line.split()[1]) * 1024, *_left_in_containers(root)])
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, AttributeError):
         return None
 
 
-def _left_in_containers(root: Path, total: int) -> Iterator[int]:
+def _left_in_containers(root: Path) -> Iterator[int]:
     """Yield what the memory limits of our control groups leave: the system itself may have more.
 
-    File cache counts as free, because it makes way. A limit above the memory of the system is none.
+    File cache counts as free, because it makes way.
     """
-    for limit, used, stat in _memory_files(root, tuple(_lines(root / "proc/self/cgroup"))):
-        most = _lines(limit)
-        if not most or not most[0].isdigit() or int(most[0]) >= total:
-            continue
-        now, rows = _lines(used), dict(row.split() for row in _lines(stat))
-        if now:
-            cache = rows.get("total_inactive_file", rows.get("inactive_file", "0"))
-            yield int(most[0]) - int(now[0]) + int(cache)
-
-
-@lru_cache(maxsize=1)
-def _memory_files(root: Path, groups: tuple[str, ...]) -> list[tuple[Path, Path, Path]]:
-    """Return limit, usage and statistics of these control groups and of those they are in.
-
-    Args:
-        root: where the files of the system are.
-        groups: the lines of the system about our control groups.
-    """
-    files = []
-    for line in groups:
+    for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             mount, limit, used = "sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes"
@@ -511,16 +486,17 @@ def _memory_files(root: Path, groups: tuple[str, ...]) -> list[tuple[Path, Path,
             continue
         group = Path(path.lstrip("/"))
         for folder in {root / mount / part for part in (group, *group.parents)}:
-            of_limit, of_usage = folder / f"memory.{limit}", folder / f"memory.{used}"
-            files.append((of_limit, of_usage, folder / "memory.stat"))
-    return files
+            most, now = (_lines(folder / f"memory.{name}") for name in (limit, used))
+            if most and now and most[0].isdigit():
+                stat = dict(row.split() for row in _lines(folder / "memory.stat"))
+                cache = stat.get("total_inactive_file", stat.get("inactive_file", "0"))
+                yield int(most[0]) - int(now[0]) + int(cache)
 
 
 def _lines(path: Path) -> list[str]:
     """Return the lines of a file of the system; none if it is not there."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read().decode().splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
 
