@@ -196,9 +196,7 @@ class Seen(NamedTuple):
 
 def are_suspect(findings: Sequence[Finding]) -> bool:
     """Return whether snapshots taken lately may already hold what was found."""
-    return any(
-        f.cause.about.may_be_in_snapshots and f.severity >= Severity.ERROR for f in findings
-    )
+    return any(f.cause.about.may_be_in_snapshots and f.severity >= Severity.ERROR for f in findings)
 
 
 class Monitor:

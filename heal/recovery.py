@@ -141,8 +141,10 @@ class Recovery:
         if known.is_clean:
             for incident in self.history.note_step(known.step, self._config):
                 self._write_outcome(incident)
-            self._write_overflows()
-        self._write_forecast(known)  # now: a rollback forgets it, and a halt ends the run
+            if self._overflows:
+                self._write_overflows()
+        if self._monitor.watch.forecast is not None:
+            self._write_forecast(known)  # now: a rollback forgets it, and a halt ends the run
         return known
 
     def diagnose(self, seen: Seen) -> Diagnosis | None:
