@@ -42,22 +42,26 @@ def without_duplicates(named: Iterable[tuple[Key, Tensor]]) -> dict[Key, Tensor]
     Else it is the bytes.
     """
     by_storage: dict[int, list[tuple[Key, Tensor]]] = {}
-    places: set[tuple[Any, ...]] = set()
     for key, tensor in named:
         tensor = _once_each(local_part(tensor))
-        storage = tensor.untyped_storage()._cdata
-        place = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if place not in places:
-            places.add(place)
-            by_storage.setdefault(storage, []).append((key, tensor))
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((key, tensor))
     kept: dict[Key, Tensor] = {}
     for sharers in by_storage.values():
         if len(sharers) > 1:
+            places: dict[tuple[Any, ...], tuple[Key, Tensor]] = {}
+            for pair in sharers:
+                places.setdefault(_place(pair[1]), pair)
+            sharers = list(places.values())
             storage_bytes = sharers[0][1].untyped_storage().nbytes()
             if sum(t.nbytes for _, t in sharers) > storage_bytes:
                 sharers = [_all_of(sharers)]
         kept.update(sharers)
     return kept
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Which elements of its storage a tensor has."""
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _all_of(sharers: Sequence[tuple[Key, Tensor]]) -> tuple[Key, Tensor]:
@@ -509,7 +513,8 @@ def is_run_of_bytes(target: Tensor, source: Tensor) -> bool:
     return (
         type(target) in PLAIN
         and type(source) in PLAIN
-        and target.device.type == source.device.type == "cpu"
+        and target.is_cpu
+        and source.is_cpu
         and target.dtype == source.dtype
         and target.shape == source.shape
         and target.is_contiguous()

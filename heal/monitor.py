@@ -191,10 +191,12 @@ class Seen(NamedTuple):
     @property
     def is_suspect(self) -> bool:
         """Whether snapshots taken lately may already hold the trouble."""
-        return any(
-            f.cause.about.may_be_in_snapshots and f.severity >= Severity.ERROR
-            for f in self.findings
-        )
+        return are_suspect(self.findings)
+
+
+def are_suspect(findings: Sequence[Finding]) -> bool:
+    """Return whether snapshots taken lately may already hold what was found."""
+    return any(f.cause.about.may_be_in_snapshots and f.severity >= Severity.ERROR for f in findings)
 
 
 class Monitor:
@@ -342,7 +344,14 @@ class Monitor:
             Whether all is calm, so that records may wait for each other.
         """
         if self._watches_moments:
-            self._moments = self._seen_moments()
+            for moments in self._moments:
+                first: dict[str, Any] = next(iter(moments.optimizer.state.values()), {})
+                if moments.ids != [*map(id, first.values())]:
+                    self._moments = []  # other tensors: made again below
+                    break
+                moments.versions[:] = map(VERSION, moments.tensors)
+            if len(self._moments) < len(self._guarded.optimizers):
+                self._moments = self._seen_moments()
         watchdog = self.cluster.watchdog
         if watchdog is not None:
             watchdog.beat(done)
@@ -459,15 +468,13 @@ class Monitor:
         """
         record = seen.record
         settled = seen.settled if record is None else self._experiment.observe(record)
-        findings = self._known(seen.findings)
+        findings = self._known(seen.findings) if seen.findings else []
         if settled is not None:
             findings += self._accept(settled)
-        known = seen._replace(findings=findings, record=None, settled=settled)
-        if record is not None:
-            return known._replace(is_clean=self._judge_snapshots(record, known))
-        if seen.is_check and not known.is_suspect:
+        is_clean = record is not None and self._judge_snapshots(record, findings)
+        if seen.is_check and not are_suspect(findings):
             self._run.ring.note_checked(seen.step)
-        return known
+        return Seen(seen.step, findings, None, seen.is_check, seen.raised, is_clean, settled)
 
     def note_kept(self, seen: Seen) -> None:
         """Note that a plan has undone nothing: the next snapshots prove themselves."""
@@ -501,17 +508,17 @@ class Monitor:
             self.watch.rebase(settled.finding.cause)
         return settled.findings
 
-    def _judge_snapshots(self, record: Record, known: Seen) -> bool:
+    def _judge_snapshots(self, record: Record, findings: Sequence[Finding]) -> bool:
         """Let a clean step prove the snapshots before it; return whether it was clean.
 
         A skipped step proves nothing because it changed nothing.
         """
-        if known.findings and known.is_suspect:
-            self._run.ring.note_suspect(min(finding.bad_step for finding in known.findings))
+        if findings and are_suspect(findings):
+            self._run.ring.note_suspect(min(finding.bad_step for finding in findings))
         elif not record.blocked:
             self._run.clip_limits.note_norm(record.norm, record.clipped_norm)
             self._run.ring.note_clean(record.step)
-            return not known.findings
+            return not findings
         return False
 
     def _read(self, step: int, row: list[float]) -> Record:

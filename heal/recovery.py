@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
     @property
     def rolled_back(self) -> bool:
         """Whether the run has returned to an earlier step."""
-        return any(isinstance(action, Rollback) for action in self.plan)
+        return bool(self.plan) and any(isinstance(action, Rollback) for action in self.plan)
 
 
 NOTHING_DONE = Outcome()
@@ -143,11 +143,12 @@ class Recovery:
         if known.settled is not None:
             self._journal.event("experiment", self._run.step, **known.settled.to_json())
         if known.is_clean:
-            loss, _ = self._monitor.watch.loss_level()
             for incident in self.history.note_step(known.step, self._config):
-                self._write_outcome(incident, loss)
-            self._write_overflows()
-        self._write_forecast(known)  # now: a rollback forgets it, and a halt ends the run
+                self._write_outcome(incident)
+            if self._overflows:
+                self._write_overflows()
+        if self._monitor.watch.forecast is not None:
+            self._write_forecast(known)  # now: a rollback forgets it, and a halt ends the run
         return known
 
     def diagnose(self, seen: Seen) -> Diagnosis | None:
@@ -394,12 +395,12 @@ class Recovery:
         self._overflows = []
         self._write(replace(last, evidence=evidence), (), (), self._run.step)
 
-    def _write_outcome(self, incident: Incident, loss: float) -> None:
+    def _write_outcome(self, incident: Incident) -> None:
         """Write whether an incident is healed: the loss is where it was, within its noise of then.
 
         Not within that of now: the loss of a run that is broken has noise to spare.
         """
-        before = incident.loss_before
+        before, (loss, _) = incident.loss_before, self._monitor.watch.loss_level()
         if before is None or not incident.rollbacks or loss != loss:
             return
         margin = max(RECOVERED_NOISE * incident.noise, RECOVERED_SHARE * abs(before))
@@ -429,9 +430,8 @@ class Recovery:
         for seen in self._monitor.poll_last():
             self._write_last(seen.findings)
             self._write_forecast(seen)
-        loss, _ = self._monitor.watch.loss_level()
         for incident in self.history.incidents:
-            self._write_outcome(incident, loss)
+            self._write_outcome(incident)
         self._write_overflows()
 
     def _write_last(self, findings: Sequence[Finding]) -> None:

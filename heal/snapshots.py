@@ -53,6 +53,7 @@ STARVED = 3  # snapshots in a row with NaN or Inf in them that are worth a word
 FREE_SHARE = 0.5  # of the memory or disk now free, that all snapshots of a host may take
 PATIENCE = 1.0  # seconds that a step may wait for the disk without a word
 WAIT_SHARE = 0.02  # of the time, that steps may wait for the disk from then on
+ASK_SECONDS = 1.0  # for which free memory counts as free still, to make a place larger
 
 
 class SnapshotCorrupt(RuntimeError):
@@ -195,6 +196,7 @@ class SnapshotRing:
         self._spare_files: list[SpillFile] = []
         self._writing: tuple[Snapshot, BackgroundWrite] | None = None
         self._not_before = 0.0  # of the clock; when the disk may keep a step waiting again
+        self._granted = 0, 0.0  # bytes that each place may have, and until when of the clock
         self.copying: torch.Event | None = None
         self._sides: dict[torch.device, SideStream] = {}
 
@@ -329,12 +331,13 @@ class SnapshotRing:
 
     def note_clean(self, step: int) -> None:
         """Count a clean step for every snapshot before it, and promote those that have enough."""
-        in_quarantine = False
+        has_enough = False
         for snapshot in self._kept:
             if snapshot.step <= step:
                 snapshot.clean_steps += 1
-                in_quarantine |= not snapshot.is_good
-        if in_quarantine:
+                if not snapshot.is_good:
+                    has_enough |= snapshot.clean_steps >= self.quarantine_of(snapshot.step)
+        if has_enough:
             self._promote(trust=False)
 
     def note_checked(self, step: int) -> None:
@@ -494,12 +497,21 @@ class SnapshotRing:
     def _affordable(self, num_bytes: int) -> int:
         """How many snapshots of this size the limits of host memory allow."""
         most = min(self.count, math.floor(self.memory_fraction))
-        if sum([s.num_bytes for s in self._in_host_memory()]) >= most * num_bytes:
+        held = self.held_bytes()
+        if held >= most * num_bytes:
             return most  # all are there: no need to ask the system for more
+        # One of before the first step has no moments, so that its place must grow to be used again.
+        has_places = len(self._in_host_memory()) + len(self._spare) >= most
+        size, until = self._granted
+        if has_places and num_bytes <= size and time.monotonic() < until:
+            return most
         free = available_bytes()
         if free is None:
             return most
-        return min(most, int((_share(free) + self.held_bytes()) // num_bytes))
+        affordable = min(most, int((_share(free) + held) // num_bytes))
+        granted = num_bytes if affordable == most else 0
+        self._granted = granted, time.monotonic() + ASK_SECONDS
+        return affordable
 
     def _affordable_on_disk(self, num_bytes: int) -> int:
         """How many snapshots of this size the disk has room for, those that are there included."""
@@ -509,7 +521,10 @@ class SnapshotRing:
             return 0
         if self._disk_failed:
             return sum(s.file is not None for s in self._kept)
-        return int((_share(free_bytes(self._folder)) + self.disk_bytes()) // num_bytes)
+        held = self.disk_bytes()
+        if held >= self.count * num_bytes:
+            return self.count
+        return int((_share(free_bytes(self._folder)) + held) // num_bytes)
 
     def _explain(self, in_memory: int, places: int, num_bytes: int) -> None:
         """Say what limits the snapshots, and what to do about it; once for each limit."""

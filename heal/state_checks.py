@@ -40,18 +40,22 @@ def copy_on_host(
     What is one run of bytes is read once.
     """
     may_hold_inf = without_nan or {}
-    runs = {key: t for key, t in tensors.items() if is_run_of_bytes(copies[key], t)}
-    others = [key for key in tensors if key not in runs]
-    rows = copy_and_hash([copies[k] for k in runs], list(runs.values())).tolist()
-    hashes = {key: row[0] for key, row in zip(runs, rows, strict=True)}
-    bad = [key for key, row in zip(runs, rows, strict=True) if row[1]]
-    num_bad = sum(must_be_finite(key, tensors[key]) for key in bad)
-    num_bad += int(count_bad(((k, tensors[k]) for k in bad if k in may_hold_inf), may_hold_inf))
-    if others:
+    runs = [key for key, tensor in tensors.items() if is_run_of_bytes(copies[key], tensor)]
+    rows = copy_and_hash([copies[k] for k in runs], [tensors[k] for k in runs])
+    hashes, are_bad = rows.unbind(dim=1)
+    bad, num_bad = [k for k, is_bad in zip(runs, are_bad.tolist(), strict=True) if is_bad], 0
+    if bad:
+        num_bad = sum(must_be_finite(key, tensors[key]) for key in bad)
+        num_bad += int(count_bad(((k, tensors[k]) for k in bad if k in may_hold_inf), may_hold_inf))
+    if len(runs) < len(tensors):
+        copied = set(runs)
+        others = [key for key in tensors if key not in copied]
         copy_by_kind([copies[k] for k in others], [tensors[k] for k in others], non_blocking=False)
-        hashes |= zip(others, fingerprints(tensors[k] for k in others).tolist(), strict=True)
+        known = dict(zip(runs, hashes.tolist(), strict=True))
+        known |= zip(others, fingerprints(tensors[k] for k in others).tolist(), strict=True)
         num_bad += int(count_bad(((k, tensors[k]) for k in others), without_nan))
-    return torch.tensor([hashes[key] for key in tensors], dtype=torch.int64), torch.tensor(num_bad)
+        hashes = torch.tensor([known[key] for key in tensors], dtype=torch.int64)
+    return hashes, torch.tensor(num_bad)
 
 
 def must_be_finite(key: Key, tensor: Tensor) -> bool:
@@ -363,6 +367,8 @@ def _stacked(counters: Sequence[Tensor | float]) -> Tensor:
     if not tensors:
         return torch.tensor([float(c) for c in counters])
     device = tensors[0].device
+    if len(tensors) == len(counters) and len({(c.device, c.dtype, c.dim()) for c in tensors}) == 1:
+        return torch.stack(tensors).reshape(len(tensors)).float()
     rows = [
         c.detach().reshape(()).to(device, torch.float32, non_blocking=True)
         if isinstance(c, Tensor)

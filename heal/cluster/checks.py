@@ -55,6 +55,7 @@ class ClusterWatch:
         self._journal = journal
         self._report = report
         self._note = note
+        self._group = group
         self._ping = GroupPing(group, config.nccl_timeout_seconds)
         if config.nccl_health_check_interval:
             self._ping.connect()
@@ -74,6 +75,7 @@ class ClusterWatch:
         if self._compares or self._ping_read_at is not None:
             return step + 1
         gpu, ping, ahead = self._intervals
+        ping = ping if has_peers(self._group) else 0  # a process alone has none to answer it
         due = [next_due(step, gpu, False)] if gpu else []
         due += [next_due(step + ahead, ping, False) - ahead] if ping else []
         return min(due, default=NEVER)

@@ -25,7 +25,6 @@ class ThroughputCollapse:
             return None
         if record.micro_batches > 1:
             seconds /= record.micro_batches
-        usual = self.seconds.level()
         if self.seconds.push(seconds) != self.seconds.patience:
             return None
         return Finding(
@@ -33,7 +32,7 @@ class ThroughputCollapse:
             step=record.step,
             bad_step=record.step,
             severity=Severity.WARN,
-            evidence={"seconds": seconds, "usual_seconds": usual},
+            evidence={"seconds": seconds, "usual_seconds": self.seconds.usual},
             streak=self.seconds.streak,
         )
 

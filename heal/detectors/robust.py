@@ -151,7 +151,7 @@ class UpperRange:
         """Add a value and return the streak."""
         self.usual = self.level()
         bound = max(self.limit * self.usual, self.floor)
-        is_far = len(self.values) >= FEWEST and 0.0 < bound < value
+        is_far = 0.0 < bound < value and len(self.values) >= FEWEST
         self.streak = self.streak + 1 if is_far else 0
         if not is_far or self.streak > self.patience:
             self.values.push(value)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from heal.guarded_step import TOGETHER
 from tools import ownership, trace_calls
 
 ROOT = Path(__file__).parents[2]
 MOST_FILES = 12  # that a step of a healthy run visits
-MOST_CALLS = 19  # of our functions in it, those that measure and clip included
-MOST_CALLS_ABOVE = 11  # above one of our optimizers, which measures, clips and watches the loss
+MOST_CALLS = 18  # of our functions in it, those that measure and clip included
+MOST_CALLS_ABOVE = 10  # above one of our optimizers, which measures, clips and watches the loss
+MOST_CALLS_POLLED = 60  # for each calm record that is polled, 25 at a time
 FORMER = {"Parts", "Given", "Owner", "catch_up", "on_restore", "healing_state", "tell"}
 """What version 0.1 was wired with."""
 
@@ -25,6 +27,16 @@ def test_a_healthy_step_is_few_calls_in_few_files():
     trace = trace_calls.healthy_step()
     assert len(trace.files) <= MOST_FILES, sorted(trace.files)
     assert len(trace.visited) <= MOST_CALLS
+
+
+def test_a_calm_record_that_is_polled_is_few_calls():
+    run = trace_calls.Run()
+    run.build()
+    run.step(60)
+    calls = [len(run.trace_step().visited) for _ in range(60, 99)]  # up to the next snapshot
+    polled = [count for count in calls if count > MOST_CALLS]
+    assert len(polled) == 1, "a process alone polls for nothing but its records"
+    assert polled[0] <= MOST_CALLS + TOGETHER * MOST_CALLS_POLLED
 
 
 def test_a_healthy_step_adds_few_calls_to_a_fused_optimizer():

@@ -107,6 +107,25 @@ def test_the_system_is_asked_for_memory_until_all_are_there_that_are_wanted(monk
     assert ring.held_bytes() > 0
 
 
+def test_a_place_that_may_have_to_grow_is_asked_for_once_a_second(monkeypatch):
+    """That of step 0 has no moments, and is kept as the oldest for most of a run."""
+    state, ring = build()[0], SnapshotRing(1, 3, 3.0, 0)
+    clock, asked, free = [100.0], [], [1 << 40]
+    monkeypatch.setattr("heal.snapshots.available_bytes", lambda: asked.append(1) or free[0])
+    monkeypatch.setattr("heal.snapshots.time.monotonic", lambda: clock[0])
+    for step in range(20):
+        assert take(state, ring, step)
+        ring.note_clean(step)
+        ring.pin({0})
+        clock[0] += 0.125
+        train(state, 1)  # the first time makes the moments
+    assert ring.of_step(0) is not None
+    assert len(asked) == 3 + 2  # for each place, and in the two seconds that follow
+    free[0], clock[0] = 0, clock[0] + 1.0  # what the system said is not believed for longer
+    take(state, ring, 20)
+    assert "free host memory" in ring.degraded
+
+
 def test_memory_that_is_short_for_the_second_leaves_one(monkeypatch):
     state, ring = build()[0], SnapshotRing(10, 2, 2.0, 0)
     assert take(state, ring, 0)
