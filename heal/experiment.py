@@ -529,7 +529,7 @@ class Experiment:
         cause = Cause.WEIGHT_CORRUPTION if is_alert else finding.cause
         held, lr = self._watch.held_lr(), self._run.learning_rate()
         if not finding.is_of_evaluation and held > 0.0 and not 0.0 < lr < CLEAR_RATIO * held:
-            cause = Cause.LR_SPIKE
+            cause = Cause.LR_SPIKE if lr > 0.0 else Cause.LR_DROP
             evidence |= {"lr": lr, "usual_lr": held}
         if math.isinf(pair.now):
             evidence["loss_now"] = "not finite"

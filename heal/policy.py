@@ -229,12 +229,10 @@ def _rungs(case: _Case) -> Iterator[Plan]:
 
 
 def _held_rate(diagnosis: Diagnosis) -> Plan:
-    """Return how to keep a rate from rising again that no schedule has raised."""
+    """Return how to keep a rate from changing again that no schedule has changed."""
     held = diagnosis.evidence.get("usual_lr")
-    is_scheduled = bool(diagnosis.evidence.get("measured"))
-    if diagnosis.cause is not Cause.LR_SPIKE or is_scheduled or not isinstance(held, float):
-        return ()
-    return (HoldLr(held),)
+    is_of_rate = diagnosis.cause.about.blames is Blames.LEARNING_RATE
+    return (HoldLr(held),) if is_of_rate and isinstance(held, float) else ()
 
 
 def _skip(case: _Case, target: int, tried: int) -> Plan:

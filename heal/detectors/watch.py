@@ -153,11 +153,11 @@ class Watch:
         """Note that a rollback or the user wrote weights before ``step``."""
         self._writes.expect(step)
 
-    def start_over(self) -> None:
-        """Take all that comes from now on as usual: something was changed on purpose."""
+    def start_over(self, step: int) -> None:
+        """Take all that comes from now on as usual: something was changed before ``step``."""
         self._loss.rebase()
         self._explosion.rebase()
-        self._lr.start_over()
+        self._lr.start_over(step)
         self._health.start_over()
 
     def rebase(self, cause: Cause) -> None:

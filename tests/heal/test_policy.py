@@ -94,16 +94,16 @@ WARN = Severity.WARN
         (sick(Cause.OPTIMIZER_CORRUPTION), REPLAY, (Rollback(80),)),
         (sick(Cause.LR_SPIKE), REPLAY, (Rollback(80),)),
         (sick(Cause.LR_SPIKE, severity=WARN), {}, ()),
-        # A rate that no schedule has raised is held down; a scheduled one needs no help.
+        # A rate that no schedule has changed is held.
         (
             sick(Cause.LR_SPIKE, usual_lr=0.1),
             REPLAY,
             (Rollback(80), HoldLr(0.1)),
         ),
         (
-            sick(Cause.LR_SPIKE, usual_lr=0.1, measured=True),
+            sick(Cause.LR_DROP, usual_lr=0.1),
             REPLAY,
-            (Rollback(80),),
+            (Rollback(80), HoldLr(0.1)),
         ),
         # Alerts never act.
         (sick(Cause.PLATEAU), {}, ()),
