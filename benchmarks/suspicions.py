@@ -105,7 +105,7 @@ ROWS = [
     Row(
         LrChange,
         "lr",
-        "a rate off its schedule, a leap or a fall that no schedule explains, a rate of zero or less",
+        "a rate off its schedule, a leap that no schedule explains, a rate of zero or less",
         ALERT,
         by_rate,
     ),

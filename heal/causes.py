@@ -358,6 +358,12 @@ class Cause(str, Enum):
 PROOF = "loss_with_old_weights"
 """Evidence that an experiment has found the weights damaged, and those of ``bad_step`` sound."""
 
+UNTRAINED = "nothing_learned"
+"""Evidence that the loss before the damage was no lower than that of the first weights."""
+
+NOT_FINITE = "not finite"
+"""A loss, as evidence: JSON has no number for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:

@@ -256,12 +256,12 @@ class Schedules:
                 distance = 1.0 if lr == scheduled else _distance(lr, scheduled)
                 if distance > furthest or found[0] != found[0]:
                     furthest, found = distance, (lr, scheduled)
-        if furthest == 1.0 and self._puts_back is None:
+        if 0.0 < furthest <= 1.0 + SAME and self._puts_back is None:
             self._puts_back = True
         return found
 
-    def put_back(self, step: int) -> None:
-        """Return every rate to its schedule, because something else has changed one before ``step``.
+    def put_back(self) -> None:
+        """Return every rate to its schedule, if something else has changed one.
 
         Once: code that changes it again means it. Nor before the rates were on schedule for the
         first time, because the loop may have a warm-up of its own.
@@ -277,11 +277,6 @@ class Schedules:
             for group, lr in zip(groups, self._expected(optimizer), strict=False):
                 if _distance(number_of(group.get("lr")), number_of(lr)):
                     _write([group], [{"lr": lr}])
-        self._note(
-            f"the learning rate was {found:g} before step {step}, and its schedule says "
-            f"{scheduled:g}: it was put back. If your code changed it on purpose, call "
-            "healer.expect_change after that; a further change is left alone"
-        )
 
     def expect_change(self) -> None:
         """Leave rates that are off their schedule now alone until they are on it again."""

@@ -40,8 +40,8 @@ class Calm:
 
     A record that a detector could act upon is polled as soon as it may be read: a skipped step, a
     flag that is not ordinary, a flag of the host, a loss or norm above the limits of the detectors,
-    a learning rate that has leapt or fallen. Other records wait for each other, up to ``TOGETHER - 1`` steps. Plans and
-    snapshots poll first, so that they miss nothing.
+    a learning rate that has leapt or fallen. Other records wait for each other, up to
+    ``TOGETHER - 1`` steps. Plans and snapshots poll first, so that they miss nothing.
 
     After a rollback make a new one, because the old limits may come from the trouble. No step is
     calm while there are none.
@@ -276,7 +276,7 @@ class Monitor:
         if type(lr) is not float or self._schedules.are_followed:
             lr, scheduled = self._schedules.rates()
             if lr != scheduled == scheduled:
-                self._schedules.put_back(self._run.step)
+                self._schedules.put_back()
         flags = NO_FLAG
         if self._guarded.buffers.are_there:
             flags = self._look_at_statistics(self._run.step)
@@ -472,9 +472,14 @@ class Monitor:
         return known
 
     def note_kept(self, seen: Seen) -> None:
-        """Note that a plan has undone nothing: the next snapshots prove themselves."""
+        """Note that a plan has undone nothing: the next snapshots prove themselves.
+
+        Damage that was proven and stays is the level that comes next.
+        """
         if seen.is_suspect:
             self._run.ring.note_settled()
+        if seen.settled is not None and seen.settled.answer is Answer.DAMAGED:
+            self.watch.rebase(seen.settled.finding.cause)
 
     def suspect(self, finding: Finding) -> None:
         """Have an experiment settle a suspicion, unless another one is under way."""

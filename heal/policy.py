@@ -27,7 +27,7 @@ from heal.actions import (
     WatchClosely,
     newest_snapshot,
 )
-from heal.causes import Blames, Cause, Family, Severity
+from heal.causes import UNTRAINED, Blames, Cause, Family, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
@@ -56,6 +56,10 @@ MAX_HALVINGS = 30
 MOST_SKIPPED = 500
 """Most batches after the trouble that the window may grow to: PaLM (arXiv:2204.02311) got past
 spikes by leaving out some 200 to 500. If that does not help, it is not the data."""
+
+
+FRUITLESS = "updates damage the first weights again and again; use a far lower learning rate"
+"""What ends a run whose loss is not finite in its first steps, after a rollback once more."""
 
 
 def decide(
@@ -165,6 +169,9 @@ def _heal_numbers(case: _Case) -> Plan:
     if diagnosis.cause is Cause.DESYNC and Cause.DESYNC.value in case.known:
         why = "ranks are at different steps again after all returned to one"
         return case.halt(why, ExitCode.DISTRIBUTED)
+    if UNTRAINED in diagnosis.evidence and history.is_fruitless(diagnosis.family):
+        first: Plan = (Rollback(min(case.snapshots)),) if case.snapshots else ()
+        return (*first, *case.halt(FRUITLESS, ExitCode.UNRECOVERABLE))
     if history.attempts >= config.max_recovery_attempts:
         why = f"{history.attempts} recovery attempts did not help"
         return (*case.last_good, *case.halt(why, ExitCode.BUDGET_SPENT))

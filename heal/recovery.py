@@ -139,9 +139,8 @@ class Recovery:
         if known.settled is not None:
             self._journal.event("experiment", self._run.step, **known.settled.to_json())
         if known.is_clean:
-            loss, _ = self._monitor.watch.loss_level()
             for incident in self.history.note_step(known.step, self._config):
-                self._write_outcome(incident, loss)
+                self._write_outcome(incident)
             self._write_overflows()
         self._write_forecast(known)  # now: a rollback forgets it, and a halt ends the run
         return known
@@ -154,6 +153,9 @@ class Recovery:
         self.history.note_findings(seen.findings)
         if diagnosis is not None and diagnosis.cause is Cause.SCALER_OVERFLOW:
             self._overflows.append(diagnosis)  # written once, when the search is over
+            return None
+        if diagnosis is not None and self.history.knows_fruitless(diagnosis):
+            self._monitor.note_kept(seen)
             return None
         return diagnosis
 
@@ -390,16 +392,20 @@ class Recovery:
         self._overflows = []
         self._write(replace(last, evidence=evidence), (), (), self._run.step)
 
-    def _write_outcome(self, incident: Incident, loss: float) -> None:
-        """Write whether an incident is healed: the loss is where it was, within its noise of then.
+    def _write_outcome(self, incident: Incident) -> None:
+        """Write whether an incident is healed: the loss is where it was, within its noise.
 
-        Not within that of now: the loss of a run that is broken has noise to spare.
+        Within the noise of then and of now: the loss of a run that is broken has noise to spare,
+        and that of the first steps is hardly known. Damage that came again before anything was
+        learned was left as it is, and is not healed even if the loss is back at chance.
         """
+        loss, noise = self._monitor.watch.loss_level()
         before = incident.loss_before
         if before is None or not incident.rollbacks or loss != loss:
             return
-        margin = max(RECOVERED_NOISE * incident.noise, RECOVERED_SHARE * abs(before))
-        is_healed = loss <= before + margin
+        noise = min(noise, incident.noise)
+        margin = max(RECOVERED_NOISE * noise, RECOVERED_SHARE * abs(before))
+        is_healed = loss <= before + margin and Cause.NOT_LEARNING.value not in incident.causes
         self._journal.note_outcome(is_healed, loss, before)
         self._journal.event(
             "outcome",
@@ -425,9 +431,8 @@ class Recovery:
         for seen in self._monitor.poll_last():
             self._write_last(seen.findings)
             self._write_forecast(seen)
-        loss, _ = self._monitor.watch.loss_level()
         for incident in self.history.incidents:
-            self._write_outcome(incident, loss)
+            self._write_outcome(incident)
         self._write_overflows()
 
     def _write_last(self, findings: Sequence[Finding]) -> None:

@@ -8,6 +8,11 @@ from heal.config import HealingConfig
 from heal.detectors.robust import BLOCK, FAR, FEWEST, SAME
 from heal.record import Record
 
+PUT_BACK = (
+    "the first time a rate leaves its schedule, it is put back before the step; call "
+    "healer.expect_change after a change on purpose"
+)
+
 
 class LrChange:
     """Reports a learning rate that nothing known explains; never acts.
@@ -21,13 +26,15 @@ class LrChange:
     Attributes:
         held: the highest rate that the run has held for ``BLOCK`` steps; 0 if it never did. A rate
             above it that no schedule explains is a suspect when damage is found.
+        held_until: the last step whose rate was positive and no higher.
     """
 
     def __init__(self, config: HealingConfig) -> None:
         self.last = math.nan
         self.same = self.idle = 0
         self.held = 0.0
-        self.is_off = False
+        self.held_until = -1
+        self.is_off = self.has_schedule = False
         self.first_step = 0
 
     def observe(self, record: Record) -> Finding | None:
@@ -38,7 +45,8 @@ class LrChange:
         was_off, is_first = self.is_off, last != last
         self.same = self.same + 1 if abs(lr - last) <= SAME * abs(last) else 0
         self.idle = self.idle + 1 if lr == 0.0 else 0
-        if math.isfinite(scheduled):
+        self.has_schedule = math.isfinite(scheduled)
+        if self.has_schedule:
             self.held = 0.0
             self.is_off = abs(lr - scheduled) > SAME * abs(scheduled)
             # A schedule may begin or end at zero, but it should not stay there or go below.
@@ -47,6 +55,8 @@ class LrChange:
             return self._found(record, scheduled, True) if is_found else None
         if self.same >= BLOCK:
             self.held = max(self.held, lr)
+        if 0.0 < lr <= (1 + SAME) * self.held:
+            self.held_until = record.step
         has_leapt = last > 0.0 and not last / FAR <= lr <= last * FAR
         # The first rate of a warm-up may be zero; the second is not.
         self.is_off = lr < 0.0 or (lr == 0.0 and not is_first)
@@ -58,7 +68,9 @@ class LrChange:
         evidence: dict[str, object] = {"lr": lr, "measured": has_schedule}
         if usual == usual:
             evidence["usual_lr"] = usual
-        if lr < 0.0:
+        if self.is_off and has_schedule:
+            evidence["advice"] = PUT_BACK
+        elif lr < 0.0:
             evidence["advice"] = "updates with a negative learning rate raise the loss"
         elif lr == 0.0:
             evidence["advice"] = "nothing is learned with this learning rate"
@@ -76,18 +88,13 @@ class LrChange:
         self.first_step = step
 
     def state(self) -> dict[str, Any]:
+        names = ("same", "idle", "held", "held_until", "is_off")
         last = None if self.last != self.last else self.last
-        return {
-            "last": last,
-            "same": self.same,
-            "held": self.held,
-            "is_off": self.is_off,
-            "idle": self.idle,
-        }
+        return {"last": last, **{name: getattr(self, name) for name in names}}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if "held" not in state:
             return  # of version 0.1: learned again
         self.last = math.nan if state["last"] is None else state["last"]
         self.same, self.held, self.is_off = state["same"], state["held"], state["is_off"]
-        self.idle = state.get("idle", 0)
+        self.idle, self.held_until = state.get("idle", 0), state.get("held_until", -1)

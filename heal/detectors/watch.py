@@ -145,9 +145,20 @@ class Watch:
         """Return the level of the loss and its noise; NaN while they are not known."""
         return self._loss.level()
 
-    def held_lr(self) -> float:
-        """Return the highest learning rate that the run has held and no schedule set; 0 if none."""
-        return self._lr.held
+    def held_lr(self) -> tuple[float, int]:
+        """Return the highest learning rate that the run has held and no schedule set; 0 if none.
+
+        And the last step with a rate that was no higher.
+        """
+        return self._lr.held, self._lr.held_until
+
+    def has_schedule(self) -> bool:
+        """Return whether a schedule that is known sets the rate."""
+        return self._lr.has_schedule
+
+    def first_loss(self) -> float:
+        """Return the loss that the run began with; NaN if there was none yet."""
+        return min(self._loss.first, default=math.nan)
 
     def expect_write(self, step: int) -> None:
         """Note that a rollback or the user wrote weights before ``step``."""

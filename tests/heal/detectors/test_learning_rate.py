@@ -39,6 +39,7 @@ def test_a_leap_that_no_schedule_explains_is_reported_once(factor, is_found):
 def test_a_rate_of_zero_or_less_is_reported_once_with_advice(lr, advice, scheduled):
     (found,) = reports(STEADY + [lr] * 30, scheduled)
     assert (found.cause, found.step, found.severity) == (Cause.LR_DROP, 30, Severity.WARN)
+    advice = advice if scheduled is None else "is put back before the step"
     assert advice in found.evidence["advice"]
 
 
@@ -94,7 +95,7 @@ def held(lrs, scheduled=math.nan):
     watch = Watch(HealingConfig())
     for step, lr in enumerate(lrs):
         watch.observe(Record(step=step, loss=1.0, norm=1.0, lr=lr, scheduled_lr=scheduled))
-    return watch.held_lr()
+    return watch.held_lr()[0]
 
 
 def test_a_rate_is_held_once_it_was_the_same_for_32_steps():
@@ -105,3 +106,11 @@ def test_a_rate_is_held_once_it_was_the_same_for_32_steps():
     assert held([1e-3] * 33 + [1e-4] * 33) == 1e-3  # the highest counts
     assert held([1e-3 * 1.05**step for step in range(60)]) == 0.0
     assert held([1e-3] * 60, scheduled=1e-3) == 0.0  # a schedule explains it
+
+
+def test_the_last_step_with_a_rate_that_was_held_is_known():
+    watch = Watch(HealingConfig())
+    rates = [1e-3] * 40 + [1e-4] * 5 + [1e-3 * 1.03**step for step in range(1, 20)]
+    for step, lr in enumerate(rates):
+        watch.observe(Record(step=step, loss=1.0, norm=1.0, lr=lr))
+    assert watch.held_lr() == (1e-3, 44)
