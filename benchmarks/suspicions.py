@@ -105,8 +105,8 @@ ROWS = [
     Row(
         LrChange,
         "lr",
-        "a rate off its schedule, a leap that no schedule explains",
-        f"{ACTION}, {ALERT}",
+        "a rate off its schedule, a leap that no schedule explains, a rate of zero or less",
+        ALERT,
         by_rate,
     ),
     Row(

@@ -238,8 +238,14 @@ class Cause(str, Enum):
     )
     LR_SPIKE = "lr_spike", _symptom(
         title="The learning rate jumped",
-        summary="The learning rate is not what the schedule says, or far above all before and the "
-        "loss suffers.",
+        summary="The learning rate is above its schedule, or far above all before.",
+        blames=Blames.LEARNING_RATE, explains=("divergence", "loss_spike", "gradient_explosion"),
+        exit_reason=None, reference=OPT,
+    )
+    LR_DROP = "lr_drop", _symptom(
+        title="The learning rate fell",
+        summary="The learning rate is below its schedule, far below the one before, or not above "
+        "zero.",
         blames=Blames.LEARNING_RATE, explains=("divergence", "loss_spike", "gradient_explosion"),
         exit_reason=None, reference=OPT,
     )
@@ -354,6 +360,12 @@ PROOF = "loss_with_old_weights"
 
 AT_ONCE = "leapt_at_once"
 """Evidence that the loss went from its level to a suspicion in one step, not by a climb."""
+
+UNTRAINED = "nothing_learned"
+"""Evidence that the loss before the damage was no lower than that of the first weights."""
+
+NOT_FINITE = "not finite"
+"""A loss, as evidence: JSON has no number for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

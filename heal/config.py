@@ -229,8 +229,6 @@ class HealingConfig:
     """A norm before clipping of more than this many times its recent upper range explodes."""
     grad_norm_patience: ClassVar[int] = 3
     """Explosions in a row that are suspected."""
-    lr_spike_factor: ClassVar[float] = 10.0
-    """A learning rate of more than this many times its recent peak is suspected."""
     loss_spike_patience: ClassVar[int] = 5
     """Steps in which weights that an experiment found damaged may recover by themselves, twice."""
     drift_factor: ClassVar[float] = 1.5

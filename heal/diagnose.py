@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heal.causes import PROOF, Cause, Family, Finding, Severity
+from heal.causes import NOT_FINITE, PROOF, UNTRAINED, Cause, Family, Finding, Severity
 from heal.exceptions import LOADER_PHASES, classify, message_of, qualified_name
 from heal.history import History
 
@@ -20,6 +20,11 @@ ALONE, SUPPORTED = 0.7, 0.9
 MEASURED = 0.99
 """Confidence: a statistical finding by itself, with another that agrees, and a fact."""
 
+
+TOO_HIGH = (
+    "updates with this learning rate damage the first weights again and again: start again with a "
+    "rate ten times lower, or a hundred times, and with a warm-up; this run goes on as it is"
+)
 
 SEEN_AS = "seen_as"
 """The evidence that names the symptom by which NaN in the state was noticed."""
@@ -81,6 +86,10 @@ def diagnose(findings: Sequence[Finding], history: History) -> Diagnosis | None:
 
     Of findings that are equally severe, the one that explains the others is chosen, and the others
     become evidence. A recent warning that explains the symptom is named as the suspect.
+
+    Damage that comes again before anything was learned is the doing of the updates, and there is
+    nothing that a rollback could regain: then the cause is that nothing is learned, unless the loss
+    is not even finite.
     """
     if not findings:
         return None
@@ -89,6 +98,11 @@ def diagnose(findings: Sequence[Finding], history: History) -> Diagnosis | None:
     chosen = min(candidates, key=lambda finding: list(Cause).index(finding.cause))
     others = [finding for finding in findings if finding is not chosen]
     evidence: dict[str, Any] = dict(chosen.evidence)
+    is_fruitless = UNTRAINED in evidence and history.is_fruitless(chosen.cause.about.family)
+    if is_fruitless and evidence["loss_now"] != NOT_FINITE:
+        evidence["advice"] = TOO_HIGH
+        seen = chosen.bad_step, chosen.step
+        return Diagnosis(Cause.NOT_LEARNING, evidence, SUPPORTED, Severity.WARN, *seen)
     if others:
         evidence["also"] = {other.cause.value: dict(other.evidence) for other in others}
     bad_step = min(finding.bad_step for finding in candidates)

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from heal.buffers import Key, local_part
-from heal.causes import PROOF, Cause, Family, Finding, Severity
+from heal.causes import NOT_FINITE, PROOF, UNTRAINED, Cause, Family, Finding, Severity
+from heal.detectors.robust import SAME
 from heal.detectors.watch import Watch
+from heal.lr_schedules import number_of
 from heal.ranks import Ranks
 from heal.record import Record
 from heal.run import TorchRun
@@ -190,6 +192,7 @@ class _Question:
     all_pairs: list[Pair] = field(default_factory=list)
     forwards: int = 0
     fresh: int | None = None  # the snapshot of right before the damage, once that was shown
+    shown: Pair | None = None  # the losses that have shown the damage
     excess: float | None = None  # of the loss when the weights were last found damaged
     trial_step: int = -1
     old_loss: float = math.nan
@@ -432,8 +435,12 @@ class Experiment:
                 return self._settle(Answer.OTHER_DATA, "today's weights do better than the first")
             return self._settle(Answer.UNDECIDED, NOT_LEARNING)
         if question.fresh is not None:
-            if not _loses(question.pairs[-1], CLEAR_NOISE * question.noise, CLEAR_RATIO):
+            pair, older = question.pairs[-1], question.shown or question.all_pairs[0]
+            beside = Pair(pair.old, older.old)  # of two batches: only by far
+            is_worse = _loses(beside, GREAT_NOISE * question.noise, GREAT_RATIO)
+            if is_worse or not _loses(pair, CLEAR_NOISE * question.noise, CLEAR_RATIO):
                 return self._settle(Answer.UNDECIDED, "")  # of this snapshot only
+            question.shown = pair
             self._run.ring.prove(question.fresh)
             return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
         answer = judge(question.pairs, question.noise, question.baseline, question.is_of_evaluation)
@@ -459,6 +466,7 @@ class Experiment:
                 question.pairs.clear()
                 question.due_at = step + wait
                 return None
+        question.shown = question.pairs[-1]
         if answer is Answer.DAMAGED and self._goes_on_with_fresh(question):
             return None
         has_recovered = answer is Answer.OTHER_DATA and question.excess is not None
@@ -468,9 +476,10 @@ class Experiment:
         """Try the snapshot that was taken right before the damage, if there is one.
 
         It was in quarantine, because too few clean steps came after it. If today's weights lose to
-        it as well, it is sound, and fewer steps are undone.
+        it as well, and it is not far worse than the older one, fewer steps are undone.
         """
-        last, newest = question.arms[question.arm][0], question.finding.bad_step + 1
+        last = question.arms[question.arm][0]
+        newest = min(question.finding.bad_step + 1, self._sound_until())
         fresh = [s for s in self._run.ring.finite_steps() if last < s <= newest]
         fresh = [s for s in self._ranks.common(fresh) if self._fits(s)]
         if not fresh or not self._can_afford():
@@ -577,7 +586,7 @@ class Experiment:
 
     def _proven(self, question: _Question, snapshot_step: int) -> Finding:
         """Return the suspicion as a fact; blamed on the learning rate if nothing explains that."""
-        finding, pair = question.finding, question.all_pairs[-1]
+        finding, pair = question.finding, question.shown or question.all_pairs[-1]
         evidence: dict[str, object] = {
             **finding.evidence,
             "loss_now": pair.now,
@@ -585,15 +594,19 @@ class Experiment:
             "snapshot": snapshot_step,
             **self._changed_most(snapshot_step, finding.is_of_evaluation),
         }
+        first = self._watch.first_loss() - LEARNED_NOISE * question.noise
+        is_no_lower = question.baseline >= first and not finding.is_of_evaluation
+        if is_no_lower or snapshot_step == 0:  # the first weights themselves
+            evidence |= {UNTRAINED: True, "lr": self._run.learning_rate()}
         # An alert has led to the proof: what is proven is that the weights are damaged.
         is_alert = finding.cause.about.family is Family.ALERT
         cause = Cause.WEIGHT_CORRUPTION if is_alert else finding.cause
-        held, lr = self._watch.held_lr(), self._run.learning_rate()
-        if not finding.is_of_evaluation and held > 0.0 and not 0.0 < lr < CLEAR_RATIO * held:
-            cause = Cause.LR_SPIKE
-            evidence |= {"lr": lr, "usual_lr": held}
+        rates = self._unexplained_lr()
+        if rates is not None and not finding.is_of_evaluation:
+            evidence["lr"], evidence["usual_lr"] = rates
+            cause = Cause.LR_SPIKE if rates[0] > 0.0 else Cause.LR_DROP
         if math.isinf(pair.now):
-            evidence["loss_now"] = "not finite"
+            evidence["loss_now"] = NOT_FINITE
         return replace(
             finding,
             cause=cause,
@@ -664,17 +677,43 @@ class Experiment:
         good = list(self._ranks.common(good))
         if finding.cause is Cause.NOT_LEARNING:  # a player's loss is no measure of progress
             return [(step, None) for step in good[-1:]] if len(self._state.optimizers) == 1 else []
+        if finding.cause is Cause.DIVERGENCE and self._watch.has_schedule():
+            good = [s for s in good if not self._is_explained(s)]
         before = [s for s in good if s <= finding.bad_step] or good[-1:]
         players = len(self._state.optimizers)
         if players > 1 and finding.is_of_evaluation:
             return []  # players are swapped without buffers
         if players == 1:
-            # When a slow change began is a guess: where the newest one wins, less is undone.
-            tried = dict.fromkeys([*good[:1], *before[:1]])
+            # When a slow change began is a guess: where the newest one wins, less is undone. But
+            # under a rate that nothing explains, snapshots may hold what it has done.
+            sound = [s for s in good if s <= self._sound_until()]
+            tried = dict.fromkeys([*sound[:1], *good[:1], *before[:1]])
             return [(step, None) for step in tried]
         if len(before) < 2 or finding.cause is Cause.DIVERGENCE:
             return []
         return [(step, player) for player in range(players) for step in before[:2]]
+
+    def _is_explained(self, step: int) -> bool:
+        """Return whether the schedule explains that the loss has climbed since a snapshot.
+
+        It has raised the rate since, and with a higher rate the loss is higher for a while. That is
+        so as long as the loss is lower than at the start; a question that has to wait for the rate
+        to come back is asked again then, because the climb goes on.
+        """
+        snapshot = self._run.ring.of_step(step)
+        assert snapshot is not None
+        before = number_of(snapshot.values["groups"][0][0].get("lr"))
+        has_learned = bool(self._recent) and median(self._recent) < self._watch.first_loss()
+        return has_learned and self._run.learning_rate() > (1.0 + SAME) * before
+
+    def _unexplained_lr(self) -> tuple[float, float] | None:
+        """Return the present rate and the highest one held, if no schedule explains the former."""
+        (held, _), lr = self._watch.held_lr(), self._run.learning_rate()
+        return (lr, held) if held > 0.0 and not 0.0 < lr < CLEAR_RATIO * held else None
+
+    def _sound_until(self) -> float:
+        """Return the newest step whose snapshot has no update at a rate that nothing explains."""
+        return math.inf if self._unexplained_lr() is None else self._watch.held_lr()[1] + 1
 
     def _fits(self, step: int) -> bool:
         snapshot = self._run.ring.of_step(step)

@@ -728,7 +728,8 @@ class Healer:
         """
         self.recovery.catch_up()
         self.experiment.clear()
-        self.monitor.watch.start_over()
+        self.monitor.watch.start_over(self.training.step)
+        self.schedules.expect_change()
         self.monitor.watch.expect_write(self.training.step)
         self.training.ring.note_settled()
         self._wants_snapshot = True

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from heal.actions import Backoff, Plan, Rollback, action_to_json, changes_training, is_custom
-from heal.causes import Family, Finding, Severity
+from heal.causes import UNTRAINED, Cause, Family, Finding, Severity
 from heal.config import HealingConfig
 
 if TYPE_CHECKING:
@@ -88,10 +88,21 @@ class History:
     closed_incidents: int = 0
     suspects: list[tuple[str, int]] = field(default_factory=list)
     """Cause and step of recent warnings."""
+    was_fruitless: bool = False
+    """Whether damage came again after a rollback, before anything was learned."""
 
     def open_incident(self, family: Family) -> Incident | None:
         """Return the incident of a family that is not over yet."""
         return next((i for i in self.incidents if i.family == family.value), None)
+
+    def is_fruitless(self, family: Family) -> bool:
+        """Return whether a rollback was tried in the open incident, or found to be of no use."""
+        incident = self.open_incident(family)
+        return self.was_fruitless or (incident is not None and incident.rollbacks > 0)
+
+    def knows_fruitless(self, diagnosis: "Diagnosis") -> bool:
+        """Return whether it was reported before that nothing is learned, and damage comes again."""
+        return self.was_fruitless and _is_fruitless(diagnosis)
 
     def note_step(self, step: int, config: HealingConfig) -> list[Incident]:
         """Count a clean step: incidents end, attempts are won back. Return those that ended."""
@@ -144,6 +155,10 @@ class History:
             self.data_errors += 1
             self.consecutive_data_errors += 1
             self.data_error_step = step
+        if _is_fruitless(diagnosis):
+            self.was_fruitless = True
+            for affected in self.incidents:
+                affected.causes.append(cause.value)
         if not changes_training(plan) and family is not Family.WAIT:
             return
         incident = self.open_incident(family)
@@ -180,3 +195,7 @@ class History:
         values["incidents"] = [Incident(**incident) for incident in values.get("incidents", [])]
         values["suspects"] = [(str(c), int(s)) for c, s in values.get("suspects", [])]
         return cls(**values)
+
+
+def _is_fruitless(diagnosis: "Diagnosis") -> bool:
+    return diagnosis.cause is Cause.NOT_LEARNING and UNTRAINED in diagnosis.evidence

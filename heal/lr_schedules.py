@@ -4,6 +4,7 @@ A rollback returns the first kind with the step count. The second kind follows y
 healer cannot rewind. Rates are read on the host only: one in device memory is unknown.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, ReduceLROnPlateau, StepLR
 
+from heal.detectors.robust import SAME
 from heal.extra_state import listed, state_of
 from heal.training_state import copied
 from zclip import ClippedOptimizer
@@ -93,6 +95,14 @@ def number_of(lr: Any) -> float:
     if isinstance(lr, Tensor) and (lr.device.type != "cpu" or lr.numel() != 1):
         return UNKNOWN
     return UNKNOWN if lr is None else float(lr)
+
+
+def _distance(lr: float, scheduled: float) -> float:
+    """Return by what factor a rate is off its schedule, in either direction; 0 if it is unknown."""
+    if lr != lr or scheduled != scheduled:
+        return 0.0
+    ratio = lr / scheduled if scheduled else math.inf
+    return max(ratio, 1.0 / ratio) if ratio > 0.0 else math.inf
 
 
 def _ratio(now: Any, before: Any) -> float:
@@ -199,6 +209,7 @@ class Schedules:
         self._counts = _turns(self.stepped)
         self._surprises = [0] * len(self.stepped)
         self._has_begun = False
+        self._puts_back: bool | None = None  # None: not before the rates are on schedule
         self._look_who_drives()
 
     def follow_caller(self) -> None:
@@ -229,26 +240,55 @@ class Schedules:
             joint.after_turns()
 
     def rates(self) -> tuple[float, float]:
-        """Return the rate and the scheduled rate of the group that is furthest above its schedule.
+        """Return the rate and the scheduled rate of the group that is furthest off its schedule.
 
         NaN stands for an unknown rate; without a schedule it is the first group's.
         """
         found = UNKNOWN, UNKNOWN
-        highest = 0.0
+        furthest = 0.0
         for optimizer in self._optimizers:
-            key = id(optimizer.inner)
-            expected: Sequence[Any] = getattr(self._alone.get(key), "_last_lr", ())
-            if key in self._joint:
-                expected = self._joint[key].expected
+            expected = self._expected(optimizer)
             for i, group in enumerate(optimizer.inner.param_groups):
                 lr = group.get("lr")
                 if type(lr) is not float:
                     lr = self._number(lr)
                 scheduled = self._number(expected[i]) if i < len(expected) else UNKNOWN
-                ratio = lr / scheduled if scheduled > 0.0 else 0.0
-                if ratio > highest or found[0] != found[0]:
-                    highest, found = ratio, (lr, scheduled)
+                distance = 1.0 if lr == scheduled else _distance(lr, scheduled)
+                if distance > furthest or found[0] != found[0]:
+                    furthest, found = distance, (lr, scheduled)
+        if 0.0 < furthest <= 1.0 + SAME and self._puts_back is None:
+            self._puts_back = True
         return found
+
+    def put_back(self) -> None:
+        """Return every rate to its schedule, if something else has changed one.
+
+        Once: code that changes it again means it. Nor before the rates were on schedule for the
+        first time, because the loop may have a warm-up of its own.
+        """
+        if not self._puts_back:
+            return
+        found, scheduled = self.rates()
+        if _distance(found, scheduled) <= 1.0 + SAME:
+            return
+        self._puts_back = False
+        for optimizer in self._optimizers:
+            groups = optimizer.inner.param_groups
+            for group, lr in zip(groups, self._expected(optimizer), strict=False):
+                if _distance(number_of(group.get("lr")), number_of(lr)):
+                    _write([group], [{"lr": lr}])
+
+    def expect_change(self) -> None:
+        """Leave rates that are off their schedule now alone until they are on it again."""
+        if self._puts_back:
+            self._puts_back = None
+
+    def _expected(self, optimizer: ClippedOptimizer) -> Sequence[Any]:
+        """Return the scheduled rate of each group; fewer where it is unknown."""
+        key = id(optimizer.inner)
+        if key in self._joint:
+            return self._joint[key].expected
+        return getattr(self._alone.get(key), "_last_lr", ())
 
     def _number(self, lr: Any) -> float:
         if isinstance(lr, Tensor) and lr.device.type != "cpu":

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from heal.causes import Cause, Finding, Severity
 from heal.cluster.checks import ClusterWatch
 from heal.config import HealingConfig
+from heal.detectors.robust import FAR
 from heal.detectors.watch import CalmLimits, Watch
 from heal.experiment import Answer, Experiment, Settled, as_report
 from heal.guarded_step import NO_LOSS_SCALE, TOGETHER, GuardedStep
@@ -38,9 +39,9 @@ class Calm:
     """Decides when to poll, from the numbers as they are posted, before a detector sees them.
 
     A record that a detector could act upon is polled as soon as it may be read: a skipped step, a
-    flag that is not ordinary, a flag of the host, a loss, norm or learning rate above the limits
-    of the detectors. Other records wait for each other, up to ``TOGETHER - 1`` steps. Plans and
-    snapshots poll first, so that they miss nothing.
+    flag that is not ordinary, a flag of the host, a loss or norm above the limits of the detectors,
+    a learning rate that has leapt or fallen. Other records wait for each other, up to
+    ``TOGETHER - 1`` steps. Plans and snapshots poll first, so that they miss nothing.
 
     After a rollback make a new one, because the old limits may come from the trouble. No step is
     calm while there are none.
@@ -50,7 +51,6 @@ class Calm:
     """
 
     def __init__(self, config: HealingConfig, step: int = 0) -> None:
-        self._lr_factor = config.lr_spike_factor
         self._limits = CalmLimits()
         self._lr = self._polled_lr = 0.0  # of the newest step, now and when last polled
         self.polled_at = step
@@ -70,7 +70,7 @@ class Calm:
             and row[FLAGS] in ORDINARY
             and row[NORM] <= self._limits.norm
             and not row[LOSS] > self._limits.loss
-            and (lr <= self._lr_factor * self._polled_lr or lr != lr)
+            and (self._polled_lr / FAR <= lr <= self._polled_lr * FAR or lr != lr)
         )
         if not is_calm:
             self._troubled = step
@@ -277,6 +277,8 @@ class Monitor:
         lr, scheduled = self._guarded.optimizers[0].inner.param_groups[0].get("lr"), math.nan
         if type(lr) is not float or self._schedules.are_followed:
             lr, scheduled = self._schedules.rates()
+            if lr != scheduled == scheduled:
+                self._schedules.put_back()
         flags = NO_FLAG
         if self._guarded.buffers.are_there:
             flags = self._look_at_statistics(self._run.step)
@@ -477,9 +479,14 @@ class Monitor:
         return Seen(seen.step, findings, None, seen.is_check, seen.raised, is_clean, settled)
 
     def note_kept(self, seen: Seen) -> None:
-        """Note that a plan has undone nothing: the next snapshots prove themselves."""
+        """Note that a plan has undone nothing: the next snapshots prove themselves.
+
+        Damage that was proven and stays is the level that comes next.
+        """
         if seen.is_suspect:
             self._run.ring.note_settled()
+        if seen.settled is not None and seen.settled.answer is Answer.DAMAGED:
+            self.watch.rebase(seen.settled.finding.cause)
 
     def suspect(self, finding: Finding) -> None:
         """Have an experiment settle a suspicion, unless another one is under way."""

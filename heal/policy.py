@@ -27,7 +27,7 @@ from heal.actions import (
     WatchClosely,
     newest_snapshot,
 )
-from heal.causes import AT_ONCE, Blames, Cause, Family, Severity
+from heal.causes import AT_ONCE, UNTRAINED, Blames, Cause, Family, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
@@ -56,6 +56,10 @@ MAX_HALVINGS = 30
 MOST_SKIPPED = 500
 """Most batches after the trouble that the window may grow to: PaLM (arXiv:2204.02311) got past
 spikes by leaving out some 200 to 500. If that does not help, it is not the data."""
+
+
+FRUITLESS = "updates damage the first weights again and again; use a far lower learning rate"
+"""What ends a run whose loss is not finite in its first steps, after a rollback once more."""
 
 
 def decide(
@@ -177,6 +181,9 @@ def _heal_numbers(case: _Case) -> Plan:
     if diagnosis.cause is Cause.DESYNC and Cause.DESYNC.value in case.known:
         why = "ranks are at different steps again after all returned to one"
         return case.halt(why, ExitCode.DISTRIBUTED)
+    if UNTRAINED in diagnosis.evidence and history.is_fruitless(diagnosis.family):
+        first: Plan = (Rollback(min(case.snapshots)),) if case.snapshots else ()
+        return (*first, *case.halt(FRUITLESS, ExitCode.UNRECOVERABLE))
     if history.attempts >= config.max_recovery_attempts:
         why = f"{history.attempts} recovery attempts did not help"
         return (*case.last_good, *case.halt(why, ExitCode.BUDGET_SPENT))
@@ -241,12 +248,10 @@ def _rungs(case: _Case) -> Iterator[Plan]:
 
 
 def _held_rate(diagnosis: Diagnosis) -> Plan:
-    """Return how to keep a rate from rising again that no schedule has raised."""
+    """Return how to keep a rate from changing again that no schedule has changed."""
     held = diagnosis.evidence.get("usual_lr")
-    is_scheduled = bool(diagnosis.evidence.get("measured"))
-    if diagnosis.cause is not Cause.LR_SPIKE or is_scheduled or not isinstance(held, float):
-        return ()
-    return (HoldLr(held),)
+    is_of_rate = diagnosis.cause.about.blames is Blames.LEARNING_RATE
+    return (HoldLr(held),) if is_of_rate and isinstance(held, float) else ()
 
 
 def _skip(case: _Case, target: int, tried: int) -> Plan:

@@ -160,6 +160,9 @@ class Recovery:
         if diagnosis is not None and diagnosis.cause is Cause.SCALER_OVERFLOW:
             self._overflows.append(diagnosis)  # written once, when the search is over
             return None
+        if diagnosis is not None and self.history.knows_fruitless(diagnosis):
+            self._monitor.note_kept(seen)
+            return None
         return diagnosis
 
     def examine(self, diagnosis: Diagnosis) -> Diagnosis:
@@ -396,15 +399,18 @@ class Recovery:
         self._write(replace(last, evidence=evidence), (), (), self._run.step)
 
     def _write_outcome(self, incident: Incident) -> None:
-        """Write whether an incident is healed: the loss is where it was, within its noise of then.
+        """Write whether an incident is healed: the loss is where it was, within its noise.
 
-        Not within that of now: the loss of a run that is broken has noise to spare.
+        Within the noise of then and of now: the loss of a run that is broken has noise to spare,
+        and that of the first steps is hardly known. Damage that came again before anything was
+        learned was left as it is, and is not healed even if the loss is back at chance.
         """
-        before, (loss, _) = incident.loss_before, self._monitor.watch.loss_level()
+        before, (loss, noise) = incident.loss_before, self._monitor.watch.loss_level()
         if before is None or not incident.rollbacks or loss != loss:
             return
-        margin = max(RECOVERED_NOISE * incident.noise, RECOVERED_SHARE * abs(before))
-        is_healed = loss <= before + margin
+        noise = min(noise, incident.noise)
+        margin = max(RECOVERED_NOISE * noise, RECOVERED_SHARE * abs(before))
+        is_healed = loss <= before + margin and Cause.NOT_LEARNING.value not in incident.causes
         self._journal.note_outcome(is_healed, loss, before)
         self._journal.event(
             "outcome",

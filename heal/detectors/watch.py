@@ -145,19 +145,30 @@ class Watch:
         """Return the level of the loss and its noise; NaN while they are not known."""
         return self._loss.level()
 
-    def held_lr(self) -> float:
-        """Return the highest learning rate that the run has held and no schedule set; 0 if none."""
-        return self._lr.held
+    def held_lr(self) -> tuple[float, int]:
+        """Return the highest learning rate that the run has held and no schedule set; 0 if none.
+
+        And the last step with a rate that was no higher.
+        """
+        return self._lr.held, self._lr.held_until
+
+    def has_schedule(self) -> bool:
+        """Return whether a schedule that is known sets the rate."""
+        return self._lr.has_schedule
+
+    def first_loss(self) -> float:
+        """Return the loss that the run began with; NaN if there was none yet."""
+        return min(self._loss.first, default=math.nan)
 
     def expect_write(self, step: int) -> None:
         """Note that a rollback or the user wrote weights before ``step``."""
         self._writes.expect(step)
 
-    def start_over(self) -> None:
-        """Take all that comes from now on as usual: something was changed on purpose."""
+    def start_over(self, step: int) -> None:
+        """Take all that comes from now on as usual: something was changed before ``step``."""
         self._loss.rebase()
         self._explosion.rebase()
-        self._lr.start_over()
+        self._lr.start_over(step)
         self._health.start_over()
 
     def rebase(self, cause: Cause) -> None:

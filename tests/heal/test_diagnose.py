@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from heal.causes import PROOF, Cause, Family, Finding, Severity
+from heal.actions import Rollback
+from heal.causes import NOT_FINITE, PROOF, UNTRAINED, Cause, Family, Finding, Severity
 from heal.diagnose import diagnose
 from heal.history import History
 
@@ -60,6 +61,29 @@ def test_what_came_before_weights_that_were_proven_sound_is_not_suspected():
         diagnosis = diagnose([proven], history)
         assert ("suspect" in diagnosis.evidence) is explained
         assert diagnosis.bad_step == sound
+
+
+def test_damage_that_comes_again_before_anything_was_learned_is_no_damage_to_undo():
+    proven = {PROOF: 1.5, UNTRAINED: True, "lr": 2.0}
+    spike = finding(Cause.LOSS_SPIKE, bad_step=0, loss_now=9.0, **proven)
+    exploded = finding(Cause.LOSS_SPIKE, bad_step=0, loss_now=NOT_FINITE, **proven)
+    history = History()
+    assert diagnose([spike], history).cause is Cause.LOSS_SPIKE  # a transient fault, perhaps
+    history.note_plan(diagnose([spike], history), (Rollback(0),))
+    again = diagnose([spike], history)
+    assert (again.cause, again.severity) == (Cause.NOT_LEARNING, Severity.WARN)
+    assert "learning rate damage the first weights" in again.evidence["advice"]
+    assert diagnose([exploded], history).cause is Cause.LOSS_SPIKE
+    learned = finding(Cause.LOSS_SPIKE, bad_step=0, loss_now=9.0, **{PROOF: 1.5})
+    assert diagnose([learned], history).cause is Cause.LOSS_SPIKE
+
+
+def test_that_nothing_is_learned_is_known_for_the_whole_run():
+    history, spike = History(), finding(Cause.NOT_LEARNING, **{UNTRAINED: True})
+    known = diagnose([spike], history)
+    assert not history.knows_fruitless(known)
+    history.note_plan(known, ())
+    assert History.from_state(json.loads(json.dumps(history.state()))).knows_fruitless(known)
 
 
 def test_old_warnings_are_not_suspected_nor_those_of_a_future_that_was_undone():

@@ -12,8 +12,9 @@ from torch import nn
 
 from benchmarks.healthy.guards import BareSteps
 from heal import Healer, Rollback
-from heal.causes import Cause, Finding, Severity
+from heal.causes import Cause, Family, Finding, Severity
 from heal.experiment import BUDGET, Answer, Pair, judge
+from heal.history import Incident
 from tests.heal.runs import assert_same, fingerprint, language, mlp, regression
 
 STEPS = 80
@@ -601,6 +602,17 @@ def test_a_loss_that_stayed_high_is_not_healed_however_noisy_it_has_become():
     setup.run(240, run_dir=Path.cwd())
     (outcome,) = events("outcome")
     assert outcome["loss"] > 10 * outcome["loss_before"]
+    assert not outcome["healed"]
+
+
+def test_a_loss_that_stayed_high_is_not_healed_though_the_first_noise_was_a_guess():
+    setup = regression()
+    healer = setup.healer(run_dir=Path.cwd())
+    plans, level = [[{"action": "Rollback"}]], {"loss_before": 1.0, "noise": 0.3}
+    incident = Incident(Family.NUMERIC.value, 0, 0, 0, plans=plans, **level)
+    healer.recovery.history.incidents.append(incident)
+    healer.run(lambda b: 0 * setup.train_step(b) + 1.5, setup.loader, 40, progress=False)
+    (outcome,) = events("outcome")
     assert not outcome["healed"]
 
 

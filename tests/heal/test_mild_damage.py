@@ -29,11 +29,3 @@ def test_mild_damage_ends_within_a_tenth_of_the_undamaged_twin(name, family, see
     healed = ended(name, family, seed)
     assert healed.rollbacks >= 1
     assert healed.loss <= TOLERANCE * twin.loss
-
-
-@pytest.mark.parametrize("seed", [2, 3])
-def test_a_rate_far_too_high_from_the_start_is_reported_though_chance_was_learned(seed):
-    """The loss goes to that of the frequencies of classes, which is a little below the first."""
-    reports = ended("LR x 1000 from the start", "MLP", seed).reports
-    assert reports is not None
-    assert {"not_learning", "loss_spike"} & set(reports)

@@ -16,7 +16,7 @@ from heal.actions import (
     SkipBatches,
     TightenClip,
 )
-from heal.causes import Cause, Family, Severity
+from heal.causes import NOT_FINITE, UNTRAINED, Cause, Family, Severity
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
@@ -94,16 +94,16 @@ WARN = Severity.WARN
         (sick(Cause.OPTIMIZER_CORRUPTION), REPLAY, (Rollback(80),)),
         (sick(Cause.LR_SPIKE), REPLAY, (Rollback(80),)),
         (sick(Cause.LR_SPIKE, severity=WARN), {}, ()),
-        # A rate that no schedule has raised is held down; a scheduled one needs no help.
+        # A rate that no schedule has changed is held.
         (
             sick(Cause.LR_SPIKE, usual_lr=0.1),
             REPLAY,
             (Rollback(80), HoldLr(0.1)),
         ),
         (
-            sick(Cause.LR_SPIKE, usual_lr=0.1, measured=True),
+            sick(Cause.LR_DROP, usual_lr=0.1),
             REPLAY,
-            (Rollback(80),),
+            (Rollback(80), HoldLr(0.1)),
         ),
         # Alerts never act.
         (sick(Cause.PLATEAU), {}, ()),
@@ -194,6 +194,19 @@ def climb(diagnosis, config=CONFIG, snapshots=SNAPSHOTS, effects=None, most=50):
         history.note_plan(diagnosis, plans[-1], effects(plans[-1]) if effects else ())
         assert len(plans) <= most
     return plans
+
+
+def test_a_loss_that_is_not_finite_before_anything_was_learned_ends_with_the_first_weights():
+    exploded = sick(Cause.LOSS_SPIKE, loss_now=NOT_FINITE, **{UNTRAINED: True})
+    history = History()
+    plan = decide(exploded, history, CONFIG, SNAPSHOTS)
+    assert plan[0] == Rollback(80)  # a transient fault, perhaps
+    history.note_plan(exploded, plan)
+    back, halt = decide(exploded, history, CONFIG, SNAPSHOTS)
+    assert (back, halt.exit_code) == (Rollback(20), ExitCode.UNRECOVERABLE)
+    assert "use a far lower learning rate" in halt.reason
+    learned = sick(Cause.LOSS_SPIKE, loss_now=NOT_FINITE)
+    assert not isinstance(decide(learned, history, CONFIG, SNAPSHOTS)[-1], Halt)
 
 
 def test_the_rungs_of_a_divergence_that_returns():

@@ -492,7 +492,7 @@ def infinite_moments_in_the_shard_of_one_rank_are_undone_by_all():
 
 
 @check(2)
-def a_learning_rate_that_leaps_on_one_rank_is_undone_by_all():
+def a_learning_rate_that_leaps_on_one_rank_is_put_back_before_the_step():
     setup = Setup(scheduler=True)
 
     def leap(batch):
@@ -501,8 +501,8 @@ def a_learning_rate_that_leaps_on_one_rank_is_undone_by_all():
     setup.fault(0, 16, leap)
     setup.run(40)
     setup.assert_alike()
-    assert setup.causes()[0] == "lr_spike"
-    assert "Rollback" in setup.actions()
+    assert setup.causes() == ["lr_spike"]
+    assert "Rollback" not in setup.actions()
     assert setup.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
 
 

@@ -1,4 +1,4 @@
-"""The learning rate is what the schedule says, or it is healed; it is never read off a device."""
+"""The learning rate is what the schedule says, or is put back; it is never read off a device."""
 
 import pytest
 import torch
@@ -26,15 +26,13 @@ SCHEDULES = {
 }
 
 
-def run(make, steps=60, leap_at=None, group=0):
+def run(make, steps=60):
     setup = regression()
     setup.scheduler = make(setup.optimizer)
     healer = setup.healer()
     seen = []
 
     def train_step(batch):
-        if healer.attempts - 1 == leap_at:
-            setup.optimizer.param_groups[group]["lr"] *= 100
         seen.append(healer.latest)
         return setup.train_step(batch)
 
@@ -50,16 +48,68 @@ def test_every_schedule_is_known_and_none_is_taken_for_a_leap(name):
     assert not healer.history
 
 
-@pytest.mark.parametrize("name", ["constant", "cosine", "exponential", "sequential"])
-def test_a_leap_is_healed_by_a_rollback_and_the_schedule_goes_on(name):
-    calm, _, _ = run(SCHEDULES[name])
-    setup, healer, _ = run(SCHEDULES[name], leap_at=35)
-    first = healer.history[0]
-    assert first[1].cause.value == "lr_spike"
-    assert [type(action).__name__ for action in first[2]] == ["Rollback", "SkipBatches"]
-    assert healer.lr_scale == 1.0
-    ours, theirs = (s.optimizer.param_groups[0]["lr"] for s in (setup, calm))
-    assert ours == pytest.approx(theirs)
+def by_hand(make, changes, expects=False, steps=60):
+    """Train with a schedule while the loop itself sets the rate: factors by step."""
+    setup = regression(zclip_enabled=False)
+    setup.scheduler = make(setup.optimizer)
+    healer, used, group = setup.healer(), [], setup.optimizer.param_groups[0]
+    setup.optimizer.register_step_pre_hook(lambda o, args, kwargs: used.append(group["lr"]))
+
+    def train_step(batch):
+        if (step := healer.last_step + 1) in changes:
+            group["lr"] *= changes[step]
+            if expects:
+                healer.expect_change("lower rate")
+        return setup.train_step(batch)
+
+    healer.run(train_step, setup.loader, steps, progress=False)
+    return setup, healer, used
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.1, 8.0, 1000.0, -1.0])
+@pytest.mark.parametrize("name", ["constant", "cosine", "exponential", "lambda", "sequential"])
+def test_a_rate_that_leaves_its_schedule_is_put_back_before_the_step(name, factor):
+    calm, _, as_scheduled = by_hand(SCHEDULES[name], {})
+    setup, healer, used = by_hand(SCHEDULES[name], {35: factor})
+    assert used == as_scheduled
+    assert all(map(torch.equal, setup.model.parameters(), calm.model.parameters()))
+    ((_, diagnosis, plan),) = healer.history
+    assert (diagnosis.cause.value, plan) == ("lr_spike" if factor > 1 else "lr_drop", ())
+    assert "is put back before the step" in diagnosis.evidence["advice"]
+
+
+def test_a_rate_that_is_a_tensor_is_put_back_in_place():
+    setup = regression()
+    group, lr = setup.optimizer.param_groups[0], torch.tensor(0.3)  # 0.3 is no float32
+    group["lr"] = lr
+    setup.scheduler = schedules.LambdaLR(setup.optimizer, lambda step: 1.0)
+    healer = setup.healer()
+    healer.monitor.facts()
+    lr.fill_(0.0)
+    assert healer.monitor.facts().lr == 0.0
+    assert group["lr"] is lr
+    assert float(lr) == pytest.approx(0.3)
+    healer.exits.dismiss()
+
+
+def test_a_rate_that_the_loop_sets_again_is_left_alone():
+    _, healer, used = by_hand(SCHEDULES["exponential"], {20: 0.5, 30: 0.5, 40: 0.5})
+    expected = [3e-3 * 0.95**step * 0.5 ** (step >= 30) * 0.5 ** (step >= 40) for step in range(60)]
+    assert used == pytest.approx(expected)
+    assert [d.cause.value for _, d, _ in healer.history] == ["lr_drop"] * 3
+
+
+def test_a_warm_up_of_the_loops_own_beside_a_schedule_is_left_alone():
+    factors = [(step + 1) / 20 for step in range(20)]
+    changes = {0: factors[0], **{s: factors[s] / factors[s - 1] for s in range(1, 20)}}
+    used = by_hand(SCHEDULES["exponential"], changes)[2]
+    assert used[:20] == pytest.approx([3e-3 * 0.95**s * factors[s] for s in range(20)])
+
+
+def test_a_change_that_was_announced_stays():
+    _, healer, used = by_hand(SCHEDULES["exponential"], {30: 0.1}, expects=True)
+    assert used[30] == pytest.approx(3e-4 * 0.95**30)
+    assert not healer.history
 
 
 def test_without_a_schedule_a_leap_is_only_reported():
@@ -94,14 +144,15 @@ def test_a_held_rate_is_held_though_it_rises_only_after_the_first_step():
     assert seen[51:] == pytest.approx([8.0 * usual] * 9)  # it came down by itself in between
 
 
-def test_the_group_furthest_above_its_schedule_is_reported():
+@pytest.mark.parametrize("lr", [0.0, 0.02, 20.0])
+def test_the_group_furthest_off_its_schedule_is_reported(lr):
     setup = regression()
     params = list(setup.model.parameters())
     optimizer = torch.optim.SGD([{"params": params[:2], "lr": 1.0}, {"params": params[2:]}], lr=0.1)
     setup.optimizer, setup.scheduler = optimizer, schedules.ConstantLR(optimizer, 1.0)
     healer = setup.healer()
-    optimizer.param_groups[1]["lr"] = 20.0
-    assert healer.schedules.rates() == (20.0, 0.1)
+    optimizer.param_groups[1]["lr"] = lr
+    assert healer.schedules.rates() == (lr, 0.1)
     healer.exits.dismiss()
 
 
