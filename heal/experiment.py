@@ -489,12 +489,16 @@ class Experiment:
             findings = [finding]
         elif why is NOT_LEARNING:
             findings = [self._nothing_learned(question)]
-        elif answer is Answer.OTHER_DATA and finding.is_kept:
+        elif takes_level and finding.is_kept:
             hint = "the loss is no higher than with the weights from before, so they were kept"
             evidence = {**finding.evidence, "hint": hint}
             drift = Cause.WEIGHT_DRIFT
             findings = [replace(finding, cause=drift, evidence=evidence, wants_proof=False)]
-        elif why is NO_FORWARD and cause is not Cause.NOT_LEARNING:
+        elif why is NO_FORWARD and cause is Cause.NOT_LEARNING:
+            if finding.is_kept:
+                evidence = {**finding.evidence, "hint": BY_LOSS_ALONE}
+                findings = [replace(finding, evidence=evidence, wants_proof=False)]
+        elif why is NO_FORWARD:
             self._note(why)
             if not cause.about.is_nonfinite:  # else each skipped step was reported already
                 takes_level = asks_for_level  # unexplained; later ones are measured against it
@@ -631,6 +635,11 @@ def as_report(finding: Finding) -> Finding | None:
 
 NO_FORWARD = (
     "no forward pass could be run: iterate healer.batches(loader), or give Healer a forward="
+)
+
+BY_LOSS_ALONE = (
+    f"neither the loss nor the gradient norm has changed since the first steps, which is no proof; "
+    f"{NO_FORWARD}"
 )
 
 NOT_LEARNING = "today's weights do no better than those the run began with"

@@ -38,6 +38,7 @@ from heal.journal import LEFT_OUT, Journal, Notes, describe_machine, describe_tr
 from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, TrainStep, fewest_samples
 from heal.monitor import Monitor, Seen
+from heal.optimizer_settings import SettingsCheck
 from heal.policy import decide
 from heal.progress_bar import progress_bar
 from heal.ranks import NO_FACTS, HostFacts
@@ -227,6 +228,7 @@ class Healer:
         self._num_waited = 0  # steps that a snapshot was put off
         note_stateless(self.schedules.given, note)
         note_rewriting(given, note)
+        self.settings = SettingsCheck(optimizers, note)
         self.exits = Exits(self, self.journal, clock)
         trained = describe_training(model, optimizers, config)
         self.journal.event("started", self.training.step, **describe_machine(), **trained)
@@ -338,6 +340,7 @@ class Healer:
             return  # as after most steps
         self._busy_at = 0
         self._wants_snapshot |= has_changed_shape
+        self.contained(self.settings.look)
         self.contained(self.monitor.check_health)
         for seen in self.recovery.poll():
             if self._recover(seen).rolled_back:

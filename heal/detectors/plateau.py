@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
-from heal.detectors.robust import BLOCK, FIRST, RECENT, SAME, STANDARD_ERRORS, Window
-from heal.record import Record
+from heal.detectors.robust import BLOCK, FIRST, MOST, RECENT, SAME, SPREADS, STANDARD_ERRORS, Window
+from heal.record import HealthRow, Record
 
 
 class Plateau:
@@ -75,11 +77,16 @@ class Plateau:
 
 
 class NotLearning:
-    """Suspects, once, that nothing is learned: gradients are zero, or the loss is no lower.
+    """Reports gradients of zero, and suspects that nothing is learned if the loss is no lower.
 
     A loss that is lower than at the start by less than its noise may be that of harder data, or say
     nothing about learning at all (critics, RL): the experiment compares today's weights with the
-    first ones.
+    first ones. It is suspected once. Where no experiment can be run it is reported only if neither
+    loss nor gradient norm has changed since the first steps, as with a rate that is far too low.
+
+    Gradients of zero are a fact. In a dead network the bias of the last layer goes on learning how
+    often each answer comes, and the loss may fall. So checks count the elements of weights whose
+    gradients are zero. Where all are, as with a hinge loss of zero, each record is judged instead.
     """
 
     STEPS = 100
@@ -87,54 +94,90 @@ class NotLearning:
 
     def __init__(self, config: HealingConfig) -> None:
         self.first: list[float] = []
-        self.losses = Window(BLOCK)
-        self.zeros = self.seen = 0
-        self.was_asked = False
+        self.first_norms: list[float] = []
+        self.losses, self.norms = Window(BLOCK), Window(BLOCK)
+        self.zeros = self.seen = self.alive_step = 0
+        self.is_dead = False
 
     def observe(self, record: Record) -> Finding | None:
-        if self.was_asked or not record.has_finite_loss:
+        """Judge a record; see :class:`heal.detectors.watch.Detector`."""
+        if not record.has_finite_loss:
             return None
         self.seen += 1
         if len(self.first) < FIRST:
             self.first.append(record.loss)
+            self.first_norms.append(record.norm)
         self.losses.push(record.loss)
+        self.norms.push(record.norm)
         self.zeros = self.zeros + 1 if record.norm == 0.0 and record.loss != 0.0 else 0
-        if self.zeros >= BLOCK:
-            return self._found(record, "all gradients are zero: the network may be dead")
-        if self.seen != self.STEPS:
+        if self.zeros == BLOCK and not self.is_dead:
+            return self._dead(record.step, "all weights")
+        if self.seen != self.STEPS or self.is_dead:
             return None
         level, spread = self.losses.median_and_spread()
-        if level >= min(self.first) - spread:
-            return self._found(record, "the learning rate may be too high, or too low")
-        return None
+        if level < min(self.first) - spread:
+            return None
+        advice = "the learning rate may be too high, or too low"
+        evidence: dict[str, object] = {"noise": spread, "lr": record.lr}
+        finding = self._found(record.step, advice, evidence, wants_proof=True)
+        return replace(finding, is_kept=self._is_unchanged())
 
-    def _found(self, record: Record, advice: str) -> Finding:
-        self.was_asked = True
+    def _is_unchanged(self) -> bool:
+        """Whether loss and norm are what they were at first, and not lost in their noise."""
+        streams = (self.losses, self.first), (self.norms, self.first_norms)
+        for values, first in streams:
+            level, spread = values.median_and_spread()
+            if not abs(level - median(first)) <= SPREADS * spread < abs(level):
+                return False
+        return True
+
+    def observe_health(self, row: HealthRow) -> Finding | None:
+        """Judge the gradients of a check."""
+        pairs = zip(row.gradient_norms, row.sizes, strict=True)
+        known = [(norm, size) for norm, size in pairs if norm >= 0.0]
+        silent = [size for norm, size in known if norm == 0.0]
+        if sum(silent) < MOST * sum(size for _, size in known):
+            self.alive_step, self.is_dead = row.step, False
+            return None
+        if len(silent) == len(known) or self.is_dead or row.step - self.alive_step < BLOCK:
+            return None
+        return self._dead(row.step, f"{len(silent)} of {len(known)} weights")
+
+    def _dead(self, step: int, which: str) -> Finding:
+        self.is_dead = True
+        advice = (
+            f"the gradients of {which} are zero: the network may be dead; start again with a lower "
+            "learning rate, or with other first weights"
+        )
+        return self._found(step, advice, {}, wants_proof=False)
+
+    def _found(
+        self, step: int, advice: str, evidence: dict[str, object], wants_proof: bool
+    ) -> Finding:
+        losses = {"loss": self.losses.median, "first_loss": min(self.first, default=math.nan)}
         return Finding(
             cause=Cause.NOT_LEARNING,
-            step=record.step,
+            step=step,
             bad_step=0,
             severity=Severity.WARN,
-            evidence={
-                "loss": self.losses.median,
-                "first_loss": min(self.first),
-                "noise": self.losses.spread,
-                "lr": record.lr,
-                "advice": advice,
-            },
-            wants_proof=self.zeros < BLOCK,
+            evidence={**losses, **evidence, "advice": advice},
+            wants_proof=wants_proof,
         )
 
     def state(self) -> dict[str, Any]:
-        names = ("zeros", "seen", "was_asked")
+        names = ("zeros", "seen", "alive_step", "is_dead")
         windows = {"first": list(self.first), "losses": self.losses.values()}
+        windows |= {"first_norms": list(self.first_norms), "norms": self.norms.values()}
         return {**windows, **{name: getattr(self, name) for name in names}}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.first = list(state["first"])
         self.losses = Window(BLOCK, state["losses"])
-        for name in ("zeros", "seen", "was_asked"):
-            setattr(self, name, state[name])
+        if "norms" in state:  # not in the first checkpoints of version 0.2
+            self.first_norms = list(state["first_norms"])
+            self.norms = Window(BLOCK, state["norms"])
+        self.zeros, self.seen = state["zeros"], state["seen"]
+        self.alive_step, self.is_dead = state.get("alive_step", 0), state.get("is_dead", False)
 
     def keep_first(self, first: Sequence[float]) -> None:
         """Keep the first losses of the run: a rollback to its first steps does not undo them."""

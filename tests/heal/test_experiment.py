@@ -632,3 +632,38 @@ def test_of_a_loss_that_came_down_by_itself_it_is_not_said_that_old_weights_do_n
     (experiment,) = [e for e in events("experiment") if e["suspicion"] == "loss_spike"]
     assert experiment["losses_now"][0] > 3 * experiment["losses_old"][0]
     assert "came down by itself" in experiment["why"]
+
+
+def without_batches(setup, steps):
+    """Train in a loop that healing can run no forward pass of; return the reports of one cause."""
+    healer = setup.healer(run_dir=Path.cwd())
+    for _ in range(-(-steps // len(setup.loader))):
+        for batch in setup.loader:
+            loss = setup.train_step(batch)
+            loss.backward()
+            healer.step(loss)
+            setup.optimizer.zero_grad()
+    healer.close()
+    return [alert for alert in events("alert") if alert["failure"] == "not_learning"]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_dead_network_whose_last_bias_goes_on_learning_is_reported(optimizer):
+    setup = regression(model=lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)))
+    nn.init.constant_(setup.model[0].bias, -1e3)
+    setup.optimizer = optimizer(setup.model.parameters(), lr=1e-2)
+    (alert,) = without_batches(setup, 130)
+    assert alert["step"] <= 40
+    assert "the gradients of 3 of 4 weights are zero" in alert["evidence"]["advice"]
+
+
+def test_a_rate_that_is_far_too_low_is_reported_where_no_forward_pass_can_be_run():
+    setup = regression()
+    setup.optimizer.param_groups[0]["lr"] = 1e-12
+    (alert,) = without_batches(setup, 130)
+    assert "no proof" in alert["evidence"]["hint"]
+    assert "forward=" in alert["evidence"]["hint"]
+
+
+def test_a_run_that_learns_is_not_reported_where_no_forward_pass_can_be_run():
+    assert without_batches(regression(), 130) == []
