@@ -472,6 +472,7 @@ class Healer:
         """
         if self.training.ring.newest_step() is None:
             self.training.capture(is_proven=self.training.step == 0)
+            self.monitor.note_weights()
 
     # What the stream of batches calls.
 

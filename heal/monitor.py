@@ -24,6 +24,7 @@ from heal.record import NO_FLAG, Flag, Record
 from heal.run import TorchRun
 from heal.snapshots import NEVER, is_due, next_due
 from heal.state_checks import HealthCheck
+from heal.training_state import optimized
 from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS, NORM, NUM_VERDICT, SPIKE
 
 if TYPE_CHECKING:
@@ -166,6 +167,10 @@ class Moments(NamedTuple):
 
 VERSION = attrgetter("_version")
 
+YOUNG = 32
+"""Steps in which writes of weights are watched for: later a leap of the loss shows the damage, but
+a young run has no level yet, and its loss may come down from that of the damage."""
+
 
 class Seen(NamedTuple):
     """What was seen of one step, in its record, by a check or as an exception.
@@ -258,6 +263,7 @@ class Monitor:
         self._watches_moments = config.check_interval > 0 and not guarded.ranks.has_others
         self._moments: list[Moments] = []  # as the last step left them
         self._next_look = 0
+        self._weights: tuple[list[Tensor], list[int]] = [], []  # as the last step left them
         self._were_written = True  # running statistics, in the last step; before the first: unknown
         self._next_suspicion = 0
         run.hold("healing", watch.state, self._rolled_back)
@@ -276,8 +282,10 @@ class Monitor:
         if type(lr) is not float or self._schedules.are_followed:
             lr, scheduled = self._schedules.rates()
         flags = NO_FLAG
+        if self._weights[0]:
+            flags = self._look_at_weights()
         if self._guarded.buffers.are_there:
-            flags = self._look_at_statistics(self._run.step)
+            flags |= self._look_at_statistics(self._run.step)
         while self._reported:
             flags |= self._reported.popleft()
         for source in self.sources:
@@ -295,6 +303,18 @@ class Monitor:
                 versions = [*map(VERSION, tensors)]
                 seen.append(Moments(optimizer.inner, [*map(id, values)], tensors, versions))
         return seen
+
+    def note_weights(self) -> None:
+        """Note how often each weight was written, after a step and with the first snapshot."""
+        params = (p for optimizer in self._guarded.optimizers for p in optimized(optimizer))
+        weights = [p for p in params if not p.is_inference()]
+        self._weights = weights, [*map(VERSION, weights)]
+
+    def _look_at_weights(self) -> Flag:
+        """Report that something other than the optimizer wrote weights, without a wait."""
+        weights, versions = self._weights
+        self._weights = [], []
+        return NO_FLAG if versions == [*map(VERSION, weights)] else Flag.FOREIGN_WRITE
 
     def _check_moments(self, step: int) -> None:
         """Check the state before ``step``: something other than the optimizer wrote its moments.
@@ -343,6 +363,8 @@ class Monitor:
         """
         if self._watches_moments:
             self._moments = self._seen_moments()
+        if done < YOUNG:
+            self.note_weights()
         watchdog = self.cluster.watchdog
         if watchdog is not None:
             watchdog.beat(done)
@@ -573,7 +595,7 @@ class Monitor:
         """Drop all that is of steps that did not happen, or of another run."""
         self._host.clear()
         self.health.clear()
-        self._moments = []
+        self._moments, self._weights = [], ([], [])
         self._were_written, self._next_suspicion = True, 0
         self._experiment.clear()
         self._calm = Calm(self._config, self._run.step)

@@ -667,3 +667,41 @@ def test_a_rate_that_is_far_too_low_is_reported_where_no_forward_pass_can_be_run
 
 def test_a_run_that_learns_is_not_reported_where_no_forward_pass_can_be_run():
     assert without_batches(regression(), 130) == []
+
+
+def test_weights_that_something_else_wrote_before_the_first_forward_are_put_back():
+    """No loss is known yet; that of the first step is as high as all others."""
+    setup = regression(model=lambda: mlp(dropout=0.0))
+    healer = setup.healer(run_dir=Path.cwd())
+    first = [p.detach().clone() for p in setup.model.parameters()]
+    for batch in healer.batches(setup.loader):
+        if healer.last_step < 0 and not events("experiment"):
+            with torch.no_grad():
+                for p in setup.model.parameters():
+                    p.mul_(1000.0)
+        loss = setup.train_step(batch)
+        loss.backward()
+        healer.step(loss)
+        setup.optimizer.zero_grad()
+        if events("recovery"):
+            break
+    (recovery,) = events("recovery")
+    assert (recovery["failure"], recovery["resumed_at"]) == ("weight_corruption", 0)
+    assert_same(first, list(setup.model.parameters()))
+
+
+@pytest.mark.parametrize("steps", [[0], [1, 2, 3], range(16)])
+def test_weights_that_are_written_on_purpose_in_a_young_run_stay(steps):
+    setup = regression()
+    healer = setup.healer(run_dir=Path.cwd())
+    for batch in healer.batches(setup.loader):
+        if healer.last_step + 1 in steps:
+            with torch.no_grad():
+                setup.model[0].weight.clamp_(-0.3, 0.3)
+        loss = setup.train_step(batch)
+        loss.backward()
+        healer.step(loss)
+        setup.optimizer.zero_grad()
+    healer.close()
+    assert [e["answer"] for e in events("experiment")] == ["other data"]
+    assert events("recovery") == events("alert") == []
