@@ -263,7 +263,7 @@ class Cause(str, Enum):
     )
     GRADIENT_EXPLOSION = "gradient_explosion", _symptom(
         title="Gradients exploded",
-        summary="Gradient norms far above all before, and the loss suffers.",
+        summary="Gradient norms are far above all before.",
         reference=ADAGC,
     )
     GRADIENT_SPIKE = "gradient_spike", _skipped(

@@ -69,6 +69,7 @@ class Answer(str, Enum):
 
     DAMAGED = "damaged"
     OTHER_DATA = "other data"
+    RECOVERED = "recovered"  # damaged at first, and no worse by now
     UNDECIDED = "undecided"
 
 
@@ -417,8 +418,9 @@ class Experiment:
                 return None
         if answer is Answer.DAMAGED and self._goes_on_with_fresh(question):
             return None
-        has_recovered = answer is Answer.OTHER_DATA and question.excess is not None
-        return self._settle(answer, RECOVERED if has_recovered else WHY[answer])
+        if answer is Answer.OTHER_DATA and question.excess is not None:
+            answer = Answer.RECOVERED
+        return self._settle(answer, WHY[answer])
 
     def _goes_on_with_fresh(self, question: _Question) -> bool:
         """Try the snapshot that was taken right before the damage, if there is one.
@@ -478,18 +480,21 @@ class Experiment:
         if answer is Answer.UNDECIDED and question.fresh is not None:  # an older one has shown it
             question.arms.remove((question.fresh, None))
             question.arm -= 1
+            if question.pairs:
+                question.all_pairs.pop()  # it is of that snapshot
             answer, why = Answer.DAMAGED, WHY[Answer.DAMAGED]
         finding, cause = question.finding, question.finding.cause
         snapshots = tuple(dict.fromkeys(s for s, _ in question.arms[: question.arm + 1]))
         findings: list[Finding] = []
         asks_for_level = cause is not Cause.NOT_LEARNING and not finding.is_of_evaluation
-        takes_level = answer is Answer.OTHER_DATA and asks_for_level
+        is_sound = answer in (Answer.OTHER_DATA, Answer.RECOVERED)
+        takes_level = is_sound and asks_for_level
         if answer is Answer.DAMAGED:
             finding = self._proven(question, snapshots[-1])
             findings = [finding]
         elif why is NOT_LEARNING:
             findings = [self._nothing_learned(question)]
-        elif takes_level and finding.is_kept:
+        elif is_sound and finding.is_kept and cause is not Cause.NOT_LEARNING:
             hint = "the loss is no higher than with the weights from before, so they were kept"
             evidence = {**finding.evidence, "hint": hint}
             drift = Cause.WEIGHT_DRIFT
@@ -579,12 +584,11 @@ class Experiment:
             return {}
         most = max(changed, key=lambda key: ratios[key])
         name = self._state.name_of(most).removeprefix("parameter ")
-        how = f"{name}, which changed by {ratios[most]:.3g} times its norm since step"
-        return {
-            "tensor": name,
-            "tensors": len(changed),
-            "blames": f"{how} {snapshot_step}",
-        }
+        how = f"changed by {ratios[most]:.3g} times its norm since step {snapshot_step}"
+        blames = f"{name}, which {how}"
+        if len(changed) > 1:
+            blames = f"a change of {len(changed)} tensors; most of all {name} {how}"
+        return {"tensor": name, "tensors": len(changed), "blames": blames}
 
     def _arms(self, finding: Finding) -> list[tuple[int, int | None]]:
         """Return which snapshots to compare with, and which optimizer's parameters to swap."""
@@ -649,11 +653,11 @@ START_AGAIN = (
     "else has damaged the weights"
 )
 
-RECOVERED = "the weights of the snapshot did far better at first, but the loss came down by itself"
-
 WHY = {
     Answer.DAMAGED: "the weights of the snapshot do far better on the same batches",
     Answer.OTHER_DATA: "the weights of the snapshot do no better on the same batches",
+    Answer.RECOVERED: "the weights of the snapshot did far better at first, but the loss came down "
+    "by itself",
 }
 
 

@@ -472,7 +472,15 @@ class Monitor:
                 self._note(f"the callback {name} of on_record failed: {error!r}")
         if record.flags is not NO_FLAG and record.has(Flag.STATE_NONFINITE):
             self._needs_check = True
-        return Seen(record.step, findings, record)
+        return Seen(record.step, [self._named(finding) for finding in findings], record)
+
+    def _named(self, finding: Finding) -> Finding:
+        """Name a tensor that a record has by its number: few records are worth the search."""
+        index = finding.evidence.get("tensor_index")
+        if not isinstance(index, int) or finding.evidence.get("tensor") != f"tensor {index}":
+            return finding
+        name = self._guarded.name_of(index) or f"tensor {index}"
+        return replace(finding, evidence={**finding.evidence, "tensor": name})
 
     def settle(self, seen: Seen) -> Seen:
         """Leave suspicions to the experiment; return what is known, its answers included.

@@ -25,6 +25,7 @@ from heal.actions import (
 )
 from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
+from heal.detectors.robust import FEWEST
 from heal.diagnose import Diagnosis, diagnose, diagnose_corruption, may_be_the_weights
 from heal.exit_codes import ExitCode
 from heal.history import History, Incident
@@ -277,7 +278,7 @@ class Recovery:
         if fault:
             self._saw_bad_data = True
             evidence["blames"] = f"the data: {fault}"
-        elif not is_first:
+        elif not is_first and "blames" not in evidence:
             sound = "weights, buffers and optimizer state"
             sound += "" if fault is None else ", the batch"
             evidence["hint"] = (
@@ -393,13 +394,17 @@ class Recovery:
     def _write_outcome(self, incident: Incident, loss: float) -> None:
         """Write whether an incident is healed: the loss is where it was, within its noise of then.
 
-        Not within that of now: the loss of a run that is broken has noise to spare.
+        Not within that of now: the loss of a run that is broken has noise to spare. Where the
+        trouble came with the first steps, the loss from before it is that of weights that knew
+        nothing: to be there again is no success.
         """
         before = incident.loss_before
         if before is None or not incident.rollbacks or loss != loss:
             return
         margin = max(RECOVERED_NOISE * incident.noise, RECOVERED_SHARE * abs(before))
-        is_healed = loss <= before + margin
+        was_young = incident.first_step < FEWEST
+        has_learned = not (was_young and self._monitor.watch.has_learned_nothing)
+        is_healed = loss <= before + margin and has_learned
         self._journal.note_outcome(is_healed, loss, before)
         self._journal.event(
             "outcome",
@@ -408,6 +413,7 @@ class Recovery:
             healed=is_healed,
             loss=loss,
             loss_before=before,
+            has_learned=has_learned,
         )
 
     def _write_forecast(self, seen: Seen) -> None:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
@@ -82,7 +81,7 @@ class NotLearning:
     A loss that is lower than at the start by less than its noise may be that of harder data, or say
     nothing about learning at all (critics, RL): the experiment compares today's weights with the
     first ones. It is suspected once. Where no experiment can be run it is reported only if neither
-    loss nor gradient norm has changed since the first steps, as with a rate that is far too low.
+    loss nor gradient norm has changed since the start, as with a rate that is far too low.
 
     Gradients of zero are a fact. In a dead network the bias of the last layer goes on learning how
     often each answer comes, and the loss may fall. So checks count the elements of weights whose
@@ -92,11 +91,14 @@ class NotLearning:
     STEPS = 100
     """Steps after which something should have been learned, be it within a warm-up."""
 
+    WINDOWS = ("losses", "norms", "early_losses", "early_norms")
+
     def __init__(self, config: HealingConfig) -> None:
         self.first: list[float] = []
-        self.first_norms: list[float] = []
         self.losses, self.norms = Window(BLOCK), Window(BLOCK)
-        self.zeros = self.seen = self.alive_step = 0
+        self.early_losses, self.early_norms = Window(BLOCK), Window(BLOCK)
+        self.zeros = self.seen = 0
+        self.silent_since: int | None = None  # the first check in which they were zero
         self.is_dead = False
 
     def observe(self, record: Record) -> Finding | None:
@@ -106,7 +108,9 @@ class NotLearning:
         self.seen += 1
         if len(self.first) < FIRST:
             self.first.append(record.loss)
-            self.first_norms.append(record.norm)
+        if self.seen <= BLOCK:
+            self.early_losses.push(record.loss)
+            self.early_norms.push(record.norm)
         self.losses.push(record.loss)
         self.norms.push(record.norm)
         self.zeros = self.zeros + 1 if record.norm == 0.0 and record.loss != 0.0 else 0
@@ -114,22 +118,29 @@ class NotLearning:
             return self._dead(record.step, "all weights")
         if self.seen != self.STEPS or self.is_dead:
             return None
-        level, spread = self.losses.median_and_spread()
-        if level < min(self.first) - spread:
+        if not self.has_learned_nothing:
             return None
         advice = "the learning rate may be too high, or too low"
-        evidence: dict[str, object] = {"noise": spread, "lr": record.lr}
+        evidence: dict[str, object] = {"noise": self.losses.spread, "lr": record.lr}
         finding = self._found(record.step, advice, evidence, wants_proof=True)
         return replace(finding, is_kept=self._is_unchanged())
 
     def _is_unchanged(self) -> bool:
         """Whether loss and norm are what they were at first, and not lost in their noise."""
-        streams = (self.losses, self.first), (self.norms, self.first_norms)
-        for values, first in streams:
-            level, spread = values.median_and_spread()
-            if not abs(level - median(first)) <= SPREADS * spread < abs(level):
+        for now, early in (self.losses, self.early_losses), (self.norms, self.early_norms):
+            spread = min(now.spread, early.spread)
+            error = STANDARD_ERRORS * spread / math.sqrt(BLOCK)
+            if not (abs(now.median - early.median) <= error and SPREADS * spread < abs(now.median)):
                 return False
         return True
+
+    @property
+    def has_learned_nothing(self) -> bool:
+        """Whether there were steps enough to learn something, and the loss is no lower."""
+        if self.is_dead:
+            return True
+        level, spread = self.losses.median_and_spread()
+        return self.seen >= self.STEPS and level >= min(self.first) - spread
 
     def observe_health(self, row: HealthRow) -> Finding | None:
         """Judge the gradients of a check."""
@@ -137,9 +148,10 @@ class NotLearning:
         known = [(norm, size) for norm, size in pairs if norm >= 0.0]
         silent = [size for norm, size in known if norm == 0.0]
         if sum(silent) < MOST * sum(size for _, size in known):
-            self.alive_step, self.is_dead = row.step, False
+            self.silent_since, self.is_dead = None, False
             return None
-        if len(silent) == len(known) or self.is_dead or row.step - self.alive_step < BLOCK:
+        since = self.silent_since = row.step if self.silent_since is None else self.silent_since
+        if len(silent) == len(known) or self.is_dead or row.step - since + 1 < BLOCK:
             return None
         return self._dead(row.step, f"{len(silent)} of {len(known)} weights")
 
@@ -165,19 +177,17 @@ class NotLearning:
         )
 
     def state(self) -> dict[str, Any]:
-        names = ("zeros", "seen", "alive_step", "is_dead")
-        windows = {"first": list(self.first), "losses": self.losses.values()}
-        windows |= {"first_norms": list(self.first_norms), "norms": self.norms.values()}
+        names = ("zeros", "seen", "silent_since", "is_dead")
+        windows = {name: getattr(self, name).values() for name in self.WINDOWS}
+        windows["first"] = list(self.first)
         return {**windows, **{name: getattr(self, name) for name in names}}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.first = list(state["first"])
-        self.losses = Window(BLOCK, state["losses"])
-        if "norms" in state:  # not in the first checkpoints of version 0.2
-            self.first_norms = list(state["first_norms"])
-            self.norms = Window(BLOCK, state["norms"])
+        for name in self.WINDOWS:  # the losses only in the first checkpoints
+            setattr(self, name, Window(BLOCK, state.get(name, ())))
         self.zeros, self.seen = state["zeros"], state["seen"]
-        self.alive_step, self.is_dead = state.get("alive_step", 0), state.get("is_dead", False)
+        self.silent_since, self.is_dead = state.get("silent_since"), state.get("is_dead", False)
 
     def keep_first(self, first: Sequence[float]) -> None:
         """Keep the first losses of the run: a rollback to its first steps does not undo them."""

@@ -145,6 +145,11 @@ class Watch:
         """Return the level of the loss and its noise; NaN while they are not known."""
         return self._loss.level()
 
+    @property
+    def has_learned_nothing(self) -> bool:
+        """Whether there was time to learn something, and the loss is that of the start."""
+        return self._not_learning.has_learned_nothing
+
     def held_lr(self) -> float:
         """Return the highest learning rate that the run has held and no schedule set; 0 if none."""
         return self._lr.held

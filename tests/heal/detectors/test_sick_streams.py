@@ -212,7 +212,7 @@ def row_of_gradients(step, *norms, sizes=(90, 10)):
 )
 def test_gradients_of_zero_in_nearly_all_weights_are_reported_once(norms, is_found):
     watch = Watch(HealingConfig())
-    steps = [8, 16, 31, 32]
+    steps = [1, 16, 31, 32]
     found = [
         (step, finding)
         for step, norm in zip(steps, norms, strict=True)
@@ -227,10 +227,11 @@ def test_gradients_of_zero_in_nearly_all_weights_are_reported_once(norms, is_fou
 
 
 def test_a_network_that_dies_later_is_reported_after_32_steps_without_gradients():
+    """Damage can do that: it is rolled back before."""
     watch = Watch(HealingConfig())
-    for step, norm in ((100, 1.0), (131, 0.0)):
+    for step, norm in ((100, 1.0), (150, 0.0), (180, 0.0)):
         assert watch.observe_health(row_of_gradients(step, norm, 1.0)) == []
-    (found,) = watch.observe_health(row_of_gradients(132, 0.0, 1.0))
+    (found,) = watch.observe_health(row_of_gradients(181, 0.0, 1.0))
     assert found.cause is Cause.NOT_LEARNING
 
 
@@ -239,7 +240,7 @@ def test_a_network_that_dies_later_is_reported_after_32_steps_without_gradients(
     [
         (2.0, 1.0, True),
         (2.1, 1.0, False),  # harder data
-        (2.0, 1.5, False),  # a game: its loss is back, its gradients are others
+        (2.0, 1.02, False),  # a game: its loss is back, its gradients are others
         (0.0, 1.0, False),  # lost in its noise: RL
     ],
 )
@@ -247,7 +248,7 @@ def test_without_an_experiment_only_a_run_in_which_nothing_changed_is_reported(
     losses, norms, is_kept
 ):
     rng = np.random.default_rng(3)
-    noise, start = 0.01 * rng.standard_normal((2, 200)), np.arange(200) < 10
+    noise, start = 0.01 * rng.standard_normal((2, 200)), np.arange(200) < 40
     first = min(losses, 2.0)
     stream = records(
         np.where(start, first, losses) + noise[0], norms=np.where(start, 1.0, norms) + noise[1]
