@@ -375,6 +375,30 @@ class Experiment:
                 return self._settle(Answer.UNDECIDED, "the step of the trial left no record")
             is_bad = question.needs_gradients and record.has_nonfinite_gradient
             now = record.loss if record.has_finite_loss and not is_bad else math.inf
+        return self._take(question, now)
+
+    def conclude(self, compute: Callable[[], Tensor | float]) -> Settled | None:
+        """Settle what is open about evaluation, at the end of a run, without waiting for steps.
+
+        Args:
+            compute: returns the loss of the last step's batches, as often as it is asked.
+
+        Returns:
+            The answer; None if there is no such question.
+        """
+        settled = None
+        while settled is None:
+            question = self._question
+            if question is None or not question.is_of_evaluation:
+                return None
+            question.patient_until = self._run.step
+            self.compare(compute)
+            now = math.inf if question.now_loss is None else question.now_loss
+            settled = self._take(question, now)
+        return settled
+
+    def _take(self, question: _Question, now: float) -> Settled | None:
+        """Take in the losses of a batch."""
         step, question.trial_step = question.trial_step, -1
         question.due_at = step + 1
         if math.isnan(question.old_loss):

@@ -24,6 +24,7 @@ from heal.checkpointing import Durable, HealingMemory
 from heal.cluster.watch import ClusterWatch
 from heal.config import HealingConfig
 from heal.data.loader_pass import AfterError
+from heal.data.split import own_copy
 from heal.data.stream import BatchStream, NoMoreBatches, StepBatches
 from heal.detectors.watch import Detector, Watch
 from heal.diagnose import Diagnosis
@@ -890,7 +891,8 @@ class Healer:
         self.journal.event("goal", self.training.step, steps=steps, accumulate=accumulate)
         with self, progress_bar(self, steps, progress) as show:
             with closing(self._all_epochs(loader)) as source:
-                while self.training.step < steps:
+                batches = StepBatches(source, accumulate)
+                while self.training.step < steps or self._goes_back(train_step, batches):
                     before = self.training.step
                     try:
                         batches = StepBatches(source, accumulate)
@@ -904,6 +906,24 @@ class Healer:
                             on_step(self.last_step)
             if self.durable is not None:
                 self.durable.save_last(self.training.step, self.memory.values)
+
+    def _goes_back(self, train_step: TrainStep, batches: StepBatches) -> bool:
+        """Check the state at the end of ``run``; return whether that has led to a rollback.
+
+        What is wrong in the last steps would be read too late to be undone. With other ranks it
+        is: they may be at their end already.
+        """
+        if self.has_others or not batches.drawn:
+            return False
+
+        def compute() -> float:
+            losses = [float(train_step(own_copy(batch))) for batch in batches.drawn]
+            return sum(losses) / len(losses)
+
+        with self.halting():
+            return any(
+                self._recover(seen).rolled_back for seen in self.monitor.poll_at_end(compute)
+            )
 
     def _take_step(self, train_step: TrainStep, batches: StepBatches) -> bool:
         """Take a step, again after a cure; return False if its batches were given up."""

@@ -449,12 +449,41 @@ class Monitor:
             yield Seen(health.step, self.watch.observe_health(health), is_check=True)
         yield Seen(self._run.step, self.cluster.look(self._run.step))
 
+    def poll_at_end(self, compute: Callable[[], Tensor | float]) -> Iterator[Seen]:
+        """Yield what the last records and one more check show, while the run can still go back.
+
+        Args:
+            compute: returns the loss of the last step's batches, for an experiment.
+        """
+        self._check_last()
+        for step, row in self._guarded.mailbox.poll(lag=0):
+            record = self._read(step, row)
+            (findings,) = self.watch.observe_all([record])
+            yield self._seen(record, findings)
+        for health in self.health.read(NEVER):
+            yield Seen(health.step, self.watch.observe_health(health), is_check=True)
+        settled = self._experiment.conclude(compute)
+        if settled is not None:
+            yield Seen(self._run.step, settled=settled)
+
+    def _check_last(self) -> None:
+        """Measure once more, where no other rank has to."""
+        if self._config.check_interval > 0 and not self._guarded.ranks.has_others:
+            self.health.post(self._run.step)
+
     def poll_last(self) -> Iterator[Seen]:
-        """Yield what the last records show, when no more steps will be taken."""
+        """Yield what the last records show, when no more steps will be taken.
+
+        Also NaN and Inf in the state; all else may be the caller's work on a model that is trained.
+        """
         for step, row in self._guarded.mailbox.poll(lag=0):
             (findings,) = self.watch.observe_all([self._read(step, row)])
             known = [f for f in findings if not f.wants_proof or f.cause.about.is_nonfinite]
             yield Seen(step, known + [r for f in findings if (r := as_report(f)) is not None])
+        self._check_last()
+        for health in self.health.read(NEVER):
+            found = [f for f in self.watch.observe_health(health) if f.severity >= Severity.ERROR]
+            yield Seen(health.step, found, is_check=True)
         left = self._experiment.unanswered()
         if left is not None:
             yield Seen(self._run.step, [left])
@@ -488,7 +517,7 @@ class Monitor:
         An experiment takes some steps, and its answer comes with the record of the last of them.
         """
         record = seen.record
-        settled = None if record is None else self._experiment.observe(record)
+        settled = seen.settled if record is None else self._experiment.observe(record)
         findings = self._known(seen.findings)
         if settled is not None:
             findings += self._accept(settled)
