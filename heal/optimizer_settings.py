@@ -25,34 +25,38 @@ FRACTIONS = {
 }
 """Settings of 0 or more and below 1, and what happens otherwise."""
 
+JUDGED = ("weight_decay", "eps", *FRACTIONS)
+
 
 class SettingsCheck:
     """Notes settings that make no sense. Reads host values only; one on a device is unknown.
 
+    A group is judged when it is first seen and when a setting of it has changed, but for the
+    learning rate: what that does later is for the detectors to say.
+
     Args:
         optimizers: whose parameter groups are read.
-        note: called once for each setting that makes no sense, and again if it did meanwhile.
+        note: called with each setting that makes no sense.
     """
 
     def __init__(self, optimizers: Sequence[ClippedOptimizer], note: Callable[[str], None]) -> None:
         self._optimizers = optimizers
         self._note = note
-        self._noted: set[tuple[int, int, str]] = set()
+        self._seen: dict[tuple[int, int], str] = {}
         self.look()
 
     def look(self) -> None:
-        """Note what makes no sense now and did before."""
-        found = {}
+        """Judge the groups that have changed."""
         for o, optimizer in enumerate(self._optimizers):
             groups = optimizer.inner.param_groups
             for g, group in enumerate(groups):
+                settings = str([group.get(name) for name in JUDGED])
+                if self._seen.get((o, g)) == settings:
+                    continue
+                self._seen[o, g] = settings
+                where = f" in group {g}" if len(groups) > 1 else ""
                 for name, problem in _problems(optimizer.inner, group):
-                    where = f" in group {g}" if len(groups) > 1 else ""
-                    kind = type(optimizer.inner).__name__
-                    found[o, g, name] = f"{name} of {kind}{where}: {problem}"
-        for key in found.keys() - self._noted:
-            self._note(found[key])
-        self._noted = set(found)
+                    self._note(f"{name} of {type(optimizer.inner).__name__}{where}: {problem}")
 
 
 def _problems(optimizer: Optimizer, group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -61,7 +65,7 @@ def _problems(optimizer: Optimizer, group: Mapping[str, Any]) -> Iterator[tuple[
     if decay < 0.0:
         yield "weight_decay", f"expected 0 or more, got {decay:g}; every step makes weights larger"
     is_direct = group.get("decoupled_weight_decay", True) and not isinstance(optimizer, DIVIDED)
-    lr = _number(group.get("lr"))
+    lr = _number(group.get("initial_lr", group.get("lr")))  # a schedule may begin far below
     share = lr * decay
     if is_direct and share >= MOST_DECAY:
         yield (

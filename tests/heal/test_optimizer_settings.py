@@ -53,6 +53,25 @@ def test_usual_settings_are_not_noted(make):
     assert notes_with(make) == []
 
 
+def warmed_up(optimizer):
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)  # a rate of 0 at first
+    return optimizer
+
+
+def test_decay_is_judged_at_the_rate_that_a_schedule_reaches():
+    (note,) = notes_with(lambda p: warmed_up(torch.optim.AdamW(p, 1e-3, weight_decay=100.0)))
+    assert "at a learning rate of 0.001" in note
+
+
+def test_a_learning_rate_that_leaps_says_nothing_of_the_decay():
+    model = torch.nn.Linear(3, 1)
+    healer = Healer(model, torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01))
+    healer.exits.dismiss()
+    healer.optimizers[0].param_groups[0]["lr"] = 10.0
+    healer.settings.look()
+    assert healer.notes == []
+
+
 def test_settings_that_change_while_the_run_goes_on_are_noted_once_each():
     setup = regression()
     healer = setup.healer()
