@@ -269,7 +269,7 @@ class Cause(str, Enum):
     )
     GRADIENT_EXPLOSION = "gradient_explosion", _symptom(
         title="Gradients exploded",
-        summary="Gradient norms far above all before, and the loss suffers.",
+        summary="Gradient norms are far above all before.",
         reference=ADAGC,
     )
     GRADIENT_SPIKE = "gradient_spike", _skipped(
@@ -309,8 +309,9 @@ class Cause(str, Enum):
         blames=Blames.MODEL, reference=DPO,
     )
     NOT_LEARNING = "not_learning", _alert(
-        title="Nothing was learned",
-        summary="The weights do no better than those the run began with.",
+        title="Nothing is learned",
+        summary="No gradient reaches the weights, or they do no better than those of the first "
+        "step.",
         blames=Blames.MODEL, reference=OPT,
     )
     OVERFITTING = "overfitting", _alert(
@@ -383,8 +384,9 @@ class Finding:
             It depends on the evidence: weights that hold NaN need no proof, a leap of theirs does.
         is_of_evaluation: whether it concerns what only a forward in evaluation mode reads, such as
             running statistics, so that the experiment has to use that mode.
-        is_kept: whether a suspicion is reported, as ``weight_drift``, also if the experiment finds
-            the weights no worse than before.
+        is_kept: whether a suspicion is reported without a proof. A leap of weights that the
+            experiment finds no worse than before is a ``weight_drift`` then; that nothing is
+            learned is reported where no experiment can be run.
     """
 
     cause: Cause

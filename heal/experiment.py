@@ -71,6 +71,7 @@ class Answer(str, Enum):
 
     DAMAGED = "damaged"
     OTHER_DATA = "other data"
+    RECOVERED = "recovered"  # damaged at first, and no worse by now
     UNDECIDED = "undecided"
 
 
@@ -289,6 +290,12 @@ class Experiment:
         self._run.ring.pin({step for step, _ in arms})
         return True
 
+    def hurry(self) -> None:
+        """Ask now what only evaluation reads: no more steps will be taken."""
+        question = self._question
+        if question is not None and question.is_of_evaluation:
+            question.due_at = self._run.step
+
     def stop_waiting(self) -> Settled | None:
         """Answer the question if it waits for a loss to come down; None if it does not.
 
@@ -412,7 +419,7 @@ class Experiment:
         if question is None or question.now_loss is None:
             return None
         settled = self._take(question, question.now_loss)
-        if settled is None and question.fresh is not None:
+        if settled is None and (question.fresh is not None or question.is_of_evaluation):
             question.due_at = self._run.step  # the same batches will do
         return settled
 
@@ -469,8 +476,9 @@ class Experiment:
         question.shown = question.pairs[-1]
         if answer is Answer.DAMAGED and self._goes_on_with_fresh(question):
             return None
-        has_recovered = answer is Answer.OTHER_DATA and question.excess is not None
-        return self._settle(answer, RECOVERED if has_recovered else WHY[answer])
+        if answer is Answer.OTHER_DATA and question.excess is not None:
+            answer = Answer.RECOVERED
+        return self._settle(answer, WHY[answer])
 
     def _goes_on_with_fresh(self, question: _Question) -> bool:
         """Try the snapshot that was taken right before the damage, if there is one.
@@ -545,12 +553,15 @@ class Experiment:
         if answer is Answer.UNDECIDED and question.fresh is not None:  # an older one has shown it
             question.arms.remove((question.fresh, None))
             question.arm -= 1
+            if question.pairs:
+                question.all_pairs.pop()  # it is of that snapshot
             answer, why = Answer.DAMAGED, WHY[Answer.DAMAGED]
         finding, cause = question.finding, question.finding.cause
         snapshots = tuple(dict.fromkeys(s for s, _ in question.arms[: question.arm + 1]))
         findings: list[Finding] = []
         asks_for_level = cause is not Cause.NOT_LEARNING and not finding.is_of_evaluation
-        takes_level = answer is Answer.OTHER_DATA and asks_for_level
+        is_sound = answer in (Answer.OTHER_DATA, Answer.RECOVERED)
+        takes_level = is_sound and asks_for_level
         has_level = takes_level and math.isfinite(question.baseline)
         if has_level and is_hard(question.pairs[-1], question.noise, question.baseline):
             self._data_changed_at = finding.bad_step + 1
@@ -559,12 +570,16 @@ class Experiment:
             findings = [finding]
         elif why is NOT_LEARNING:
             findings = [self._nothing_learned(question)]
-        elif answer is Answer.OTHER_DATA and finding.is_kept:
+        elif is_sound and finding.is_kept and cause is not Cause.NOT_LEARNING:
             hint = "the loss is no higher than with the weights from before, so they were kept"
             evidence = {**finding.evidence, "hint": hint}
             drift = Cause.WEIGHT_DRIFT
             findings = [replace(finding, cause=drift, evidence=evidence, wants_proof=False)]
-        elif why is NO_FORWARD and cause is not Cause.NOT_LEARNING:
+        elif why is NO_FORWARD and cause is Cause.NOT_LEARNING:
+            if finding.is_kept:
+                evidence = {**finding.evidence, "hint": BY_LOSS_ALONE}
+                findings = [replace(finding, evidence=evidence, wants_proof=False)]
+        elif why is NO_FORWARD:
             self._note(why)
             if not cause.about.is_nonfinite:  # else each skipped step was reported already
                 takes_level = asks_for_level  # unexplained; later ones are measured against it
@@ -651,12 +666,11 @@ class Experiment:
             return {}
         most = max(changed, key=lambda key: ratios[key])
         name = self._state.name_of(most).removeprefix("parameter ")
-        how = f"{name}, which changed by {ratios[most]:.3g} times its norm since step"
-        return {
-            "tensor": name,
-            "tensors": len(changed),
-            "blames": f"{how} {snapshot_step}",
-        }
+        how = f"changed by {ratios[most]:.3g} times its norm since step {snapshot_step}"
+        blames = f"{name}, which {how}"
+        if len(changed) > 1:
+            blames = f"a change of {len(changed)} tensors; most of all {name} {how}"
+        return {"tensor": name, "tensors": len(changed), "blames": blames}
 
     def _have_grown(self, snapshot_step: int) -> bool:
         """Return whether the weights as a whole are far larger than in a snapshot.
@@ -753,6 +767,11 @@ NO_FORWARD = (
     "no forward pass could be run: iterate healer.batches(loader), or give Healer a forward="
 )
 
+BY_LOSS_ALONE = (
+    f"neither the loss nor the gradient norm has changed since the first steps, which is no proof; "
+    f"{NO_FORWARD}"
+)
+
 NOT_LEARNING = "today's weights do no better than those the run began with"
 
 START_AGAIN = (
@@ -760,11 +779,11 @@ START_AGAIN = (
     "else has damaged the weights"
 )
 
-RECOVERED = "the weights of the snapshot did far better at first, but the loss came down by itself"
-
 WHY = {
     Answer.DAMAGED: "the weights of the snapshot do far better on the same batches",
     Answer.OTHER_DATA: "the weights of the snapshot do no better on the same batches",
+    Answer.RECOVERED: "the weights of the snapshot did far better at first, but the loss came down "
+    "by itself",
 }
 
 

@@ -38,6 +38,7 @@ from heal.journal import LEFT_OUT, Journal, Notes, describe_machine, describe_tr
 from heal.lr_schedules import Schedules
 from heal.micro_batch import MicroBatcher, TrainStep, fewest_samples
 from heal.monitor import Monitor, Seen
+from heal.optimizer_settings import SettingsCheck
 from heal.policy import decide
 from heal.progress_bar import progress_bar
 from heal.ranks import NO_FACTS, HostFacts
@@ -227,6 +228,7 @@ class Healer:
         self._num_waited = 0  # steps that a snapshot was put off
         note_stateless(self.schedules.given, note)
         note_rewriting(given, note)
+        self.settings = SettingsCheck(optimizers, note)
         self.exits = Exits(self, self.journal, clock)
         trained = describe_training(model, optimizers, config)
         self.journal.event("started", self.training.step, **describe_machine(), **trained)
@@ -338,6 +340,7 @@ class Healer:
             return  # as after most steps
         self._busy_at = 0
         self._wants_snapshot |= has_changed_shape
+        self.contained(self.settings.look)
         self.contained(self.monitor.check_health)
         for seen in self.recovery.poll():
             if self._recover(seen).rolled_back:
@@ -469,6 +472,7 @@ class Healer:
         """
         if self.training.ring.newest_step() is None:
             self.training.capture(is_proven=self.training.step == 0)
+            self.monitor.note_weights()
 
     # What the stream of batches calls.
 
@@ -910,8 +914,9 @@ class Healer:
         """
         step, experiment = self.training.step, self.experiment
         with self.halting():
-            if any(self._recover(seen).rolled_back for seen in self.recovery.poll(lag=0)):
+            if any(self._recover(seen).rolled_back for seen in self.recovery.poll(is_last=True)):
                 return True
+            experiment.hurry()
             while experiment.is_due and batches.drawn and not self.guarded.has_stages:
                 self.failures.try_again(train_step, batches)
                 if self._recover(Seen(step, settled=experiment.observe_trial())).rolled_back:

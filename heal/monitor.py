@@ -25,6 +25,7 @@ from heal.record import NO_FLAG, Flag, Record
 from heal.run import TorchRun
 from heal.snapshots import NEVER, is_due, next_due
 from heal.state_checks import HealthCheck
+from heal.training_state import optimized
 from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS, NORM, NUM_VERDICT, SPIKE
 
 if TYPE_CHECKING:
@@ -166,6 +167,10 @@ class Moments(NamedTuple):
 
 VERSION = attrgetter("_version")
 
+YOUNG = 32
+"""Steps in which writes of weights are watched for: later a leap of the loss shows the damage, but
+a young run has no level yet, and its loss may come down from that of the damage."""
+
 
 class Seen(NamedTuple):
     """What was seen of one step, in its record, by a check or as an exception.
@@ -260,6 +265,7 @@ class Monitor:
         self._watches_moments = config.check_interval > 0 and not guarded.ranks.has_others
         self._moments: list[Moments] = []  # as the last step left them
         self._next_look = 0
+        self._weights: tuple[list[Tensor], list[int]] = [], []  # as the last step left them
         self._were_written = True  # running statistics, in the last step; before the first: unknown
         self._next_suspicion = 0
         run.hold("healing", watch.state, self._rolled_back)
@@ -280,8 +286,10 @@ class Monitor:
             if lr != scheduled == scheduled:
                 self._schedules.put_back()
         flags = NO_FLAG
+        if self._weights[0]:
+            flags = self._look_at_weights()
         if self._guarded.buffers.are_there:
-            flags = self._look_at_statistics(self._run.step)
+            flags |= self._look_at_statistics(self._run.step)
         while self._reported:
             flags |= self._reported.popleft()
         for source in self.sources:
@@ -299,6 +307,18 @@ class Monitor:
                 versions = [*map(VERSION, tensors)]
                 seen.append(Moments(optimizer.inner, [*map(id, values)], tensors, versions))
         return seen
+
+    def note_weights(self) -> None:
+        """Note how often each weight was written, after a step and with the first snapshot."""
+        params = (p for optimizer in self._guarded.optimizers for p in optimized(optimizer))
+        weights = [p for p in params if not p.is_inference()]
+        self._weights = weights, [*map(VERSION, weights)]
+
+    def _look_at_weights(self) -> Flag:
+        """Report that something other than the optimizer wrote weights, without a wait."""
+        weights, versions = self._weights
+        self._weights = [], []
+        return NO_FLAG if versions == [*map(VERSION, weights)] else Flag.FOREIGN_WRITE
 
     def _check_moments(self, step: int) -> None:
         """Check the state before ``step``: something other than the optimizer wrote its moments.
@@ -354,6 +374,8 @@ class Monitor:
                 moments.versions[:] = map(VERSION, moments.tensors)
             if len(self._moments) < len(self._guarded.optimizers):
                 self._moments = self._seen_moments()
+        if done < YOUNG:
+            self.note_weights()
         watchdog = self.cluster.watchdog
         if watchdog is not None:
             watchdog.beat(done)
@@ -432,18 +454,36 @@ class Monitor:
         newest = records[-1].step if records else -1
         self._calm.polled(self._run.step, newest, self.watch.calm_limits())
 
-    def poll_checks(self) -> Iterator[Seen]:
-        """Yield what checks of weights, optimizer state, other ranks and the hardware found."""
-        for health in self.health.read(self._run.step):
+    def poll_checks(self, is_last: bool = False) -> Iterator[Seen]:
+        """Yield what checks of weights, optimizer state, other ranks and the hardware found.
+
+        Args:
+            is_last: check once more and read all checks, because no more steps will be taken.
+        """
+        if is_last:
+            self._check_last()
+        for health in self.health.read(NEVER if is_last else self._run.step):
             yield Seen(health.step, self.watch.observe_health(health), is_check=True)
         yield Seen(self._run.step, self.cluster.look(self._run.step))
 
+    def _check_last(self) -> None:
+        """Measure once more, where no other rank has to."""
+        if self._config.check_interval > 0 and not self._guarded.ranks.has_others:
+            self.health.post(self._run.step)
+
     def poll_last(self) -> Iterator[Seen]:
-        """Yield what the last records show, when no more steps will be taken."""
+        """Yield what the last records show, when no more steps will be taken.
+
+        Also NaN and Inf in the state; all else may be the caller's work on a model that is trained.
+        """
         for step, row in self._guarded.mailbox.poll(lag=0):
             (findings,) = self.watch.observe_all([self._read(step, row)])
             known = [f for f in findings if not f.wants_proof or f.cause.about.is_nonfinite]
             yield Seen(step, known + [r for f in findings if (r := as_report(f)) is not None])
+        self._check_last()
+        for health in self.health.read(NEVER):
+            found = [f for f in self.watch.observe_health(health) if f.severity >= Severity.ERROR]
+            yield Seen(health.step, found, is_check=True)
         left = self._experiment.unanswered()
         if left is not None:
             yield Seen(self._run.step, [left])
@@ -461,7 +501,15 @@ class Monitor:
                 self._note(f"the callback {name} of on_record failed: {error!r}")
         if record.flags is not NO_FLAG and record.has(Flag.STATE_NONFINITE):
             self._needs_check = True
-        return Seen(record.step, findings, record)
+        return Seen(record.step, [self._named(finding) for finding in findings], record)
+
+    def _named(self, finding: Finding) -> Finding:
+        """Name a tensor that a record has by its number: few records are worth the search."""
+        index = finding.evidence.get("tensor_index")
+        if not isinstance(index, int) or finding.evidence.get("tensor") != f"tensor {index}":
+            return finding
+        name = self._guarded.name_of(index) or f"tensor {index}"
+        return replace(finding, evidence={**finding.evidence, "tensor": name})
 
     def settle(self, seen: Seen) -> Seen:
         """Leave suspicions to the experiment; return what is known, its answers included.
@@ -587,7 +635,7 @@ class Monitor:
         """Drop all that is of steps that did not happen, or of another run."""
         self._host.clear()
         self.health.clear()
-        self._moments = []
+        self._moments, self._weights = [], ([], [])
         self._were_written, self._next_suspicion = True, 0
         self._experiment.clear()
         self._calm = Calm(self._config, self._run.step)

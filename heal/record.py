@@ -195,7 +195,8 @@ class HealthRow:
     ``weight_bad`` and ``moment_bad`` count elements that are NaN or Inf. ``step_counters`` holds
     the optimizer's own step count of each tensor, -1 where it has none. ``buffer_bad`` counts what
     must not be in the buffers that forward writes, in the order of ``buffer_names``, and
-    ``buffer_norms`` has their norms.
+    ``buffer_norms`` has their norms. ``gradient_norms`` are those of the last step, -1 where there
+    is no gradient; ``sizes`` counts the elements of each weight.
     """
 
     step: int
@@ -208,6 +209,8 @@ class HealthRow:
     buffer_bad: tuple[int, ...] = ()
     buffer_names: tuple[str, ...] = ()
     buffer_norms: tuple[float, ...] = ()
+    gradient_norms: tuple[float, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     def name(self, index: int) -> str:
         """Return the name of a tensor, or its number if it has none."""

@@ -25,6 +25,7 @@ from heal.actions import (
 )
 from heal.causes import Cause, Family, Finding, Severity
 from heal.config import HealingConfig
+from heal.detectors.robust import FEWEST
 from heal.diagnose import Diagnosis, diagnose, diagnose_corruption, may_be_the_weights
 from heal.exit_codes import ExitCode
 from heal.history import History, Incident
@@ -108,16 +109,16 @@ class Recovery:
         """Call ``hook`` with every plan; a plan that it returns is used instead."""
         self._hook = hook
 
-    def poll(self, lag: int | None = None) -> Iterator[Seen]:
+    def poll(self, is_last: bool = False) -> Iterator[Seen]:
         """Yield what was found late, then what the monitor polls now.
 
         Args:
-            lag: how old records must be, if not as old as usual.
+            is_last: poll all there is, because no more steps will be taken.
         """
         late, self.late = self.late, []
         yield from late
-        yield from self._monitor.poll(lag)
-        yield from self._monitor.poll_checks()
+        yield from self._monitor.poll(0 if is_last else None)
+        yield from self._monitor.poll_checks(is_last)
 
     def catch_up(self) -> None:
         """Poll now, because a plan is about to be made or the run to be saved.
@@ -285,7 +286,7 @@ class Recovery:
         if fault:
             self._saw_bad_data = True
             evidence["blames"] = f"the data: {fault}"
-        elif not is_first:
+        elif not is_first and "blames" not in evidence:
             sound = "weights, buffers and optimizer state"
             sound += "" if fault is None else ", the batch"
             evidence["hint"] = (
@@ -402,15 +403,17 @@ class Recovery:
         """Write whether an incident is healed: the loss is where it was, within its noise.
 
         Within the noise of then and of now: the loss of a run that is broken has noise to spare,
-        and that of the first steps is hardly known. Damage that came again before anything was
-        learned was left as it is, and is not healed even if the loss is back at chance.
+        and that of the first steps is hardly known. Where nothing was learned the loss from before
+        is that of weights that knew nothing: to be there again is no success.
         """
         before, (loss, noise) = incident.loss_before, self._monitor.watch.loss_level()
         if before is None or not incident.rollbacks or loss != loss:
             return
         noise = min(noise, incident.noise)
         margin = max(RECOVERED_NOISE * noise, RECOVERED_SHARE * abs(before))
-        is_healed = loss <= before + margin and Cause.NOT_LEARNING.value not in incident.causes
+        is_of_chance = incident.first_step < FEWEST and self._monitor.watch.has_learned_nothing
+        has_learned = not (is_of_chance or Cause.NOT_LEARNING.value in incident.causes)
+        is_healed = loss <= before + margin and has_learned
         self._journal.note_outcome(is_healed, loss, before)
         self._journal.event(
             "outcome",
@@ -419,6 +422,7 @@ class Recovery:
             healed=is_healed,
             loss=loss,
             loss_before=before,
+            has_learned=has_learned,
         )
 
     def _write_forecast(self, seen: Seen) -> None:

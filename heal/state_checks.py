@@ -256,11 +256,15 @@ class HealthCheck:
         if not named:
             return
         moments, owners, counters = self._optimizer_state([param for _, param in named])
-        statistics, others = self._buffers.statistics(), self._buffers.without_nan()
-        checked = {**statistics, **others}
+        statistics = self._buffers.statistics()
+        checked = {**statistics, **self._buffers.without_nan()}
+        grads = [_measurable(param.grad) for _, param in named]
         tensors = [*(param for _, param in named), *moments, *(b for b, _ in checked.values())]
-        measured = len(named) + len(moments)
+        measured, others = len(named) + len(moments), len(tensors)
+        tensors += [grad for grad in grads if grad is not None]
         stats = zclip.grad_stats([local_part(tensor) for tensor in tensors])
+        slopes = _with_gaps(stats[others:, SUMSQ], grads)
+        stats = stats[:others]
         bad = stats[:, NAN:].sum(dim=1)
         if checked:
             first_other = measured + len(statistics)
@@ -269,14 +273,16 @@ class HealthCheck:
             bad[measured:] *= torch.stack(were_bad).logical_not()
         counted = counters.to(stats, non_blocking=True)
         squares = stats[:, SUMSQ]
-        row = self._ranks.mean(torch.cat([squares[:measured], bad, counted, squares[measured:]]))
-        for norms in (row[:measured], row[row.numel() - len(checked) :]):
+        parts = [squares[:measured], bad, counted, squares[measured:], slopes]
+        row = self._ranks.mean(torch.cat(parts))
+        for norms in (row[:measured], row[row.numel() - len(checked) - len(named) : -len(named)]):
             norms.sqrt_()
         row = row.float()
         mailbox = zclip.Mailbox(lag=0, width=row.numel())
         mailbox.post(step, row)
         due = step if row.is_cpu and not self._waits else step + self._lag
-        layout = _Layout(owners, tuple(name for name, _ in named), tuple(checked))
+        sizes = tuple(param.numel() for _, param in named)
+        layout = _Layout(owners, tuple(name for name, _ in named), tuple(checked), sizes)
         self._sent.append((step, due, mailbox, layout))
 
     def read(self, step: int) -> list[HealthRow]:
@@ -329,6 +335,7 @@ class _Layout:
     owners: list[int]  # the weight that each moment belongs to
     names: tuple[str, ...]
     buffers: tuple[str, ...]
+    sizes: tuple[int, ...]
 
 
 def _decode(step: int, values: Sequence[float], layout: _Layout) -> HealthRow:
@@ -337,6 +344,7 @@ def _decode(step: int, values: Sequence[float], layout: _Layout) -> HealthRow:
     counted = 2 * measured + len(layout.buffers)
     norms, bad = values[:measured], values[measured:counted]
     of_buffers = counted + count  # behind a step count of each parameter
+    of_gradients = of_buffers + len(layout.buffers)
     squares = [NOTHING] * count
     moment_bad = [0] * count
     for moment, owner in enumerate(layout.owners):
@@ -352,8 +360,24 @@ def _decode(step: int, values: Sequence[float], layout: _Layout) -> HealthRow:
         names=layout.names,
         buffer_bad=tuple(_count(b) for b in bad[measured:]),
         buffer_names=layout.buffers,
-        buffer_norms=tuple(values[of_buffers:]),
+        buffer_norms=tuple(values[of_buffers:of_gradients]),
+        gradient_norms=tuple(math.sqrt(s) if s >= 0 else NOTHING for s in values[of_gradients:]),
+        sizes=layout.sizes,
     )
+
+
+def _measurable(grad: Tensor | None) -> Tensor | None:
+    """Return a gradient that can be measured; None if it cannot."""
+    is_so = grad is not None and grad.layout is torch.strided and grad.dtype in MEASURED
+    return grad if is_so else None
+
+
+def _with_gaps(squares: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
+    """Return a number for every gradient: its sum of squares, in order, and -1 for None."""
+    if len(squares) == len(grads):
+        return squares
+    nothing, found = squares.new_full((), NOTHING), iter(squares.unbind())
+    return torch.stack([nothing if grad is None else next(found) for grad in grads])
 
 
 def _count(value: float) -> int:

@@ -17,6 +17,7 @@ from benchmarks.damage.families import Training
 AT = 300  # of 500 steps: well into training, with too little time left to learn it all again
 LATEST = 0.6  # share of the steps, in runs that are shorter than usual
 NEAR_THE_END = 0.97  # share of the steps after which late damage strikes
+FIRST_STEPS = (1, 2, 3, 5)  # before which early damage strikes, in turn by the seed
 
 HEALED = "healed"
 REPORTED = "reported"
@@ -69,7 +70,8 @@ class Kind:
         bad_batches: how many batches from ``at`` on hold NaN.
         demand: HEALED, the final loss is that of the undamaged twin; REPORTED, healed or at least
             reported; LAST_GOOD, the run ends with the weights of the last step before the damage.
-        at: the step; ``late`` strikes near the end instead, because time heals it.
+        at: the step; ``late`` strikes near the end instead, because time heals it, and ``early`` in
+            the first steps, where nothing is known of the run yet.
         families: those that have what is damaged; all by default.
     """
 
@@ -80,12 +82,15 @@ class Kind:
     demand: str = HEALED
     at: int = AT
     late: bool = False
+    early: bool = False
     families: tuple[str, ...] = ()
 
     def starts_at(self, steps: int, seed: int) -> int:
         """Return the step before which it strikes, in a run of so many steps."""
         if self.late:
             return int(NEAR_THE_END * steps)
+        if self.early:
+            return FIRST_STEPS[seed % len(FIRST_STEPS)]
         if self.name == EIGHT_NAN:  # around a snapshot, a little before, at and after it
             return self.at + (-6, -1, 3)[seed % 3]
         return min(self.at, int(LATEST * steps))
@@ -221,8 +226,9 @@ KINDS = [
     Kind("all weights x 3", scale_weights(3)),
     Kind("all weights x 10", scale_weights(10)),
     Kind("all weights x 1000", scale_weights(1000)),
-    Kind("all weights x 1000 before step 1", scale_weights(1000), at=1),
-    Kind("exp_avg x 1e4 before step 2", change_state(MOMENTUM, lambda m: m.mul_(1e4)), at=2),
+    Kind("all weights x 1000, first steps", scale_weights(1000), early=True),
+    Kind("all weights + N(0, 0.5), first steps", noise(0.5, everywhere=True), early=True),
+    Kind("exp_avg x 1e4, first steps", change_state(MOMENTUM, lambda m: m.mul_(1e4)), early=True),
     Kind("one weight 1e4", one_weight),
     Kind("one layer scrambled", scramble),
     Kind("one layer + N(0, 1)", noise(1.0)),

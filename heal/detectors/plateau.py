@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from heal.causes import Cause, Finding, Severity
 from heal.config import HealingConfig
-from heal.detectors.robust import BLOCK, FIRST, RECENT, SAME, STANDARD_ERRORS, Window
-from heal.record import Record
+from heal.detectors.robust import BLOCK, FIRST, MOST, RECENT, SAME, SPREADS, STANDARD_ERRORS, Window
+from heal.record import HealthRow, Record
 
 
 class Plateau:
@@ -75,66 +76,118 @@ class Plateau:
 
 
 class NotLearning:
-    """Suspects, once, that nothing is learned: gradients are zero, or the loss is no lower.
+    """Reports gradients of zero, and suspects that nothing is learned if the loss is no lower.
 
     A loss that is lower than at the start by less than its noise may be that of harder data, or say
     nothing about learning at all (critics, RL): the experiment compares today's weights with the
-    first ones.
+    first ones. It is suspected once. Where no experiment can be run it is reported only if neither
+    loss nor gradient norm has changed since the start, as with a rate that is far too low.
+
+    Gradients of zero are a fact. In a dead network the bias of the last layer goes on learning how
+    often each answer comes, and the loss may fall. So checks count the elements of weights whose
+    gradients are zero. Where all are, as with a hinge loss of zero, each record is judged instead.
     """
 
     STEPS = 100
     """Steps after which something should have been learned, be it within a warm-up."""
 
+    WINDOWS = ("losses", "norms", "early_losses", "early_norms")
+
     def __init__(self, config: HealingConfig) -> None:
         self.first: list[float] = []
-        self.losses = Window(BLOCK)
+        self.losses, self.norms = Window(BLOCK), Window(BLOCK)
+        self.early_losses, self.early_norms = Window(BLOCK), Window(BLOCK)
         self.zeros = self.seen = 0
-        self.was_asked = False
+        self.silent_since: int | None = None  # the first check in which they were zero
+        self.is_dead = False
 
     def observe(self, record: Record) -> Finding | None:
-        if self.was_asked or not record.has_finite_loss:
+        """Judge a record; see :class:`heal.detectors.watch.Detector`."""
+        if not record.has_finite_loss:
             return None
         self.seen += 1
         if len(self.first) < FIRST:
             self.first.append(record.loss)
+        if self.seen <= BLOCK:
+            self.early_losses.push(record.loss)
+            self.early_norms.push(record.norm)
         self.losses.push(record.loss)
+        self.norms.push(record.norm)
         self.zeros = self.zeros + 1 if record.norm == 0.0 and record.loss != 0.0 else 0
-        if self.zeros >= BLOCK:
-            return self._found(record, "all gradients are zero: the network may be dead")
-        if self.seen != self.STEPS:
+        if self.zeros == BLOCK and not self.is_dead:
+            return self._dead(record.step, "all weights")
+        if self.seen != self.STEPS or self.is_dead:
             return None
-        level, spread = self.losses.median_and_spread()
-        if level >= min(self.first) - spread:
-            return self._found(record, "the learning rate may be too high, or too low")
-        return None
+        if not self.has_learned_nothing:
+            return None
+        advice = "the learning rate may be too high, or too low"
+        evidence: dict[str, object] = {"noise": self.losses.spread, "lr": record.lr}
+        finding = self._found(record.step, advice, evidence, wants_proof=True)
+        return replace(finding, is_kept=self._is_unchanged())
 
-    def _found(self, record: Record, advice: str) -> Finding:
-        self.was_asked = True
+    def _is_unchanged(self) -> bool:
+        """Whether loss and norm are what they were at first, and not lost in their noise."""
+        for now, early in (self.losses, self.early_losses), (self.norms, self.early_norms):
+            spread = min(now.spread, early.spread)
+            error = STANDARD_ERRORS * spread / math.sqrt(BLOCK)
+            if not (abs(now.median - early.median) <= error and SPREADS * spread < abs(now.median)):
+                return False
+        return True
+
+    @property
+    def has_learned_nothing(self) -> bool:
+        """Whether there were steps enough to learn something, and the loss is no lower."""
+        if self.is_dead:
+            return True
+        level, spread = self.losses.median_and_spread()
+        return self.seen >= self.STEPS and level >= min(self.first) - spread
+
+    def observe_health(self, row: HealthRow) -> Finding | None:
+        """Judge the gradients of a check."""
+        pairs = zip(row.gradient_norms, row.sizes, strict=True)
+        known = [(norm, size) for norm, size in pairs if norm >= 0.0]
+        silent = [size for norm, size in known if norm == 0.0]
+        if sum(silent) < MOST * sum(size for _, size in known):
+            self.silent_since, self.is_dead = None, False
+            return None
+        since = self.silent_since = row.step if self.silent_since is None else self.silent_since
+        if len(silent) == len(known) or self.is_dead or row.step - since + 1 < BLOCK:
+            return None
+        return self._dead(row.step, f"{len(silent)} of {len(known)} weights")
+
+    def _dead(self, step: int, which: str) -> Finding:
+        self.is_dead = True
+        advice = (
+            f"the gradients of {which} are zero: the network may be dead; start again with a lower "
+            "learning rate, or with other first weights"
+        )
+        return self._found(step, advice, {}, wants_proof=False)
+
+    def _found(
+        self, step: int, advice: str, evidence: dict[str, object], wants_proof: bool
+    ) -> Finding:
+        losses = {"loss": self.losses.median, "first_loss": min(self.first, default=math.nan)}
         return Finding(
             cause=Cause.NOT_LEARNING,
-            step=record.step,
+            step=step,
             bad_step=0,
             severity=Severity.WARN,
-            evidence={
-                "loss": self.losses.median,
-                "first_loss": min(self.first),
-                "noise": self.losses.spread,
-                "lr": record.lr,
-                "advice": advice,
-            },
-            wants_proof=self.zeros < BLOCK,
+            evidence={**losses, **evidence, "advice": advice},
+            wants_proof=wants_proof,
         )
 
     def state(self) -> dict[str, Any]:
-        names = ("zeros", "seen", "was_asked")
-        windows = {"first": list(self.first), "losses": self.losses.values()}
+        names = ("zeros", "seen", "silent_since", "is_dead")
+        windows = {name: getattr(self, name).values() for name in self.WINDOWS}
+        windows["first"] = list(self.first)
         return {**windows, **{name: getattr(self, name) for name in names}}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.first = list(state["first"])
-        self.losses = Window(BLOCK, state["losses"])
-        for name in ("zeros", "seen", "was_asked"):
-            setattr(self, name, state[name])
+        for name in self.WINDOWS:  # the losses only in the first checkpoints
+            setattr(self, name, Window(BLOCK, state.get(name, ())))
+        self.zeros, self.seen = state["zeros"], state["seen"]
+        self.silent_since, self.is_dead = state.get("silent_since"), state.get("is_dead", False)
 
     def keep_first(self, first: Sequence[float]) -> None:
         """Keep the first losses of the run: a rollback to its first steps does not undo them."""

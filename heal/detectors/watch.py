@@ -160,6 +160,11 @@ class Watch:
         """Return the loss that the run began with; NaN if there was none yet."""
         return min(self._loss.first, default=math.nan)
 
+    @property
+    def has_learned_nothing(self) -> bool:
+        """Whether there was time to learn something, and the loss is that of the start."""
+        return self._not_learning.has_learned_nothing
+
     def expect_write(self, step: int) -> None:
         """Note that a rollback or the user wrote weights before ``step``."""
         self._writes.expect(step)
@@ -191,10 +196,13 @@ class Watch:
         """Return what is wrong with weights or optimizer state."""
         if self.forecast is not None:
             self.forecast.observe_health(row)
-        if "health" in self._disabled:
-            return []
-        finding = self._health.observe_health(row)
-        return [] if finding is None else [self._muted("health", finding)]
+        found = []
+        for name, detector in (("health", self._health), ("not_learning", self._not_learning)):
+            if name not in self._disabled:
+                finding = detector.observe_health(row)
+                if finding is not None:
+                    found.append(self._muted(name, finding))
+        return found
 
     def observe_eval(
         self, step: int, eval_loss: float, train_loss: float | None = None

@@ -9,7 +9,7 @@ from heal.json_lines import encodable, number
 from heal.report import words
 from heal.report.collect import COLUMNS, TIME, Row, RunReport
 from heal.report.story import KINDS, OUTCOMES
-from heal.report.words import ANSWERS, count, duration
+from heal.report.words import ANSWERS, answer_of, count, duration
 
 ENDINGS = {
     "completed": "finished",
@@ -48,7 +48,7 @@ def summarise(report: RunReport) -> dict[str, Any]:
         names = ("first_loss", "last_loss", "lowest_loss", "highest_loss")
         totals |= dict(zip(names, losses, strict=True))
     sentences = [_course(report, totals, ending), *_incidents(report, totals)]
-    answers = Counter(str(e.line.get("answer")) for e in report.story.experiments.values())
+    answers = Counter(answer_of(e.line) for e in report.story.experiments.values())
     if answers:
         found = [f"{answers[key]} showed {name}" for key, name in ANSWERS.items() if answers[key]]
         sentences.append(f"{count(answers.total(), 'experiment')}: {', '.join(found)}.")

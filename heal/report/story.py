@@ -193,7 +193,7 @@ class Incident:
         """Return how it ended, as a key of :data:`OUTCOMES` and as a sentence."""
         kind, went_on = self.decisive.kind, last_step > self.last_step
         if kind == "halt":
-            if went_on:
+            if last_step >= self.decisive.noticed_at:  # records come some steps late
                 return "resumed", "The run stopped here. A later start went further."
             return "ended", "The run stopped here."
         if kind == "alert":

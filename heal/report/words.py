@@ -110,20 +110,40 @@ def _action_name(action: Mapping[str, Any]) -> str:
     return RENAMED.get(name, name)
 
 
-ANSWERS = {"damaged": "damaged weights", "other data": "other data", "undecided": "no answer"}
+ANSWERS = {
+    "damaged": "damaged weights",
+    "other data": "other data",
+    "recovered": "damage that passed by itself",
+    "learned": "that the weights have learned",
+    "not learned": "that the weights have learned nothing",
+    "undecided": "no answer",
+}
 """What an experiment has shown."""
+
+
+def answer_of(line: Mapping[str, Any]) -> str:
+    """Return what an experiment has shown, as a key of :data:`ANSWERS` where it is known.
+
+    A suspicion that nothing is learned is answered by the losses with the first weights.
+    """
+    answer = str(line.get("answer", ""))
+    if line.get("suspicion") == "not_learning" and not math.isnan(_last(line.get("losses_old"))):
+        return "learned" if answer == "other data" else "not learned"
+    return answer
 
 
 def experiment_words(line: Mapping[str, Any]) -> str:
     """Return what an experiment compared and what it showed, as a sentence."""
     now, old = (_last(line.get(name)) for name in ("losses_now", "losses_old"))
-    answer = str(line.get("answer", ""))
+    answer = answer_of(line)
     found = f"Experiment: {ANSWERS.get(answer, shorten(answer, 40))}"
     if math.isnan(now) or math.isnan(old):
         return f"{found} ({show(line.get('why'))})."
+    steps = line.get("snapshots")
+    compared = steps[-1:] if isinstance(steps, list) else steps  # the losses are of the last one
     return (
         f"{found}. On the same batch the loss was {show(now)} with the current weights and "
-        f"{show(old)} with those of step {show(line.get('snapshots'))}."
+        f"{show(old)} with those of step {show(compared)}."
     )
 
 
@@ -134,7 +154,9 @@ def _last(values: Any) -> float:
 def outcome_words(line: Mapping[str, Any]) -> str:
     """Return whether the loss came back, with figures."""
     found = "The loss came back" if line.get("healed") else "Not recovered"
-    return f"{found}: {show(line.get('loss_before'))} before, {show(line.get('loss'))} after."
+    why = "; nothing has been learned since the run began" * bool(line.get("has_learned") is False)
+    numbers = f"{show(line.get('loss_before'))} before, {show(line.get('loss'))} after"
+    return f"{found}: {numbers}{why}."
 
 
 def event_words(line: Mapping[str, Any]) -> str:

@@ -79,7 +79,7 @@ def trained(
     by_hand=False, change=spoil, model=batch_norm, steps=STEPS, at=AT, body=None, **options
 ):
     """Train, with a change of the model before step ``at``; return the set-up and its healer."""
-    setup = regression(model=model)
+    setup = regression(model=model, **options)
     healer = setup.healer(run_dir=Path.cwd())
     has_changed = False
 
@@ -212,9 +212,53 @@ def test_only_layers_with_statistics_change_their_mode_in_a_trial():
     assert all(seen[-1])
 
 
+@pytest.mark.parametrize("how", [TRACED, UNTRACED], ids=["traced", "untraced"])
+@pytest.mark.parametrize("left", [0, 1, 4])
+def test_statistics_that_are_spoilt_in_the_last_steps_of_run_are_healed(how, left):
+    """One check more, and an experiment on the last batch, come before the run is over."""
+    at, steps = AT + 17 - left, AT + 17
+    setup, healer = trained(change=lambda model: spoil(model, how), steps=steps, at=at)
+    (entry,) = healer.recoveries
+    assert entry["actions"][0] == "rollback"
+    assert healer.last_step == steps - 1
+    untouched, _ = trained(change=lambda model: None, steps=steps)
+    assert held_out(setup) < 1.5 * held_out(untouched)
+
+
+def test_precise_statistics_that_are_written_at_the_end_of_run_stay_to_the_bit():
+    setup, _ = trained(change=measured, steps=AT + 17, at=AT + 16)
+    ended = [t.clone() for t in setup.model.state_dict().values()]
+    assert [e["answer"] for e in events("experiment")] == ["other data"]
+    setup, _ = trained(
+        change=measured, steps=AT + 17, at=AT + 16, disabled_detectors="foreign_writes,health"
+    )
+    assert_same(ended, list(setup.model.state_dict().values()))
+
+
 def test_a_suspicion_that_the_end_leaves_open_is_reported():
-    trained(steps=AT + 4)
+    trained(by_hand=True, steps=AT + 4)
     (event,) = [e for e in events("recovery") + events("alert") if "hint" in str(e)]
     assert event["failure"] == "weight_corruption"
     assert not event.get("plan")
     assert "evaluate the model" in json.dumps(event)
+
+
+def fill_with_nan(model):
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_weights_that_turn_nan_in_the_last_steps_are_healed_by_run(left):
+    setup, healer = trained(change=fill_with_nan, steps=AT + 17, at=AT + 17 - left)
+    assert [entry["actions"][0] for entry in healer.recoveries if entry["actions"]][
+        -1
+    ] == "rollback"
+    assert all(p.isfinite().all() for p in setup.model.parameters())
+    assert healer.last_step == AT + 16
+
+
+def test_weights_that_are_nan_when_a_loop_ends_are_reported():
+    trained(by_hand=True, change=fill_with_nan, steps=AT + 17, at=AT + 17)
+    (alert,) = events("alert")
+    assert alert["failure"] == "weight_corruption"

@@ -546,7 +546,11 @@ def train_and_read(setup, steps, caplog):
 
 
 def test_where_the_first_weights_do_far_better_the_advice_is_to_start_again(caplog):
-    setup = damaged(regression(), 1, scale_weights)  # no loss from before it is known
+    def scale_without_a_trace(setup):
+        for param in setup.model.parameters():
+            param.data.mul_(100.0)
+
+    setup = damaged(regression(), 1, scale_without_a_trace)  # no loss from before it is known
     alerts, lines = train_and_read(setup, 130, caplog)
     (alert,) = [alert for alert in alerts if alert["failure"] == "not_learning"]
     evidence = alert["evidence"]
@@ -707,3 +711,76 @@ def test_a_loop_that_ends_while_a_loss_is_given_time_reports_it():
     assert not healer.recoveries
     (alert,) = [e for e in events("alert") if e["failure"] == "loss_spike"]
     assert "evaluate the model" in alert["evidence"]["hint"]
+
+
+def without_batches(setup, steps):
+    """Train in a loop that healing can run no forward pass of; return the reports of one cause."""
+    healer = setup.healer(run_dir=Path.cwd())
+    for _ in range(-(-steps // len(setup.loader))):
+        for batch in setup.loader:
+            loss = setup.train_step(batch)
+            loss.backward()
+            healer.step(loss)
+            setup.optimizer.zero_grad()
+    healer.close()
+    return [alert for alert in events("alert") if alert["failure"] == "not_learning"]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_dead_network_whose_last_bias_goes_on_learning_is_reported(optimizer):
+    setup = regression(model=lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)))
+    nn.init.constant_(setup.model[0].bias, -1e3)
+    setup.optimizer = optimizer(setup.model.parameters(), lr=1e-2)
+    (alert,) = without_batches(setup, 130)
+    assert alert["step"] <= 40
+    assert "the gradients of 3 of 4 weights are zero" in alert["evidence"]["advice"]
+
+
+def test_a_rate_that_is_far_too_low_is_reported_where_no_forward_pass_can_be_run():
+    setup = regression()
+    setup.optimizer.param_groups[0]["lr"] = 1e-12
+    (alert,) = without_batches(setup, 130)
+    assert "no proof" in alert["evidence"]["hint"]
+    assert "forward=" in alert["evidence"]["hint"]
+
+
+def test_a_run_that_learns_is_not_reported_where_no_forward_pass_can_be_run():
+    assert without_batches(regression(), 130) == []
+
+
+def test_weights_that_something_else_wrote_before_the_first_forward_are_put_back():
+    """No loss is known yet; that of the first step is as high as all others."""
+    setup = regression(model=lambda: mlp(dropout=0.0))
+    healer = setup.healer(run_dir=Path.cwd())
+    first = [p.detach().clone() for p in setup.model.parameters()]
+    for batch in healer.batches(setup.loader):
+        if healer.last_step < 0 and not events("experiment"):
+            with torch.no_grad():
+                for p in setup.model.parameters():
+                    p.mul_(1000.0)
+        loss = setup.train_step(batch)
+        loss.backward()
+        healer.step(loss)
+        setup.optimizer.zero_grad()
+        if events("recovery"):
+            break
+    (recovery,) = events("recovery")
+    assert (recovery["failure"], recovery["resumed_at"]) == ("weight_corruption", 0)
+    assert_same(first, list(setup.model.parameters()))
+
+
+@pytest.mark.parametrize("steps", [[0], [1, 2, 3], range(16)])
+def test_weights_that_are_written_on_purpose_in_a_young_run_stay(steps):
+    setup = regression()
+    healer = setup.healer(run_dir=Path.cwd())
+    for batch in healer.batches(setup.loader):
+        if healer.last_step + 1 in steps:
+            with torch.no_grad():
+                setup.model[0].weight.clamp_(-0.3, 0.3)
+        loss = setup.train_step(batch)
+        loss.backward()
+        healer.step(loss)
+        setup.optimizer.zero_grad()
+    healer.close()
+    assert [e["answer"] for e in events("experiment")] == ["other data"]
+    assert events("recovery") == events("alert") == []

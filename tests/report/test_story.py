@@ -200,6 +200,39 @@ def test_every_action_has_a_phrase_of_its_own(action):
     assert action_kind({"action": action.__name__}) in KINDS
 
 
+def test_steps_taken_before_a_halt_is_known_are_no_later_start(tmp_path):
+    """Records come some steps late."""
+    halt = trouble("nonfinite_loss", 399, act("Halt", reason="enough", exit_code=43))
+    (ended,) = told(tmp_path, {**halt, "noticed_at": 402}, steps=402)
+    assert (ended["outcome"], ended["outcome_text"]) == ("ended", "The run stopped here.")
+
+
+def test_a_loss_that_is_back_at_its_start_is_said_to_have_learned_nothing(tmp_path):
+    back = trouble("loss_spike", 1, act("Rollback", before_step=0), resumed_at=0)
+    end = {"step": 104, "event": "outcome", "healed": False, "loss": 1.6, "loss_before": 1.6}
+    (incident,) = told(tmp_path, back, {**back, **end, "has_learned": False})
+    assert incident["outcome_text"] == (
+        "Not recovered: 1.6 before, 1.6 after; nothing has been learned since the run began."
+    )
+
+
+@pytest.mark.parametrize(
+    ("suspicion", "answer", "shown"),
+    [
+        ("not_learning", "other data", "that the weights have learned"),
+        ("not_learning", "undecided", "that the weights have learned nothing"),
+        ("loss_spike", "recovered", "damage that passed by itself"),
+    ],
+)
+def test_an_experiment_is_said_to_have_shown_what_it_has_shown(tmp_path, suspicion, answer, shown):
+    told(tmp_path, experiment(60, suspicion, answer, 2.0, 2.0, snapshots=[50, 30]))
+    report = read_run(tmp_path)
+    assert f"1 experiment: 1 showed {shown}." in summarise(report)["sentences"]
+    text = " ".join(make_text(report, to_terminal=False).split())
+    assert f"Experiment: {shown}. On the same batch" in text
+    assert "with those of step 30." in text  # whose losses these are
+
+
 @pytest.mark.parametrize(("healed", "outcome"), [(True, "healed"), (False, "unhealed")])
 def test_healed_means_that_the_loss_came_back(tmp_path, healed, outcome):
     back = trouble("loss_spike", 40, act("Rollback", before_step=30), resumed_at=30)

@@ -9,7 +9,7 @@ import pytest
 from heal.causes import Cause, Severity
 from heal.config import HealingConfig
 from heal.detectors.watch import Watch
-from heal.record import Flag, Record
+from heal.record import Flag, HealthRow, Record
 from tests.heal.detectors.streams import findings, learning_curve, records
 
 STEPS = 1500
@@ -189,6 +189,73 @@ def test_the_first_losses_are_known_after_a_rollback_to_a_step_before_their_reco
     found = [f for r in records(np.full(100, 1e5)) for f in watch.observe(r)]
     (not_learning,) = [f for f in found if f.cause is Cause.NOT_LEARNING]
     assert not_learning.evidence["first_loss"] == 2.0
+
+
+def row_of_gradients(step, *norms, sizes=(90, 10)):
+    ones = (1.0,) * len(sizes)
+    bad = (0,) * len(sizes)
+    return HealthRow(
+        step=step, weight_norms=ones, weight_bad=bad, gradient_norms=norms, sizes=sizes
+    )
+
+
+@pytest.mark.parametrize(
+    ("norms", "is_found"),
+    [
+        ([(0.0, 1.0)] * 4, True),  # the weights are dead, the last bias goes on learning
+        ([(0.0, 1.0)] * 3 + [(0.1, 1.0)], False),
+        ([(1.0, 0.0)] * 4, False),  # a branch that is not in use
+        ([(0.0, 0.0)] * 4, False),  # a loss of zero, say of a hinge
+        ([(-1.0, 1.0)] * 4, False),  # no gradient is not one of zero
+        ([(-1.0, -1.0)] * 4, False),
+    ],
+)
+def test_gradients_of_zero_in_nearly_all_weights_are_reported_once(norms, is_found):
+    watch = Watch(HealingConfig())
+    steps = [1, 16, 31, 32]
+    found = [
+        (step, finding)
+        for step, norm in zip(steps, norms, strict=True)
+        for finding in watch.observe_health(row_of_gradients(step, *norm))
+    ]
+    found += [(50, f) for f in watch.observe_health(row_of_gradients(50, *norms[-1]))]
+    assert [step for step, _ in found] == [32] * is_found
+    for _, finding in found:
+        assert finding.cause is Cause.NOT_LEARNING
+        assert not finding.wants_proof
+        assert finding.evidence["advice"].startswith("the gradients of 1 of 2 weights are zero")
+
+
+def test_a_network_that_dies_later_is_reported_after_32_steps_without_gradients():
+    """Damage can do that: it is rolled back before."""
+    watch = Watch(HealingConfig())
+    for step, norm in ((100, 1.0), (150, 0.0), (180, 0.0)):
+        assert watch.observe_health(row_of_gradients(step, norm, 1.0)) == []
+    (found,) = watch.observe_health(row_of_gradients(181, 0.0, 1.0))
+    assert found.cause is Cause.NOT_LEARNING
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "is_kept"),
+    [
+        (2.0, 1.0, True),
+        (2.1, 1.0, False),  # harder data
+        (2.0, 1.02, False),  # a game: its loss is back, its gradients are others
+        (0.0, 1.0, False),  # lost in its noise: RL
+    ],
+)
+def test_without_an_experiment_only_a_run_in_which_nothing_changed_is_reported(
+    losses, norms, is_kept
+):
+    rng = np.random.default_rng(3)
+    noise, start = 0.01 * rng.standard_normal((2, 200)), np.arange(200) < 40
+    first = min(losses, 2.0)
+    stream = records(
+        np.where(start, first, losses) + noise[0], norms=np.where(start, 1.0, norms) + noise[1]
+    )
+    (found,) = [f for f in findings(stream) if f.cause is Cause.NOT_LEARNING]
+    assert found.wants_proof
+    assert found.is_kept is is_kept
 
 
 def test_32_gradients_of_zero_are_reported_once_without_an_experiment():
