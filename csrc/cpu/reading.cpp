@@ -56,7 +56,7 @@ constexpr int32_t kCpu = 1;
 constexpr uint8_t kFloat = 2, kBfloat = 4;
 constexpr int64_t kSerials = 1 << 20;  // readings per reader, before numbers come again
 
-// Objects of Python that zclip/backends/reading.py keeps alive.
+// Objects of Python that zclip/reading.py keeps alive.
 struct Python {
   int (*tensor_of)(void* object, DlTensor* tensor);
   PyObject* tensor_type;
@@ -263,13 +263,13 @@ std::shared_ptr<const TensorList> Reader::take(int64_t reading, const char* op) 
 std::shared_ptr<const TensorList> take_reading(int64_t reading, const char* op) {
   const std::shared_ptr<Reader> reader = readers().find(reading / kSerials);
   STD_TORCH_CHECK(reader != nullptr, "zclip::", op,
-                  ": reading: expected one of zclip.backends.reading, got ", reading);
+                  ": reading: expected one of zclip.reading, got ", reading);
   return reader->take(reading, op);
 }
 
 }  // namespace zclip::cpu
 
-// For zclip/backends/reading.py, by ctypes, with the GIL held.
+// For zclip/reading.py, by ctypes, with the GIL held.
 #define ZCLIP_FOR_PYTHON __attribute__((visibility("default")))
 extern "C" {
 
