@@ -16,7 +16,7 @@ from torch import nn
 
 from heal import HealingConfig
 from heal.guarded_step import GuardedStep
-from heal.lab.forecast.watch import ForecastWatch
+from heal.lab.forecast.forecast_watch import ForecastWatch
 from heal.lab.probes import (
     Anchor,
     LyapunovMeter,

@@ -19,7 +19,7 @@ from benchmarks import sequence_networks
 from benchmarks.failures import families
 from heal import Healer, HealingConfig
 from heal.causes import Cause
-from heal.lab.forecast.watch import FIRST_STEP
+from heal.lab.forecast.forecast_watch import FIRST_STEP
 from heal.testing import Chaos, Fault
 from tools.forecast.corpus import damaged_at
 from tools.forecast.intervals import ratio_interval

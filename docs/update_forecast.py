@@ -17,7 +17,7 @@ from benchmarks.helps import page  # noqa: E402
 from docs import forecast_tables as told  # noqa: E402
 from docs.forecast_tables import results  # noqa: E402
 from heal.lab.forecast.features import ABOUT  # noqa: E402
-from heal.lab.forecast.watch import shipped  # noqa: E402
+from heal.lab.forecast.forecast_watch import shipped  # noqa: E402
 
 
 def features_table() -> str:

@@ -160,7 +160,7 @@ def test_what_only_maintainers_need_is_not_in_the_wheel(pure_wheel):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"heal", "zclip"}
     modules = {name for name in names_in(pure_wheel) if name.startswith("heal/lab/forecast/")}
     assert {Path(name).stem for name in modules if name.endswith(".py")} == {
-        *("__init__", "features", "watch"),
+        *("__init__", "features", "forecast_watch"),
     }
 
 

@@ -23,7 +23,7 @@ from heal.detectors.weights import StateHealth
 from heal.record import HealthRow, Record
 
 if TYPE_CHECKING:
-    from heal.lab.forecast.watch import ForecastWatch
+    from heal.lab.forecast.forecast_watch import ForecastWatch
 
 __all__ = ["CalmLimits", "Detector", "Finding", "LogWatch", "Watch"]
 
@@ -96,9 +96,9 @@ class Watch:
                 raise ConfigError(f"expected detectors among {known}, got {name!r}")
         self.forecast: ForecastWatch | None = None
         if config.forecast:
-            from heal.lab.forecast import watch  # the laboratory is imported when used
+            from heal.lab.forecast import forecast_watch  # the laboratory is imported when used
 
-            self.detectors["forecast"] = self.forecast = watch.ForecastWatch()
+            self.detectors["forecast"] = self.forecast = forecast_watch.ForecastWatch()
 
     def observe(self, record: Record) -> list[Finding]:
         """Return what the detectors find in the record of a step; records come in order."""

@@ -44,7 +44,7 @@ PURE = [
     "json_lines",
     "lab/forecast/__init__",
     "lab/forecast/features",
-    "lab/forecast/watch",
+    "lab/forecast/forecast_watch",
     "policy",
     "record",
     "report/__init__",

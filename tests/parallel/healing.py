@@ -508,7 +508,7 @@ def a_learning_rate_that_leaps_on_one_rank_is_put_back_before_the_step():
 
 @check(2)
 def a_forecast_hears_the_mean_loss_and_warns_alike():
-    from heal.lab.forecast import watch as watch_module
+    from heal.lab.forecast import forecast_watch as watch_module
 
     shipped = watch_module.shipped
     watch_module.shipped = lambda: model_of("loss_rise", weight=1.0, bias=9.0)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.lab.forecast.watch import FIRST_STEP, Model
+from heal.lab.forecast.forecast_watch import FIRST_STEP, Model
 from tools.forecast.dataset import Dataset
 from tools.forecast.intervals import HIGH, LOW, drawn
 from tools.forecast.scenarios import SLOW

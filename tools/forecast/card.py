@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from heal.lab.forecast.watch import FORMAT, Model
+from heal.lab.forecast.forecast_watch import FORMAT, Model
 from tools.forecast.simulate import Streams
 
 SHOWN = ("detection", "detection_interval", "false_per_10k", "false_per_10k_interval")

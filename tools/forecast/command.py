@@ -106,7 +106,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from heal.lab.forecast.watch import SHIPPED
+    from heal.lab.forecast.forecast_watch import SHIPPED
     from tools.forecast import card, evaluate
     from tools.forecast.model_file import read
     from tools.forecast.results import results_of

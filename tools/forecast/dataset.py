@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heal.lab.forecast.features import CHECK_INTERVAL, NAMES, Features
-from heal.lab.forecast.watch import FIRST_STEP
+from heal.lab.forecast.forecast_watch import FIRST_STEP
 from tools.forecast.corpus import damaged_at, failed
 from tools.forecast.scenarios import SLOW
 from tools.forecast.simulate import Streams

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.lab.forecast.watch import DEFAULT_SHARE, Model
+from heal.lab.forecast.forecast_watch import DEFAULT_SHARE, Model
 from tools.forecast.calibration import Reliability, reliability
 from tools.forecast.dataset import Dataset
 from tools.forecast.judge import Judgement, evidence, judge

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.lab.forecast.watch import FIRST_STEP, LARGEST_LOGIT, Hysteresis, Model
+from heal.lab.forecast.forecast_watch import FIRST_STEP, LARGEST_LOGIT, Hysteresis, Model
 from tools.forecast.dataset import Dataset
 from tools.forecast.scenarios import INSTANT
 

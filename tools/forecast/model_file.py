@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from heal.lab.forecast.features import NAMES
-from heal.lab.forecast.watch import FORMAT, SHIPPED, Layer, Model, from_json
+from heal.lab.forecast.forecast_watch import FORMAT, SHIPPED, Layer, Model, from_json
 
 
 class ModelError(ValueError):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heal.lab.forecast.watch import DEFAULT_SHARE
+from heal.lab.forecast.forecast_watch import DEFAULT_SHARE
 from tools.forecast import calibration
 from tools.forecast.evaluate import Fold, together
 from tools.forecast.intervals import ratio_interval

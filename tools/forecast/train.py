@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heal.lab.forecast.features import NAMES
-from heal.lab.forecast.watch import Model
+from heal.lab.forecast.forecast_watch import Model
 from tools.forecast import conformal
 from tools.forecast.calibration import HORIZON, steps_within, table
 from tools.forecast.dataset import Dataset

@@ -1,6 +1,6 @@
 """Models whose verdict is known: of one feature, with one weight."""
 
-from heal.lab.forecast.watch import Model
+from heal.lab.forecast.forecast_watch import Model
 
 
 def model_of(feature="loss_climb", weight=6.0, bias=-2.0, limit=2.0, **changes):

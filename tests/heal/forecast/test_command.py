@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from heal.lab.forecast.watch import SHIPPED, from_json, shipped
+from heal.lab.forecast.forecast_watch import SHIPPED, from_json, shipped
 from tools.forecast import command, corpus, train
 from tools.forecast.model_file import read
 

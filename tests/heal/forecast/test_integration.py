@@ -8,7 +8,7 @@ import pytest
 
 from heal.actions import HealingError
 from heal.causes import Cause, Finding, Severity
-from heal.lab.forecast import watch as watch_module
+from heal.lab.forecast import forecast_watch as watch_module
 from heal.policy import CLIP_FACTOR
 from heal.testing import Chaos, Fault
 from tests.heal.forecast.models import model_of

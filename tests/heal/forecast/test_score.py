@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heal.lab.forecast import watch as score
+from heal.lab.forecast import forecast_watch as score
 from heal.lab.forecast.features import NAMES
-from heal.lab.forecast.watch import SHIPPED, Model, shipped
+from heal.lab.forecast.forecast_watch import SHIPPED, Model, shipped
 from tests.heal.forecast.models import model_of
 from tools.forecast.calibration import chances
 from tools.forecast.card import digest, to_json

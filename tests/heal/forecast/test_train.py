@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heal.lab.forecast.features import NAMES
-from heal.lab.forecast.watch import from_json
+from heal.lab.forecast.forecast_watch import from_json
 from tools.forecast import calibration, corpus, dataset, evaluate, judge, results, train
 from tools.forecast.card import to_json
 

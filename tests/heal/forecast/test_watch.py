@@ -12,7 +12,7 @@ from heal.causes import Cause, Severity
 from heal.config import HealingConfig
 from heal.diagnose import diagnose
 from heal.history import History
-from heal.lab.forecast.watch import (
+from heal.lab.forecast.forecast_watch import (
     CLEAR_MARGIN,
     FIRST_STEP,
     QUIET_STEPS,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import heal.lab.probes
-from heal.lab.forecast.watch import ForecastWatch
+from heal.lab.forecast.forecast_watch import ForecastWatch
 
 PATH = Path(__file__).parents[3] / "benchmarks" / "bench_probes.py"
 NOT_MEASURED = {  # what probes return, and what only arranges them
