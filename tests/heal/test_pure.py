@@ -57,7 +57,7 @@ PURE = [
     "report/live",
     "report/words",
 ]
-MAY_IMPORT = set(sys.stdlib_module_names) | {"heal", "rich", "tomli"}
+MAY_IMPORT = set(sys.stdlib_module_names) | {"heal", "jinja2", "rich", "tomli"}
 
 
 @pytest.mark.parametrize("name", PURE)
