@@ -34,7 +34,6 @@ from heal.config import HealingConfig
 from heal.config_fields import shown
 from heal.data.stream import BatchStream
 from heal.exit_codes import ExitCode
-from heal.guarded_step import GuardedStep
 from heal.journal import Journal, Notes
 from heal.json_lines import plain
 from heal.monitor import Monitor
@@ -111,11 +110,9 @@ class HealingMemory:
     Without it a run that was resumed would have all its attempts again, and try what has failed.
     """
 
-    def __init__(
-        self, run: TorchRun, guarded: GuardedStep, monitor: Monitor, recovery: Recovery
-    ) -> None:
+    def __init__(self, run: TorchRun, monitor: Monitor, recovery: Recovery) -> None:
         self._run = run
-        self._guarded = guarded
+        self._guarded = run.guarded
         self._monitor = monitor
         self._recovery = recovery
 

@@ -24,9 +24,8 @@ from torch import Tensor
 from heal.buffers import Key
 from heal.data.loader_pass import loader_rewinder
 from heal.data.split import own_copy
-from heal.guarded_step import GuardedStep
 from heal.journal import Journal
-from heal.micro_batch import MicroBatcher, TrainStep
+from heal.micro_batch import TrainStep
 from heal.ranks import HostFacts
 from heal.run import TorchRun
 from heal.snapshots import Snapshot
@@ -62,12 +61,10 @@ def unchanged(state: TrainingState, with_frozen: bool = False) -> Iterator[ExitS
 
 
 @contextmanager
-def undone(
-    state: TrainingState, guarded: GuardedStep, with_frozen: bool = False
-) -> Iterator[ExitStack]:
+def undone(run: TorchRun, with_frozen: bool = False) -> Iterator[ExitStack]:
     """Let the body take steps by our optimizers, and undo them; see :func:`unchanged`."""
-    with unchanged(state, with_frozen) as undo:
-        undo.enter_context(guarded.records_set_aside())
+    with unchanged(run.training_state, with_frozen) as undo:
+        undo.enter_context(run.guarded.records_set_aside())
         yield undo
 
 
@@ -100,12 +97,7 @@ class DryRunReport:
 
 
 def dry_run(
-    state: TrainingState,
-    guarded: GuardedStep,
-    train_step: TrainStep,
-    loader: Any,
-    steps: int,
-    accumulate: int,
+    run: TorchRun, train_step: TrainStep, loader: Any, steps: int, accumulate: int
 ) -> DryRunReport:
     """Take steps and undo them, to find mistakes before the long run; see `Healer.dry_run`."""
     if steps < 1 or accumulate < 1:
@@ -115,19 +107,15 @@ def dry_run(
     if hasattr(loader, "__next__"):
         problem = "the loader is an iterator: what a dry run draws from it would be missing later"
         return DryRunReport(problems=[problem])
-    with undone(state, guarded, with_frozen=True) as undo:
+    with undone(run, with_frozen=True) as undo:
         undo.callback(loader_rewinder(loader))
-        return _try_steps(state, guarded, train_step, loader, steps, accumulate)
+        return _try_steps(run, train_step, loader, steps, accumulate)
 
 
 def _try_steps(
-    state: TrainingState,
-    guarded: GuardedStep,
-    train_step: TrainStep,
-    loader: Any,
-    steps: int,
-    accumulate: int,
+    run: TorchRun, train_step: TrainStep, loader: Any, steps: int, accumulate: int
 ) -> DryRunReport:
+    state, guarded = run.training_state, run.guarded
     losses: list[float] = []
     problems: list[str] = []
     trained = 0
@@ -208,11 +196,7 @@ class Recomputation:
 
 
 def recompute(
-    state: TrainingState,
-    guarded: GuardedStep,
-    micro: MicroBatcher,
     run: TorchRun,
-    schedulers: Sequence[Any],
     journal: Journal,
     train_step: TrainStep,
     steps: Sequence[Sequence[Any]],
@@ -221,7 +205,7 @@ def recompute(
     """Compute the last steps of a run again; see :meth:`heal.Healer.recompute`."""
     snapshot = _snapshot_before(run, len(steps))
     snapshot.verify()
-    ranks = guarded.ranks
+    state, guarded, micro = run.training_state, run.guarded, run.micro
     scale = guarded.scaler.scale if guarded.scaler is not None else (lambda loss: loss)
 
     def compute() -> _Outcome:
@@ -233,14 +217,14 @@ def recompute(
                 param.grad = None
             loss = micro.backward(batches, train_step, scale)
             guarded.step(step, loss, HostFacts())
-            for scheduler in schedulers:
+            for scheduler in run.schedules.stepped:
                 scheduler.step()
             computed.append(float(loss))
         return _Outcome(_hashes(state), computed, RngState.now())
 
     known = [] if losses is None else [float(loss) for loss in losses]
     there = _Outcome(_hashes(state), known, RngState.now())
-    with undone(state, guarded) as undo:
+    with undone(run) as undo:
         undo.enter_context(micro.uncounted())
         first = compute()
         keys = (key for key in first.hashes if first.hashes[key] != there.hashes.get(key))
@@ -248,13 +232,13 @@ def recompute(
         has_other_state = differing is not None or set(first.hashes) != set(there.hashes)
         has_other_losses = losses is not None and not _same(there.losses, first.losses)
         mine = [has_other_state, has_other_losses, _same_rng(first.rng, there.rng)]
-        facts = ranks.gather(mine)
+        facts = guarded.ranks.gather(mine)
         suspicious = any(other_state or other_losses for other_state, other_losses, _ in facts)
         agrees = True
         if suspicious:
             second = compute()
             same = second.hashes == first.hashes and _same(second.losses, first.losses)
-            agrees = all(ranks.gather(same))
+            agrees = all(guarded.ranks.gather(same))
     faulty = [rank for rank, (_, other_losses, _) in enumerate(facts) if other_losses]
     faulty = faulty or [rank for rank, (other_state, _, _) in enumerate(facts) if other_state]
     origin, reason = _verdict(suspicious, agrees, all(same for _, _, same in facts), faulty)

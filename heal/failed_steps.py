@@ -16,15 +16,14 @@ from heal.actions import (
     is_custom,
 )
 from heal.causes import Cause, Family
-from heal.checkpointing import Durable, Remedy
+from heal.checkpointing import Remedy
 from heal.cluster.watchdog import last_message, leave_message
 from heal.data.split import own_copy
-from heal.data.stream import BatchStream, StepBatches
+from heal.data.stream import StepBatches
 from heal.diagnose import Diagnosis, diagnose_exception
 from heal.exceptions import message_of, qualified_name
 from heal.exit_codes import ExitCode
 from heal.experiment import Experiment
-from heal.guarded_step import GuardedStep
 from heal.journal import Journal
 from heal.micro_batch import TrainStep
 from heal.policy import MAX_HALVINGS
@@ -56,23 +55,20 @@ class FailedSteps:
     def __init__(
         self,
         run: TorchRun,
-        guarded: GuardedStep,
         recovery: Recovery,
-        stream: BatchStream,
         journal: Journal,
         experiment: Experiment,
-        durable: Durable | None,
         report: Callable[[Flag], None],
     ) -> None:
         self._experiment = experiment
         self._run = run
-        self._guarded = guarded
-        self._ranks = guarded.ranks
+        self._guarded = run.guarded
+        self._ranks = run.guarded.ranks
         self._micro = run.micro
         self._recovery = recovery
-        self._stream = stream
+        self._stream = run.stream
         self._journal = journal
-        self._durable = durable
+        self._durable = run.durable
         self._report = report
         self._fatal: Exception | None = None
         self._waited_after, self._read_waits = (-1, -1), 0

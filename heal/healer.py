@@ -197,30 +197,12 @@ class Healer:
         self.trials = BodyTrials(self.experiment, self.guarded, self.schedules, forward, note)
         reported: deque[Flag] = deque()  # signal handlers and threads append while a step reads
         cluster = ClusterWatch(model, config, self.journal, reported.append, note, process_group)
-        self.monitor = Monitor(
-            self.training,
-            self.guarded,
-            config,
-            self.schedules,
-            watch,
-            self.experiment,
-            cluster,
-            reported,
-            clock,
-            note,
-        )
+        self.monitor = Monitor(self.training, watch, self.experiment, cluster, reported, clock)
         self.recovery = Recovery(self.training, self.monitor, config, self.journal, note)
         self.failures = FailedSteps(
-            self.training,
-            self.guarded,
-            self.recovery,
-            self.stream,
-            self.journal,
-            self.experiment,
-            self.durable,
-            self.monitor.report,
+            self.training, self.recovery, self.journal, self.experiment, self.monitor.report
         )
-        self.memory = HealingMemory(self.training, self.guarded, self.monitor, self.recovery)
+        self.memory = HealingMemory(self.training, self.monitor, self.recovery)
         self.probes: AttachedProbes | None = None
 
         self._wants_snapshot = self._owes_checkpoint = self._is_stepping = False
@@ -968,7 +950,7 @@ class Healer:
         Raises:
             ValueError: ``steps`` or ``accumulate`` is less than 1: nothing would be tried.
         """
-        return dry_run(self.state, self.guarded, train_step, loader, steps, accumulate)
+        return dry_run(self.training, train_step, loader, steps, accumulate)
 
     # From the first step to the last record.
 
@@ -1124,8 +1106,7 @@ class Healer:
             CannotRecompute: there is no such snapshot, or healing changed the learning rate.
         """
         steps = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
-        computed = self.state, self.guarded, self.micro, self.training, self.schedules.stepped
-        return recompute(*computed, self.journal, train_step, steps, losses)
+        return recompute(self.training, self.journal, train_step, steps, losses)
 
     def _open(self, directory: str | Path, group: Any) -> Durable:
         """Open the folder of checkpoints.

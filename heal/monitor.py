@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
@@ -17,9 +17,8 @@ from heal.config import HealingConfig
 from heal.detectors.robust import FAR
 from heal.detectors.watch import CalmLimits, Watch
 from heal.experiment import Answer, Experiment, Settled, as_report
-from heal.guarded_step import NO_LOSS_SCALE, TOGETHER, GuardedStep
+from heal.guarded_step import NO_LOSS_SCALE, TOGETHER
 from heal.journal import LEFT_OUT
-from heal.lr_schedules import Schedules
 from heal.ranks import NO_FACTS, HostFacts
 from heal.record import NO_FLAG, Flag, Record
 from heal.run import TorchRun
@@ -118,9 +117,9 @@ class Series:
     def __len__(self) -> int:
         return len(self._records)
 
-    def note(self, record: Record) -> None:
-        """Keep a record."""
-        self._records.append(record)
+    def note(self, records: Iterable[Record]) -> None:
+        """Keep records."""
+        self._records.extend(records)
 
     def take(self) -> dict[str, Any]:
         """Return the records since the last call as an entry of a line; empty if none came."""
@@ -212,7 +211,6 @@ class Monitor:
 
     Args:
         reported: flags of this host for the next record; signal handlers and threads append.
-        note: called with what failed.
 
     Attributes:
         watch: the detectors.
@@ -224,16 +222,13 @@ class Monitor:
     def __init__(
         self,
         run: TorchRun,
-        guarded: GuardedStep,
-        config: HealingConfig,
-        schedules: Schedules,
         watch: Watch,
         experiment: Experiment,
         cluster: ClusterWatch,
         reported: deque[Flag],
         clock: Callable[[], float],
-        note: Callable[[str], None] = lambda text: None,
     ) -> None:
+        guarded, config = run.guarded, run.config
         self.watch = watch
         self.series = Series()
         self.sources: list[Callable[[], Flag]] = []
@@ -242,11 +237,11 @@ class Monitor:
         self._run = run
         self._guarded = guarded
         self._config = config
-        self._schedules = schedules
+        self._schedules = run.schedules
         self._experiment = experiment
         self._reported = reported
         self._clock = clock
-        self._note = note
+        self._note = run.note
         self._callbacks: list[Callable[[Record], None]] = []
         self._latest: Record | None = None
         self._needs_check = self._needs_snapshot = False
@@ -445,7 +440,7 @@ class Monitor:
 
     def poll(self, lag: int | None = None) -> Iterator[Seen]:
         """Yield all steps that are ``lag`` old, with what the detectors find in their records."""
-        records = [self._read(step, row) for step, row in self._guarded.mailbox.poll(lag)]
+        records = self._read(self._guarded.mailbox.poll(lag))
         found = self.watch.observe_all(records)
         for error in self.watch.take_errors():
             self._note(f"{LEFT_OUT}: {error!r}")
@@ -476,10 +471,11 @@ class Monitor:
 
         Also NaN and Inf in the state; all else may be the caller's work on a model that is trained.
         """
-        for step, row in self._guarded.mailbox.poll(lag=0):
-            (findings,) = self.watch.observe_all([self._read(step, row)])
+        for record in self._read(self._guarded.mailbox.poll(lag=0)):
+            (findings,) = self.watch.observe_all([record])
             known = [f for f in findings if not f.wants_proof or f.cause.about.is_nonfinite]
-            yield Seen(step, known + [r for f in findings if (r := as_report(f)) is not None])
+            reports = [r for f in findings if (r := as_report(f)) is not None]
+            yield Seen(record.step, known + reports)
         self._check_last()
         for health in self.health.read(NEVER):
             found = [f for f in self.watch.observe_health(health) if f.severity >= Severity.ERROR]
@@ -576,14 +572,16 @@ class Monitor:
             return not findings
         return False
 
-    def _read(self, step: int, row: list[float]) -> Record:
-        """Decode a row for good; what the host knew of the step is not needed again."""
-        self._latest = record = self._decoded(step, row)
-        self._host.pop(step, None)
-        self.series.note(record)
-        if record.flags is not NO_FLAG and record.has(Flag.SNAPSHOT_REQUESTED):
-            self._needs_snapshot = True
-        return record
+    def _read(self, rows: Sequence[tuple[int, list[float]]]) -> list[Record]:
+        """Decode rows for good; what the host knew of their steps is not needed again."""
+        records = [self._decoded(step, row) for step, row in rows]
+        for record in records:
+            self._latest = record
+            self._host.pop(record.step, None)
+            if record.flags is not NO_FLAG and record.has(Flag.SNAPSHOT_REQUESTED):
+                self._needs_snapshot = True
+        self.series.note(records)
+        return records
 
     def _decoded(self, step: int, row: list[float]) -> Record:
         """Combine a row with what the host knew when the step was posted."""

@@ -36,12 +36,14 @@ class TorchRun:
     A rollback writes a snapshot over ``state``, and brings stream, schedules, mailbox and held
     states along. Where no snapshot is old enough it uses a checkpoint of ``durable``.
 
+    Everything below the monitor finds its parts here.
+
     Attributes:
         step: the number of the step that comes next.
         calls: how many steps were taken in all, those that a rollback undid included.
         is_between_steps: whether a snapshot or a rollback waits for :meth:`between_steps`.
         micro: cuts batches into pieces.
-        buffers: copies of those that steps write.
+        training_state: all that steps change; ``buffers`` are copies of those that they write.
         clip_limits: tightens clipping for some steps.
         anchor: holds weights near those of a snapshot; None until a plan asks for it.
         lr_limit: at which the learning rate is held; None if it is not.
@@ -62,8 +64,8 @@ class TorchRun:
     ) -> None:
         self.step = self.calls = 0
         self.buffers = state.buffers
-        self._schedules = schedules
-        self._durable = durable
+        self.schedules = schedules
+        self.durable = durable
         self._held: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._rollback_callbacks: list[Callable[[int], None]] = []
         self.ring = SnapshotRing(
@@ -73,13 +75,13 @@ class TorchRun:
             config.quarantine_steps,
             [*folders, *temporary_folders()],
         )
-        self._state = state
-        self._guarded = guarded
+        self.training_state = state
+        self.guarded = guarded
         self._ranks = guarded.ranks
-        self._config = config
-        self._stream = stream
+        self.config = config
+        self.stream = stream
         self.micro = micro
-        self._note = note
+        self.note = note
         self._sleep = sleep
         self._lr_scale = 1.0
         self._ramp: tuple[float, int, int] | None = None  # start, steps done, steps in all
@@ -128,7 +130,7 @@ class TorchRun:
     @lr_scale.setter
     def lr_scale(self, value: float) -> None:
         self._lr_scale = value
-        for optimizer in self._guarded.optimizers:
+        for optimizer in self.guarded.optimizers:
             optimizer.lr_scale = value
 
     @property
@@ -143,7 +145,7 @@ class TorchRun:
     def snapshots(self) -> Sequence[int]:
         """Return the steps that every rank can return to, in memory or on disk, newest first."""
         kept = self.ring.good_steps()
-        saved = [] if self._durable is None else self._durable.steps()
+        saved = [] if self.durable is None else self.durable.steps()
         return self._ranks.common(sorted({*kept, *saved}, reverse=True))
 
     def capture(self, is_proven: bool = False) -> bool:
@@ -152,22 +154,22 @@ class TorchRun:
         Args:
             is_proven: whether it is good at once, as the first state of training is.
         """
-        if self.step % self._config.snapshot_interval == 0:  # not for each of the first steps
+        if self.step % self.config.snapshot_interval == 0:  # not for each of the first steps
             self._constants.look(self.step)
         self.has_changed_shape()
         values = {
-            **self._state.values(),
+            **self.training_state.values(),
             "rng": RngState.now(),
-            "data": self._stream.position(),
+            "data": self.stream.position(),
             **{name: save() for name, (save, _) in self._held.items()},
         }
-        tensors, without_nan = self._state.tensors(), self._state.without_nan()
+        tensors, without_nan = self.training_state.tensors(), self.training_state.without_nan()
         taken = self.ring.capture(self.step, tensors, values, is_proven, without_nan)
         snapshot = self.ring.of_step(self.step) if taken else None
         if snapshot is not None:
-            snapshot.note_owners(self._state.parameters())
+            snapshot.note_owners(self.training_state.parameters())
         if self.ring.degraded:
-            self._note(self.ring.degraded)
+            self.note(self.ring.degraded)
         return taken
 
     def is_of_these_parameters(self, snapshot: Snapshot) -> bool:
@@ -175,11 +177,11 @@ class TorchRun:
 
         A head that was replaced may have the same shape, but its weights mean something else.
         """
-        return snapshot.is_of(self._state.parameters())
+        return snapshot.is_of(self.training_state.parameters())
 
     def learning_rate(self) -> float:
         """Return the first parameter group's learning rate, healing left out; NaN if unknown."""
-        for optimizer in self._guarded.optimizers:
+        for optimizer in self.guarded.optimizers:
             for group in optimizer.inner.param_groups:
                 lr = group.get("lr")
                 if isinstance(lr, float | int):
@@ -192,7 +194,7 @@ class TorchRun:
         A rollback has just put it back: that it is no higher now says nothing about what raised it.
         """
         self.lr_limit = limit
-        self._lr_limit_until = self.step + self._config.incident_steps
+        self._lr_limit_until = self.step + self.config.incident_steps
 
     def apply_lr_limit(self) -> None:
         """Scale the rate of the next step down to the limit of :meth:`hold_lr`, if there is one."""
@@ -204,7 +206,7 @@ class TorchRun:
             if self.step >= self._lr_limit_until:
                 self.lr_limit = None
             return
-        for optimizer in self._guarded.optimizers:
+        for optimizer in self.guarded.optimizers:
             # A negative rate changes its sign: no schedule ascends.
             optimizer.lr_scale = self.lr_limit / lr * min(self._lr_scale, 1.0)
 
@@ -232,21 +234,21 @@ class TorchRun:
         self.is_between_steps = False
         snapshot, self._unfinished = self._unfinished, None
         if snapshot is not None:
-            if self._state.added:
-                snapshot.values["added"] = self._state.added.saved()
+            if self.training_state.added:
+                snapshot.values["added"] = self.training_state.added.saved()
             snapshot.values.update((name, save()) for name, save in self._saved_late.items())
             if is_drawing:
                 snapshot.values["rng"] = RngState.now()
         returned, self._returned_to = self._returned_to, None
         if returned is not None:
-            self._state.added.load(returned.values.get("added", {}))
-            if is_drawing and self._config.after_rollback == "replay_data":
+            self.training_state.added.load(returned.values.get("added", {}))
+            if is_drawing and self.config.after_rollback == "replay_data":
                 returned.values["rng"].put_back()
 
     @property
     def has_added_states(self) -> bool:
         """Whether the user has added a state."""
-        return bool(self._state.added)
+        return bool(self.training_state.added)
 
     def state(self) -> dict[str, Any]:
         """Return what healing changed about the run, as plain values; see :meth:`resume`."""
@@ -271,15 +273,15 @@ class TorchRun:
             self.micro.load_state(saved["micro"])
         self.clip_limits.resume(saved)
         if saved.get("anchor_steps"):  # weights and importance would double the checkpoint
-            self._note(f"an anchor held for {saved['anchor_steps']} more steps; it was not saved")
-        self._guarded.mailbox.clear()
+            self.note(f"an anchor held for {saved['anchor_steps']} more steps; it was not saved")
+        self.guarded.mailbox.clear()
         self.ring.drop_all()
         self._constants.forget()
-        self._state.has_changed_shape()
+        self.training_state.has_changed_shape()
 
     def has_changed_shape(self) -> bool:
         """Return whether parameters came, went, froze or thawed since last asked; follow them."""
-        if not self._state.has_changed_shape():
+        if not self.training_state.has_changed_shape():
             return False
         self.follow_shape()
         return True
@@ -287,7 +289,7 @@ class TorchRun:
     def follow_shape(self) -> None:
         """Drop snapshots of other parameters, and learn the names of new ones."""
         self.ring.drop_all()
-        self._guarded.learn_names(self._state.model.named_parameters())
+        self.guarded.learn_names(self.training_state.model.named_parameters())
 
     def restore(self, step: int) -> None:
         """Return to the good snapshot of ``step``, or to an older one if that fails.
@@ -310,7 +312,7 @@ class TorchRun:
                 if failure is None:
                     self._returned(snapshot, changed)
                     return
-                self._note(f"the rollback to step {snapshot.step} failed: {failure}")
+                self.note(f"the rollback to step {snapshot.step} failed: {failure}")
         if failure is None:
             raise HealingError(f"no intact snapshot of step {step} or before", ExitCode.NO_SNAPSHOT)
         held = (
@@ -322,9 +324,9 @@ class TorchRun:
 
     def _write(self, snapshot: Snapshot) -> RestoreFailed | None:
         """Write a snapshot over the run; return why it could not be done."""
-        settle = self._schedules.before_return()
+        settle = self.schedules.before_return()
         try:
-            self._state.restore(
+            self.training_state.restore(
                 snapshot.tensors,
                 snapshot.values,
                 lambda: settle(snapshot.step),
@@ -336,24 +338,24 @@ class TorchRun:
 
     def _returned(self, snapshot: Snapshot, changed: Sequence[Key]) -> None:
         """Bring everything else to the state that was written."""
-        self._guarded.mailbox.clear()
+        self.guarded.mailbox.clear()
         if self.anchor is not None:
             self.anchor.release()
         self._unfinished, self._returned_to = None, snapshot
         self.is_between_steps = True
-        if self._config.after_rollback == "replay_data":
+        if self.config.after_rollback == "replay_data":
             snapshot.values["rng"].put_back()
-            self._stream.rewind(snapshot.values["data"])
+            self.stream.rewind(snapshot.values["data"])
         # Else data and generators go on: restored, they would shuffle the next epoch as before.
-        self._stream.abandon_from(snapshot.step)
+        self.stream.abandon_from(snapshot.step)
         self._constants.count_as_changing(changed, ", and stays as it is in this rollback")
         self.step = snapshot.step
         self.ring.drop_after(snapshot.step)
         for name, (_, load) in self._held.items():
             if name in snapshot.values:
                 load(snapshot.values[name])
-        if self._durable is not None:
-            self._durable.abandon_after(snapshot.step)
+        if self.durable is not None:
+            self.durable.abandon_after(snapshot.step)
         for callback in self._rollback_callbacks:
             callback(snapshot.step)
 
@@ -363,7 +365,7 @@ class TorchRun:
         if corrupt:
             return f"{corrupt} holds NaN or Inf, and no snapshot holds it"
         try:
-            self._state.check(snapshot.tensors)
+            self.training_state.check(snapshot.tensors)
         except StateMismatch as error:
             return f"the snapshot of step {snapshot.step} does not fit: {error}"
         return ""
@@ -375,7 +377,7 @@ class TorchRun:
         of :meth:`heal.Healer.batches`; samples only on one rank, else another may have the bad one.
         """
         found: dict[str, Any] = {"call": self.calls - (self.step - step) + 1}
-        place = self._stream.batch_of(step)
+        place = self.stream.batch_of(step)
         if place is None:
             return found
         if with_samples and not self._ranks.has_others:
@@ -384,7 +386,7 @@ class TorchRun:
 
     def data_fault(self, step: int) -> str | None:
         """Read the batch of a step again: what is NaN in it, "" if nothing is, None if unknown."""
-        place = self._stream.batch_of(step)
+        place = self.stream.batch_of(step)
         return None if place is None else place.bad_numbers()
 
     def corruption(self, is_shared: bool, with_frozen: bool) -> Mapping[str, Any] | None:
@@ -399,7 +401,7 @@ class TorchRun:
         """
         if self._ranks.has_others and not is_shared:
             return None
-        found = find_corruption(self._state)
+        found = find_corruption(self.training_state)
         if found is None and with_frozen:
             frozen = self._constants.corrupt(self._constants.changed())
             if frozen:
@@ -413,9 +415,9 @@ class TorchRun:
     def scale_lr(self, factor: float, floor: float, ramp_steps: int) -> None:
         self.lr_scale = max(self._lr_scale * factor, floor)
         self._ramp = (self._lr_scale, 0, ramp_steps) if ramp_steps else None
-        for optimizer in self._guarded.optimizers:
+        for optimizer in self.guarded.optimizers:
             if any(group.get("lr") is None for group in optimizer.param_groups):
-                self._note(
+                self.note(
                     f"{type(optimizer.inner).__name__} has parameter groups whose lr is None: it "
                     "finds their rate by itself, and healing cannot lower it"
                 )
@@ -438,11 +440,11 @@ class TorchRun:
         self.clip_limits.tighten(factor)
 
     def relearn_clip(self) -> None:
-        for optimizer in self._guarded.optimizers:
+        for optimizer in self.guarded.optimizers:
             optimizer.clipper.reset()
 
     def skip_batches(self, first_step: int, last_step: int) -> None:
-        self._stream.skip(first_step, last_step)
+        self.stream.skip(first_step, last_step)
 
     def shrink_micro_batch(self) -> bool:
         return self._ranks.any_has(self.micro.shrink())
@@ -452,7 +454,7 @@ class TorchRun:
         self.micro.load_state(state)
 
     def checkpoint_activations(self) -> bool:
-        return self._ranks.any_has(checkpoint_activations(self._state.model))
+        return self._ranks.any_has(checkpoint_activations(self.training_state.model))
 
     def clear_cache(self) -> None:
         gc.collect()
@@ -471,7 +473,7 @@ class TorchRun:
     @torch.no_grad()
     def perturb_weights(self, std: float, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        for param in self._state.parameters():
+        for param in self.training_state.parameters():
             if param.requires_grad and param.numel() > 1:
                 noise = torch.randn(param.shape, generator=generator).to(param)
                 param.add_(noise * param.std() * std)
@@ -480,7 +482,7 @@ class TorchRun:
         from heal.lab.weight_anchor import WeightAnchor  # the laboratory is imported when used
 
         if self.anchor is None:
-            self.anchor = WeightAnchor(self._guarded.optimizers, self._guarded.ranks)
+            self.anchor = WeightAnchor(self.guarded.optimizers, self.guarded.ranks)
         return self.anchor.hold(strength, steps)
 
     @property
@@ -499,7 +501,7 @@ class TorchRun:
         try:
             return self.ring.take(step)
         except SnapshotCorrupt as error:
-            self._note(f"{error}; falling back to the disk, or to an older one")
+            self.note(f"{error}; falling back to the disk, or to an older one")
         except KeyError:
             pass  # it is on the disk only
-        return None if self._durable is None else self._durable.snapshot(step)
+        return None if self.durable is None else self.durable.snapshot(step)

@@ -13,7 +13,8 @@ def test_records_are_taken_once_and_columns_that_do_not_change_are_told_once():
     series = Series()
     assert series.take() == {}
     for step in range(3):
-        series.note(Record(step=step, loss=1.23456789 * step, norm=math.nan, lr=0.1, mean=5.0))
+        record = Record(step=step, loss=1.23456789 * step, norm=math.nan, lr=0.1, mean=5.0)
+        series.note([record])
     taken = series.take()
     assert taken["series"]["step"] == [0, 1, 2]
     assert taken["series"]["loss"] == [0.0, 1.23457, 2.46914]
@@ -26,7 +27,7 @@ def test_records_are_taken_once_and_columns_that_do_not_change_are_told_once():
 def test_records_that_nobody_takes_do_not_pile_up():
     series = Series()
     for step in range(2 * MAX_RECORDS):
-        series.note(Record(step=step))
+        series.note([Record(step=step)])
     assert len(series.take()["series"]["step"]) == MAX_RECORDS
 
 
