@@ -230,7 +230,7 @@ def test_what_was_found_is_kept_when_polling_fails():
     _, _, healer = build(snapshot_interval=50)
     healer.recovery.late = [Seen(13, [plateau(13)])]
 
-    def raises():
+    def raises(lag=None):
         raise RuntimeError("no mail")
 
     healer.guarded.mailbox.poll = raises
