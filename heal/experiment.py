@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from heal.buffers import Key, local_part
 from heal.causes import NOT_FINITE, PROOF, UNTRAINED, Cause, Family, Finding, Severity
-from heal.detectors.robust import SAME
+from heal.detectors.robust import SAME, STANDARD_ERRORS
 from heal.detectors.watch import Watch
 from heal.lr_schedules import number_of
 from heal.ranks import Ranks
@@ -83,7 +83,11 @@ class Pair(NamedTuple):
 
 
 def judge(
-    pairs: Sequence[Pair], noise: float, baseline: float = math.nan, is_of_evaluation: bool = False
+    pairs: Sequence[Pair],
+    noise: float,
+    baseline: float = math.nan,
+    is_of_evaluation: bool = False,
+    is_no_update: bool = False,
 ) -> Answer | None:
     """Compare paired losses; None if another batch is needed.
 
@@ -94,13 +98,17 @@ def judge(
 
     Pairs share their batch and their random numbers, so that their differences vary far less than
     losses do: today's weights that lose every batch are worse, though it be by a tenth. Not in
-    evaluation mode, where all pairs share the noise of the running statistics too.
+    evaluation mode, where all pairs share the noise of the running statistics too. They must lose
+    by more than the noise of the losses, because a higher rate makes weights a little worse as
+    well, until it falls. Where no update can have made of the weights what they are, the noise of
+    the differences counts instead, and more batches are taken as long as each is lost.
 
     Args:
         pairs: at least one.
         noise: the usual spread of the loss from batch to batch.
         baseline: the level of the loss before it was suspected; NaN if there was none.
         is_of_evaluation: whether the losses are those of a forward in evaluation mode.
+        is_no_update: whether no update can have made of the weights what they are.
     """
     newest = pairs[-1]
     if not math.isfinite(newest.old):
@@ -114,6 +122,11 @@ def judge(
         return None
     mean = _mean(pairs)
     is_steady = not is_of_evaluation and all(pair.now > pair.old for pair in pairs)
+    if is_steady and is_no_update:
+        error = stdev(pair.now - pair.old for pair in pairs) / math.sqrt(len(pairs))
+        if mean.now - mean.old <= STANDARD_ERRORS * error:
+            return None
+        return Answer.DAMAGED if _loses(mean, 0.0, 1.0 + SAME) else Answer.OTHER_DATA
     ratio = STEADY_RATIO if is_steady else CLEAR_RATIO
     is_lost = _loses(mean, CLEAR_NOISE * noise, ratio)
     return Answer.DAMAGED if is_lost else Answer.OTHER_DATA
@@ -450,7 +463,13 @@ class Experiment:
             question.shown = pair
             self._run.ring.prove(question.fresh)
             return self._settle(Answer.DAMAGED, WHY[Answer.DAMAGED])
-        answer = judge(question.pairs, question.noise, question.baseline, question.is_of_evaluation)
+        answer = judge(
+            question.pairs,
+            question.noise,
+            question.baseline,
+            question.is_of_evaluation,
+            question.finding.is_kept,
+        )
         is_game = question.arms[0][1] is not None
         # What one player gains the other loses, and what was trained on the data that has come
         # back does better on it than what has learned others since: only by far.

@@ -236,7 +236,7 @@ KINDS = [
     Kind("weights NaN", lambda victim: victim.layer().fill_(math.nan)),
     Kind("exponent bit flipped", flip_exponent_bit),
     Kind("two layers swapped", swap_layers),
-    Kind("dead ReLU layer", kill_relu, demand=REPORTED),
+    Kind("dead ReLU layer", kill_relu),
     Kind("exp_avg x 1e4", change_state(MOMENTUM, lambda m: m.mul_(1e4))),
     Kind("exp_avg_sq Inf", change_state(SQUARES, lambda m: m.fill_(math.inf)), families=ADAM),
     Kind("exp_avg_sq zeroed", change_state(SQUARES, lambda m: m.zero_()), families=ADAM),

@@ -118,6 +118,24 @@ def test_weights_that_lose_every_batch_are_worse_though_by_a_tenth(pairs, answer
     assert judge(pairs, noise=0.06, baseline=0.6) is answer
 
 
+@pytest.mark.parametrize(
+    ("pairs", "answer"),
+    [
+        ([Pair(1.31, 1.25), Pair(1.27, 1.16), Pair(1.43, 1.32)], Answer.DAMAGED),
+        ([Pair(1.31, 1.25), Pair(1.27, 1.16)], None),
+        ([Pair(1.31, 1.25), Pair(1.27, 1.16), Pair(1.73, 1.32)], None),  # may be chance
+        (
+            [Pair(1.31, 1.25), Pair(1.27, 1.16), Pair(1.73, 1.32), Pair(1.3, 1.31)],
+            Answer.OTHER_DATA,
+        ),
+        ([Pair(1.205, 1.2)] * 3, Answer.OTHER_DATA),  # the same level
+        ([Pair(0.05, -0.01)] * 3, Answer.DAMAGED),
+    ],
+)
+def test_what_no_update_does_need_not_cost_more_than_the_noise_of_the_losses(pairs, answer):
+    assert judge(pairs, noise=0.2, baseline=1.2, is_no_update=True) is answer
+
+
 @pytest.mark.parametrize("make", [regression, language])
 def test_experiments_leave_no_trace_in_run(make):
     expected = bare_run(make)
