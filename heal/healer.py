@@ -713,12 +713,8 @@ class Healer:
             >>> healer.expect_change("new head for 20 classes")
         """
         self.recovery.catch_up()
-        self.experiment.clear()
-        self.monitor.watch.start_over(self.training.step)
-        self.schedules.expect_change()
-        self.monitor.watch.expect_write(self.training.step)
-        self.training.ring.note_settled()
-        self._wants_snapshot = True
+        self.monitor.expect_change()
+        self._wants_snapshot |= self.monitor.take_snapshot_request()
         self._busy_at = 0
         self.journal.event("expected_change", self.training.step, reason=str(reason))
 

@@ -281,8 +281,8 @@ class Monitor:
             if lr != scheduled == scheduled:
                 self._schedules.put_back()
         flags = NO_FLAG
-        if self._weights[0]:
-            flags = self._look_at_weights()
+        if self._weights[0] and self.were_weights_written():
+            flags = Flag.FOREIGN_WRITE
         if self._guarded.buffers.are_there:
             flags |= self._look_at_statistics(self._run.step)
         while self._reported:
@@ -309,11 +309,11 @@ class Monitor:
         weights = [p for p in params if not p.is_inference()]
         self._weights = weights, [*map(VERSION, weights)]
 
-    def _look_at_weights(self) -> Flag:
-        """Report that something other than the optimizer wrote weights, without a wait."""
+    def were_weights_written(self) -> bool:
+        """Return whether weights were written since :meth:`note_weights`, without a wait."""
         weights, versions = self._weights
         self._weights = [], []
-        return NO_FLAG if versions == [*map(VERSION, weights)] else Flag.FOREIGN_WRITE
+        return versions != [*map(VERSION, weights)]
 
     def _check_moments(self, step: int) -> None:
         """Check the state before ``step``: something other than the optimizer wrote its moments.
@@ -531,6 +531,16 @@ class Monitor:
             self._run.ring.note_settled()
         if seen.settled is not None and seen.settled.answer is Answer.DAMAGED:
             self.watch.rebase(seen.settled.finding.cause)
+
+    def expect_change(self) -> None:
+        """Take what was changed for meant: new baselines, and a snapshot of the new state."""
+        step = self._run.step
+        self._experiment.clear()
+        self.watch.start_over(step)
+        self.watch.expect_write(step)
+        self._schedules.expect_change()
+        self._run.ring.note_settled()
+        self._needs_snapshot = True
 
     def suspect(self, finding: Finding) -> None:
         """Have an experiment settle a suspicion, unless another one is under way."""

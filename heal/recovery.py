@@ -335,9 +335,16 @@ class Recovery:
         return plan
 
     def _apply(self, action: Action) -> bool:
-        """Apply an action; return its effect. Only a rollback that fails ends the run."""
+        """Apply an action; return its effect. Only a rollback that fails ends the run.
+
+        An action of the user's own that writes weights means it.
+        """
         try:
+            if is_custom(action):
+                self._monitor.note_weights()
             has_effect = bool(action.apply(self._run))
+            if is_custom(action) and self._monitor.were_weights_written():
+                self._monitor.expect_change()
         except HealingError:
             raise
         except Exception as error:

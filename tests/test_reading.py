@@ -56,6 +56,7 @@ UNREADABLE = {
 
 
 def read(reader, tensors):
+    reader.tensors = tensors  # a reading holds addresses: whoever uses it keeps the tensors
     return native.read_to_write(reader.number, tensors, False)
 
 
@@ -127,7 +128,8 @@ def test_a_reading_serves_one_call():
     norm_of(number)
     with pytest.raises(RuntimeError, match="reading: expected the newest"):
         norm_of(number)
-    older, newer = read(reader, [torch.ones(3)]), read(reader, [torch.ones(3)])
+    ones = [torch.ones(3)]
+    older, newer = read(reader, ones), read(reader, ones)
     with pytest.raises(RuntimeError, match="reading: expected the newest"):
         norm_of(older)
     norm_of(newer)

@@ -171,3 +171,31 @@ def test_actions_of_ours_keep_their_own_budgets():
     healer.on_instability(lambda diagnosis, plan: (ScaleLr(0.9),))
     strike(setup, [Fault("nan_loss", at=at) for at in (10, 20, 30)], 40, healer)
     assert healer.metrics()["healing/recovery_attempts"] == 3
+
+
+class Redraws:
+    """Draws the first layer again; the loss is then that of an untrained network."""
+
+    def __init__(self, model):
+        self.layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+
+    def apply(self, run) -> bool:
+        torch.nn.init.normal_(self.layer.weight, std=2.0)
+        return True
+
+
+@pytest.mark.parametrize("at", [20, 60])
+def test_weights_that_an_action_writes_are_meant(at):
+    setup = regression()
+    healer = setup.healer()
+
+    @healer.on_instability
+    def redraw(diagnosis, plan):
+        if any(isinstance(action, Rollback) for action in plan):
+            return (*plan, Redraws(setup.model))
+        return None
+
+    strike(setup, [Fault("corrupt_weight", at=at)], at + 60, healer)
+    (plan,) = [plan for *_, plan in healer.history]
+    assert any(isinstance(action, Redraws) for action in plan)
+    assert not healer.experiment.settled

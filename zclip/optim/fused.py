@@ -537,7 +537,7 @@ class FusedOptimizer(Optimizer):
 
 
 def _fits(value: Tensor, fresh: Tensor) -> bool:
-    """Tell whether a loaded entry can stand for a new one; one number may have any shape."""
+    """Return whether a loaded entry can stand for a new one; one number may have any shape."""
     return value.shape == fresh.shape or value.numel() == fresh.numel() == 1
 
 
