@@ -625,8 +625,14 @@ def nan_in_the_weights_of_one_rank_returns_all_to_a_snapshot_at_once():
         assert first[0] <= 17 + 2 + setup.healer.config.lag, setup.done
 
 
+LATE = 41  # a step of a run that is no longer young
+
+
 def _written_on_one_rank(wrap, write):
-    """Return a run in which ``write(parameter, its state)`` changes one tensor on rank 1."""
+    """Return a run in which ``write(parameter, its state)`` changes one tensor on rank 1.
+
+    In step LATE: writes of weights in the first steps are seen by their version counters.
+    """
     setup = Setup(wrap, optimizer=AdamW, check_interval=1000)
     setup.records = []
     setup.healer.on_record(setup.records.append)
@@ -636,8 +642,8 @@ def _written_on_one_rank(wrap, write):
         with torch.no_grad():
             write(param, setup.optimizer.state[param])
 
-    setup.fault(1, 21, do)
-    setup.run(60)
+    setup.fault(1, LATE, do)
+    setup.run(LATE + 39)
     setup.assert_alike()
     return setup
 
@@ -650,7 +656,7 @@ def a_write_on_one_rank_that_no_update_explains_is_suspected_by_all():
     for wrap in ("ddp", "fsdp"):
         setup = _written_on_one_rank(wrap, write)
         flagged = [r.step for r in setup.records if r.has(Flag.FOREIGN_WRITE)]
-        assert flagged[0] == 22, (wrap, flagged)  # the record after the one of step 21
+        assert flagged[0] == LATE + 1, (wrap, flagged)  # the record after that of the step
         assert "weight_drift" in setup.causes() or "loss_spike" in setup.causes(), setup.done
         assert "Rollback" in setup.actions(), (wrap, setup.done)
         # A rollback writes weights, too: that raises no suspicion.
@@ -666,7 +672,7 @@ def an_infinite_moment_on_one_rank_is_undone_by_all_without_a_periodic_check():
         setup = _written_on_one_rank(wrap, write)
         assert any(r.has(Flag.STATE_NONFINITE) for r in setup.records), wrap
         assert "Rollback" in setup.actions(), (wrap, setup.done)
-        assert setup.done[0][0] <= 21 + 3 + 2 * setup.healer.config.lag, setup.done
+        assert setup.done[0][0] <= LATE + 3 + 2 * setup.healer.config.lag, setup.done
 
 
 @check(2)
@@ -681,9 +687,9 @@ def an_announced_write_raises_no_suspicion_on_any_rank():
             setup.model.module[-1].weight.mul_(2.0)
 
     for rank in range(2):
-        setup.fault(rank, 21, double_the_head)
-    setup.run(40)
+        setup.fault(rank, LATE, double_the_head)
+    setup.run(LATE + 19)
     setup.assert_alike()
-    assert [r.step for r in setup.records if r.has(Flag.FOREIGN_WRITE)] == [22]
+    assert [r.step for r in setup.records if r.has(Flag.FOREIGN_WRITE)] == [LATE + 1]
     assert "weight_drift" not in setup.causes()
     assert not setup.healer.experiment.settled
