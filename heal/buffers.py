@@ -7,6 +7,7 @@ are, and cost neither time nor copies.
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -161,7 +162,8 @@ class BufferCopies:
                 slot.was_bad = slot.is_bad(torch.isfinite, self._has_settled)
                 self._moving[name] = slot
             else:
-                slot.copy = slot.buffer.detach().clone() if slot.is_small() else None
+                is_small = slot.buffer.nbytes <= SMALL_BYTES
+                slot.copy = slot.buffer.detach().clone() if is_small else None
                 if not self._has_settled:
                     slot.was_bad = slot.is_bad(_is_number)
                 self._still[name] = slot
@@ -360,47 +362,28 @@ class BufferCopies:
         self._versions = [slot.version for slot in counted]
 
 
+@dataclass(slots=True, eq=False)
 class _Slot:
     """A place for a buffer in a module, and what is known of it."""
 
-    __slots__ = (
-        "buffer",
-        "copy",
-        "is_statistic",
-        "key",
-        "name",
-        "num_writes",
-        "owner",
-        "version",
-        "was_bad",
-    )
-
-    def __init__(self, name: str, owner: dict[str, Any], key: str, is_statistic: bool) -> None:
-        self.name, self.owner, self.key = name, owner, key
-        self.is_statistic = is_statistic
-        self.buffer: Tensor = owner[key]
-        self.version = version_of(self.buffer)
-        self.copy: Tensor | None = None
-        self.num_writes = 0
-        self.was_bad: Tensor | None = None  # before training, on the device; None: never checked
+    name: str
+    owner: dict[str, Any]
+    key: str
+    is_statistic: bool
+    buffer: Tensor
+    version: int
+    copy: Tensor | None = None
+    num_writes: int = 0
+    was_bad: Tensor | None = None  # before training, on the device; None: never checked
 
     def is_bad(self, is_good: Callable[[Tensor], Tensor], skip: bool = False) -> Tensor | None:
-        """Return whether an element is not good, on the device; None if it is of no such kind.
-
-        Args:
-            is_good: says it of each element.
-            skip: answer no, whatever it holds.
-        """
+        """Return whether an element is not good, or no if that is to be skipped; on the device."""
         buffer = self.buffer
         if not buffer.is_floating_point() or buffer.itemsize < 2 or buffer.is_meta:
             return None
         if skip:
             return torch.zeros((), dtype=torch.bool, device=buffer.device)
         return is_good(buffer.detach()).all().logical_not()
-
-    def is_small(self) -> bool:
-        """Return whether it is copied before it was ever written."""
-        return self.buffer.nbytes <= SMALL_BYTES
 
 
 class _Group:
@@ -481,7 +464,8 @@ def _slots_of(model: Module) -> Iterator[_Slot]:
                 continue
             seen.add(id(buffer))
             name = f"{prefix}.{key}" if prefix else key
-            yield _Slot(name, module._buffers, key, is_norm or key in STATISTICS)
+            is_statistic = is_norm or key in STATISTICS
+            yield _Slot(name, module._buffers, key, is_statistic, buffer, version_of(buffer))
 
 
 def _is_number(tensor: Tensor) -> Tensor:

@@ -121,11 +121,7 @@ def run_drill(arguments: argparse.Namespace) -> int:
 
 
 def _build(target: str) -> "tuple[Healer, Any, Any]":
-    """Make the run that ``module:function`` names.
-
-    Raises:
-        ValueError: it names nothing, or what it names makes no run.
-    """
+    """Make the run that ``module:function`` names; raise ValueError if it makes none."""
     from heal.healer import Healer
 
     module, colon, function = target.partition(":")

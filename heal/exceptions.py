@@ -191,11 +191,7 @@ def _may_be_collective(exc: BaseException, text: str, phase: str, is_alone: bool
 
 
 def _of_one_sample(exc: BaseException, text: str, match: Match, phase: str) -> Match:
-    """Attribute to the data what the loader raised, where elsewhere it would be something else.
-
-    A torn header may ask for terabytes, which no smaller micro-batch makes room for; one link may
-    be dead. If it is not one sample, too many fail in a row.
-    """
+    """Attribute to the data what the loader raised, as for a header that asks for terabytes."""
     cause, confidence, matched = match
     is_of_host = isinstance(exc, (MemoryError, OSError)) or HOST_MEMORY_TEXT.search(text)
     is_dead_link = cause is Cause.UNKNOWN and _http_status(exc) is not None

@@ -178,10 +178,7 @@ class FailedSteps:
     def _try_old_weights(
         self, train_step: TrainStep, batch: Any
     ) -> tuple[float | None, float | None]:
-        """Return the loss of a batch with the weights of a snapshot; nothing else changes.
-
-        Also that with today's weights where the real step does not show it, else None.
-        """
+        """Return the loss with old weights, and with today's where the real step has it not."""
         with self._experiment.trial() as trial:
             old = trial.forward(lambda: train_step(own_copy(batch)))
             if not trial.needs_both:

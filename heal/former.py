@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -47,7 +48,7 @@ def install() -> None:
 
 
 class OldName:
-    """The old name of a method or property: it works, and warns."""
+    """The old name of an attribute: it works, and warns. The new one may have dots."""
 
     def __init__(self, now: str) -> None:
         self._now = now
@@ -57,7 +58,7 @@ class OldName:
 
     def __get__(self, instance: Any, owner: type) -> Any:
         warnings.warn(self._text, DeprecationWarning, stacklevel=2)
-        return getattr(owner if instance is None else instance, self._now)
+        return attrgetter(self._now)(owner if instance is None else instance)
 
 
 def names_of(

@@ -3,10 +3,8 @@
 Call ``step`` and ``batches`` in a loop of your own, or ``run``, which is the whole loop.
 """
 
-import operator
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -32,6 +30,7 @@ from heal.exit_codes import ExitCode
 from heal.experiment import Experiment
 from heal.extra_state import note_rewriting, note_stateless
 from heal.failed_steps import FailedSteps
+from heal.former import OldName
 from heal.guarded_step import JUDGED, GuardedStep, judgeable
 from heal.integrations.trackers import attach
 from heal.journal import LEFT_OUT, Journal, Notes, describe_machine, describe_training
@@ -46,7 +45,7 @@ from heal.record import Flag, Record
 from heal.recovery import NOTHING_DONE, Hook, Outcome, Recovery
 from heal.run import TorchRun
 from heal.run_end import Exits
-from heal.snapshots import Snapshot
+from heal.snapshots import Snapshot, is_due, next_due
 from heal.training_state import TrainingState
 from heal.trials import BodyTrials
 from zclip import ClippedOptimizer
@@ -55,15 +54,6 @@ if TYPE_CHECKING:
     from heal.lab.attached_probes import AttachedProbes
 
 METRICS_INTERVAL = 10  # steps between lines of metrics.jsonl
-
-FORMER = {
-    "hear_the_rest": "finish",
-    "is_in_loop": "stream.is_open",
-    "left_loop_early": "stream.was_left",
-    "retries": "failures",
-    "treat": "recover_from",
-}
-"""Former names that work until 0.3, with a warning."""
 
 Entered = TypeVar("Entered", bound="Healer")
 
@@ -334,11 +324,7 @@ class Healer:
         self._busy_at = self._next_due(self.training.step)
 
     def _recover(self, seen: Seen) -> Outcome:
-        """Recover from what a record has shown, or from what a step has raised.
-
-        Raises:
-            HealingError: the run must stop.
-        """
+        """Recover from what a record has shown, or from what a step has raised."""
         seen = self.recovery.settle(seen)  # a suspicion waits for the answer of an experiment
         diagnosis = self.recovery.diagnose(seen)  # the one cause behind all that was found
         if diagnosis is None:
@@ -356,7 +342,7 @@ class Healer:
         """Return the step after which something is due again, if all stays calm."""
         if self._wants_snapshot or self.recovery.late:
             return step + 1
-        due = [self.monitor.next_due(step), self.training.ring.next_due(step)]
+        due = [self.monitor.next_due(step), next_due(step, self.training.ring.interval)]
         if self.journal.has_readers:
             due.append(step - step % METRICS_INTERVAL + METRICS_INTERVAL)
         if self.durable is not None:
@@ -379,13 +365,10 @@ class Healer:
                     self._recover(Seen(step, [alert]))
 
     def _capture_if_due(self) -> None:
-        """Take a snapshot that is due, but not while a check or a suspicion is open.
-
-        It would replace another one, which the check or the experiment may need.
-        """
+        """Take a snapshot that is due, unless an open check or suspicion may need an older one."""
         ring = self.training.ring
         if not self._wants_snapshot:
-            if not ring.is_due(self.training.step):
+            if not is_due(self.training.step, ring.interval):
                 return
             if ring.is_slow:  # then the first rank that is ready asks all others
                 if ring.is_ready:
@@ -447,11 +430,7 @@ class Healer:
             self._first_snapshot()
 
     def _first_snapshot(self) -> None:
-        """Take a snapshot unless there is one.
-
-        That of step 0 needs no proof: nothing has happened yet, and trouble in the first steps
-        would have nowhere to return to.
-        """
+        """Take a snapshot unless there is one; that of step 0 is good at once."""
         if self.training.ring.newest_step() is None:
             self.training.capture(is_proven=self.training.step == 0)
             self.monitor.note_weights()
@@ -476,12 +455,9 @@ class Healer:
             self.durable.save_if_due(self.training.step, self.memory.values)
 
     def _loader_failed(self, error: Exception, epoch: int, index: int | None) -> AfterError:
-        """Recover from an exception of the loader; return what becomes of the batch.
-
-        Without an ``index`` the epoch could not be opened.
-        """
+        """Recover from an exception of the loader; return what becomes of the batch."""
         with self.halting():
-            if index is None:
+            if index is None:  # the epoch could not be opened
                 failure = self.failures.judge_epoch(error, epoch)
             else:
                 failure = self.failures.judge_batch(error, epoch, index)
@@ -886,17 +862,14 @@ class Healer:
                 self.durable.save_last(self.training.step, self.memory.values)
 
     def _returns_at_end(self, train_step: TrainStep, batches: StepBatches) -> bool:
-        """Settle what the last steps have raised; return whether that has undone some of them.
-
-        No step follows: their batches are computed again, with old weights and with today's.
-        """
+        """Settle what the last steps have raised; return whether that has undone some of them."""
         step, experiment = self.training.step, self.experiment
         with self.halting():
             if any(self._recover(seen).rolled_back for seen in self.recovery.poll(is_last=True)):
                 return True
             experiment.hurry()
             while experiment.is_due and batches.drawn and not self.guarded.has_stages:
-                self.failures.try_again(train_step, batches)
+                self.failures.try_again(train_step, batches)  # no step follows
                 if self._recover(Seen(step, settled=experiment.observe_trial())).rolled_back:
                     return True
             return self._recover(Seen(step, settled=experiment.stop_waiting())).rolled_back
@@ -997,14 +970,11 @@ class Healer:
         if halt is not None:
             raise halt
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in FORMER:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            now = FORMER[name]
-            warnings.warn(f"Healer.{name} is Healer.{now} now", DeprecationWarning, stacklevel=2)
-            return operator.attrgetter(now)(self)
+    hear_the_rest = OldName("finish")
+    is_in_loop = OldName("stream.is_open")
+    left_loop_early = OldName("stream.was_left")
+    retries = OldName("failures")
+    treat = OldName("recover_from")
 
     def __del__(self) -> None:
         exits = vars(self).get("exits")  # none if the constructor raised
@@ -1105,11 +1075,7 @@ class Healer:
         return recompute(self.training, self.journal, train_step, steps, losses)
 
     def _open(self, directory: str | Path, group: Any) -> Durable:
-        """Open the folder of checkpoints.
-
-        Raises:
-            OSError: it cannot be made. Better now than at the first save.
-        """
+        """Open the folder of checkpoints now, because the first save would be too late to fail."""
         try:
             return Durable(
                 directory, self.config, self.state, self.stream, self.journal, self._notes, group

@@ -366,26 +366,20 @@ class Schedules:
             self._joint[o].take_shares(shares)
 
     def _return_shares(self, step: int) -> None:
-        """Set own schedules' shares to those in the rates of the snapshot of ``step``.
-
-        A turn that was noted before this very step came after the snapshot.
-        """
+        """Set own schedules' shares to those in the rates of the snapshot of ``step``."""
+        # A turn that was noted before this very step came after the snapshot.
         earlier = [turn.shares for turn in self._turns if turn.step < step]
         for o, joint in self._joint.items():
             joint.shares = list(earlier[-1].get(o, ())) if earlier else [1.0] * len(joint.shares)
 
     def _look_who_drives(self) -> None:
-        """Find the schedule, or the schedules, of each optimizer.
-
-        A schedule that does not say what it drives may drive any of them. Where one was not given
-        the expected rate is unknown.
-        """
+        """Find the schedules of each optimizer; one that does not say what it drives may be it."""
         self._alone: dict[int, Any] = {}
         self._joint: dict[int, JointRates] = {}
         for optimizer in self._optimizers:
             inner = optimizer.inner
             if self._has_unknown(optimizer):
-                continue
+                continue  # the expected rate is unknown
             stepped = [s for s in self.stepped if inner_of(s) in (inner, None)]
             own = [s for s in self._callers if inner_of(s) in (inner, None)]
             if len(stepped) + len(own) > 1:
@@ -397,10 +391,7 @@ class Schedules:
         return [s for s in schedulers if inner_of(s) is optimizer.inner]
 
     def _rates(self) -> Rates:
-        """Return what own schedules have set; nothing for optimizers that they share.
-
-        That of a single schedule is its ``_last_lr``: a fault may have changed the group.
-        """
+        """Return what own schedules have set; nothing for optimizers that they share."""
         found: Rates = []
         for optimizer in self._optimizers:
             drivers = self._driving(optimizer, self._callers)
@@ -409,6 +400,7 @@ class Schedules:
             groups = optimizer.param_groups if drivers and not is_mixed else []
             rates = _driven(groups)
             if len(drivers) == 1 and not self._has_unknown(optimizer):
+                # Not as the group has it: a fault may have changed that.
                 for rate, lr in zip(rates, getattr(drivers[0], "_last_lr", ()), strict=False):
                     rate["lr"] = copied(lr)
             found.append(rates)

@@ -342,11 +342,7 @@ def _can_recompute(block: Module) -> bool:
 
 
 class _Recomputed:
-    """The forward of one block, set on the instance, so that it hides that of the class.
-
-    A copy of a block, pickled or deep, gets a copy of this one that refers to the copy. Replicas of
-    ``torch.nn.DataParallel`` share the block's ``__dict__``, and get their own.
-    """
+    """The forward of one block, set on the instance; a copy of the block gets its own."""
 
     def __init__(self, block: Module) -> None:
         self._block = block

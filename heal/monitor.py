@@ -316,25 +316,17 @@ class Monitor:
         return versions != [*map(VERSION, weights)]
 
     def _check_moments(self, step: int) -> None:
-        """Check the state before ``step``: something other than the optimizer wrote its moments.
-
-        Moments that were lost are back within a few steps. Where such writes are a habit, few lead
-        to a check: after one in step n the next is in step 2 n.
-        """
+        """Check the state before ``step``: something other than the optimizer wrote its moments."""
         if step >= self._next_look:
-            self._next_look = 2 * step
+            self._next_look = 2 * step  # where such writes are a habit, few lead to a check
             self.health.post(step)
 
     def _look_at_statistics(self, step: int) -> Flag:
-        """Report that something other than forward wrote running statistics, without a wait.
-
-        Not where they are written with a trace in every step, and seldom where that is a habit:
-        after a report in step n the next is in step 2 n.
-        """
+        """Report that something other than forward wrote running statistics, without a wait."""
         were, self._were_written = self._were_written, self._guarded.buffers.were_written()
         if were or not self._were_written or step < self._next_suspicion:
-            return NO_FLAG
-        self._next_suspicion = 2 * step
+            return NO_FLAG  # those that are written with a trace in every step say nothing
+        self._next_suspicion = 2 * step  # where that is a habit, few are reported
         return Flag.STATISTICS_WRITTEN
 
     def _flags_of(self, source: Callable[[], Flag]) -> Flag:
@@ -570,13 +562,10 @@ class Monitor:
         return settled.findings
 
     def _judge_snapshots(self, record: Record, findings: Sequence[Finding]) -> bool:
-        """Let a clean step prove the snapshots before it; return whether it was clean.
-
-        A skipped step proves nothing because it changed nothing.
-        """
+        """Let a clean step prove the snapshots before it; return whether it was clean."""
         if findings and are_suspect(findings):
             self._run.ring.note_suspect(min(finding.bad_step for finding in findings))
-        elif not record.blocked:
+        elif not record.blocked:  # a skipped step changed nothing, and so proves nothing
             self._run.clip_limits.note_norm(record.norm, record.clipped_norm)
             self._run.ring.note_clean(record.step)
             return not findings

@@ -273,14 +273,10 @@ class Recovery:
         return diagnose_corruption(diagnosis, found, self._run.step)
 
     def _look_at_data(self, diagnosis: Diagnosis) -> None:
-        """Add to the evidence whether NaN came with the batch, where the state holds none.
-
-        A batch is read again when a streak begins, until one was found to hold NaN; then only when
-        patience is spent. If an experiment has found the weights damaged, it is not the data.
-        """
+        """Add to the evidence whether NaN came with the batch, where the state holds none."""
         evidence, is_first = diagnosis.evidence, diagnosis.streak == 1
         may_be_data = diagnosis.cause.about.is_nonfinite and not diagnosis.is_proven
-        if not may_be_data or (self._saw_bad_data and is_first):
+        if not may_be_data or (self._saw_bad_data and is_first):  # then once patience is spent
             return
         fault = self._run.data_fault(diagnosis.step)
         if fault:
@@ -310,19 +306,14 @@ class Recovery:
             return plan
 
     def _checked(self, answer: Any) -> Plan:
-        """Check the plan of a hook.
-
-        Raises:
-            TypeError, ValueError: it holds something that is no action, it skips batches far ahead
-                (each would be drawn), or it is one more attempt when all are spent.
-        """
+        """Return the plan of a hook, or raise what is wrong with it."""
         plan = tuple(answer)
         if isinstance(answer, str):  # an empty one would pass for an empty plan
             raise TypeError(f"expected a tuple of actions from the hook, got {plan!r}")
         for action in plan:
             check_action(action)
             if isinstance(action, SkipBatches) and action.last_step > self._run.step + MAX_AHEAD:
-                raise ValueError(
+                raise ValueError(  # each of them would be drawn
                     f"SkipBatches: last_step: expected at most {MAX_AHEAD} steps ahead of the run, "
                     f"which is at step {self._run.step}, got {action.last_step}"
                 )
@@ -374,11 +365,7 @@ class Recovery:
         before: dict[str, float] | None = None,
         seconds: float = 0.0,
     ) -> None:
-        """Write a diagnosis and its plan to log and journal.
-
-        There are fewer ``effects`` than actions if one of them halted the run. ``at`` is the step
-        that came next, ``before`` what :meth:`_adjusted` returned before the plan.
-        """
+        """Write a diagnosis and its plan; fewer effects than actions if one halted the run."""
         self.log.append((at, diagnosis, plan))
         done = [action_to_json(action) for action in plan]
         for action, effect in zip(done, effects, strict=False):

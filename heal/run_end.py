@@ -223,10 +223,7 @@ class Exits:
         reason: ExitReason | None = None,
         code: int | None = None,
     ) -> dict[str, Any]:
-        """Return what the postmortem needs; without a reason, that and the code follow from error.
-
-        Of a run that was left by ``sys.exit`` or ``break`` the code is unknown.
-        """
+        """Return what the postmortem needs; without a reason, what follows from the error."""
         return {
             "exception": error,
             "exit_reason": reason,

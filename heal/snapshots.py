@@ -198,20 +198,12 @@ class SnapshotRing:
         self._not_before = 0.0  # of the clock; when the disk may keep a step waiting again
         self._granted = 0, 0.0  # bytes that each place may have, and until when of the clock
         self.copying: torch.Event | None = None
-        self._sides: dict[torch.device, SideStream] = {}
+        self._side: SideStream | None = None
 
     @property
     def is_starved(self) -> bool:
         """Whether the last snapshots all held NaN or Inf, so that none becomes good any more."""
         return self._num_rejected >= STARVED
-
-    def is_due(self, step: int) -> bool:
-        """Whether to take a snapshot now: at every power of two, then at every interval."""
-        return is_due(step, self.interval)
-
-    def next_due(self, step: int) -> int:
-        """Return the next step after ``step`` at which to take one."""
-        return next_due(step, self.interval)
 
     def quarantine_of(self, step: int) -> int:
         """Return how many clean steps prove a snapshot; fewer in the first steps of a run."""
@@ -417,11 +409,9 @@ class SnapshotRing:
         raise KeyError(f"no good snapshot of step {step}")
 
     def _promote(self, trust: bool = True) -> None:
-        """Call those good that have enough clean steps; one with NaN or Inf in it is dropped.
+        """Call those good that have enough clean steps; drop those with NaN or Inf in them.
 
-        Args:
-            trust: also those that need none. Only when someone asks for them: it may wait for a
-                copy that has just begun.
+        With ``trust`` also those that need none, which may wait for a copy that has just begun.
         """
         for snapshot in list(self._kept):
             enough = snapshot.clean_steps >= self.quarantine_of(snapshot.step)
@@ -458,8 +448,9 @@ class SnapshotRing:
         while in_memory and len(held := self._in_host_memory()) >= in_memory:
             self._note_waited(self._finish_write())
             saved = next((s for s in held if s.file is not None), None)
-            if saved is not None:
-                self._leave_to_disk(saved)
+            if saved is not None and saved.file is not None:
+                self._spare.append(saved.buffers)
+                saved.buffers, saved.tensors = {}, saved.file.tensors()
                 continue
             # The only place cannot be kept for the newest good one: that would grow ever older.
             is_only = in_memory == 1 and bool(self._disk_failed) and held[0].is_good
@@ -555,10 +546,7 @@ class SnapshotRing:
     # Older ones on the disk.
 
     def _file_for(self, tensors: Mapping[Key, Tensor]) -> Callable[[], SpillFile]:
-        """Return what opens a file to write: one that is not needed any more if it fits.
-
-        It is called in the background, and so that it shares nothing, what is spare is taken here.
-        """
+        """Return what opens a file to write, in the background; a spare one that fits if any."""
         while self._spare_files:
             file = self._spare_files.pop()
             if file.fits(tensors):
@@ -595,12 +583,6 @@ class SnapshotRing:
         snapshot.file = write.file
         return seconds
 
-    def _leave_to_disk(self, snapshot: Snapshot) -> None:
-        assert snapshot.file is not None
-        self._spare.append(snapshot.buffers)
-        snapshot.buffers = {}
-        snapshot.tensors = snapshot.file.tensors()
-
     def _note_waited(self, seconds: float) -> None:
         if seconds > PATIENCE:
             self.is_slow = True
@@ -620,9 +602,8 @@ class SnapshotRing:
     ) -> Snapshot | None:
         """Choose which to drop so that the ages of the others stay closest to geometric.
 
-        Never one in quarantine: where snapshots come faster than they are proven, none would ever
-        be good. Nor the newest good one, nor the newest from before the last sound check. Where
-        one ``must`` go, these may.
+        Unless one ``must`` go, not one in quarantine (where snapshots come faster than proofs, none
+        would ever be good), nor the newest good one or that from before the last sound check.
         """
         good = [s for s in self._kept if s.is_good] if good is None else good
         checked = [s for s in good if s.step <= self._checked_step]
@@ -651,9 +632,9 @@ class SnapshotRing:
         copy_by_kind([copies[k] for k in early], [tensors[k] for k in early], non_blocking=True)
         there = fingerprints(tensors.values()), count_bad(tensors.items(), without_nan)
         hashes, num_bad = (host_memory(t).copy_(t, non_blocking=True) for t in there)
-        if device not in self._sides:
-            self._sides[device] = SideStream(device)
-        self.copying = self._sides[device].run(
+        if self._side is None:
+            self._side = SideStream(device)
+        self.copying = self._side.run(
             lambda: copy_by_kind(
                 [copies[k] for k in late], [tensors[k] for k in late], non_blocking=True
             )
@@ -680,12 +661,7 @@ def _fitting(buffer: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _misfit(kept: Sequence[Snapshot], step: int) -> float:
-    """Return how far ages, youngest first, are from a geometric scale within the run; in octaves.
-
-    Args:
-        kept: oldest first.
-        step: the present one.
-    """
+    """Return how far ages, oldest first, are from a geometric scale within the run; in octaves."""
     ages = [max(1, step - snapshot.step) for snapshot in reversed(kept)]
     if len(ages) < 2:
         return 0.0

@@ -8,6 +8,7 @@ at once, and waits for the device.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -339,29 +340,31 @@ class _Layout:
 
 
 def _decode(step: int, values: Sequence[float], layout: _Layout) -> HealthRow:
-    count = len(layout.names)
-    measured = count + len(layout.owners)
-    counted = 2 * measured + len(layout.buffers)
-    norms, bad = values[:measured], values[measured:counted]
-    of_buffers = counted + count  # behind a step count of each parameter
-    of_gradients = of_buffers + len(layout.buffers)
-    squares = [NOTHING] * count
-    moment_bad = [0] * count
-    for moment, owner in enumerate(layout.owners):
-        squares[owner] = max(0.0, squares[owner]) + norms[count + moment] ** 2
-        moment_bad[owner] += _count(bad[count + moment])
+    rest = iter(values)
+
+    def following(named: Sequence[Any]) -> tuple[float, ...]:
+        return tuple(islice(rest, len(named)))
+
+    names, owners, buffers = layout.names, layout.owners, layout.buffers
+    weight_norms, moment_norms = following(names), following(owners)
+    weight_bad, moment_bad, buffer_bad = following(names), following(owners), following(buffers)
+    counters, buffer_norms = following(names), following(buffers)
+    squares, num_bad = [NOTHING] * len(names), [0] * len(names)
+    for owner, norm, bad in zip(owners, moment_norms, moment_bad, strict=True):
+        squares[owner] = max(0.0, squares[owner]) + norm**2
+        num_bad[owner] += _count(bad)
     return HealthRow(
         step=step,
-        weight_norms=tuple(norms[:count]),
-        weight_bad=tuple(_count(b) for b in bad[:count]),
+        weight_norms=weight_norms,
+        weight_bad=tuple(map(_count, weight_bad)),
         moment_norms=tuple(math.sqrt(s) if s >= 0 else s for s in squares),
-        moment_bad=tuple(moment_bad),
-        step_counters=tuple(values[counted:of_buffers]),
-        names=layout.names,
-        buffer_bad=tuple(_count(b) for b in bad[measured:]),
-        buffer_names=layout.buffers,
-        buffer_norms=tuple(values[of_buffers:of_gradients]),
-        gradient_norms=tuple(math.sqrt(s) if s >= 0 else NOTHING for s in values[of_gradients:]),
+        moment_bad=tuple(num_bad),
+        step_counters=counters,
+        names=names,
+        buffer_bad=tuple(map(_count, buffer_bad)),
+        buffer_names=buffers,
+        buffer_norms=buffer_norms,
+        gradient_norms=tuple(math.sqrt(s) if s >= 0 else NOTHING for s in rest),
         sizes=layout.sizes,
     )
 
