@@ -5,6 +5,7 @@ counted, nor what they call back into. For each row: calls, files, jumps between
 """
 
 import argparse
+import gc
 import inspect
 import math
 import sys
@@ -57,14 +58,17 @@ class Trace:
 
 
 def traced(call: Callable[[], Any], without: Callable[..., Any] | None = None) -> Trace:
-    """Run ``call`` and return what it visited."""
+    """Run ``call`` and return what it visited, and not what the garbage collector calls."""
     trace = Trace(without)
     before = sys.getprofile()
+    gc.collect()
+    gc.disable()
     sys.setprofile(trace)
     try:
         call()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return trace
 
 
