@@ -25,7 +25,7 @@ from heal.buffers import Key
 from heal.data.loader_pass import loader_rewinder
 from heal.data.split import own_copy
 from heal.journal import Journal
-from heal.micro_batch import TrainStep
+from heal.micro_batch import TrainStep, check_loss
 from heal.ranks import HostFacts
 from heal.run import TorchRun
 from heal.snapshots import Snapshot
@@ -130,9 +130,7 @@ def _try_steps(
             total = 0.0
             for _ in range(accumulate):
                 loss = train_step(own_copy(next(batches)))
-                problems += _problems_of(loss)
-                if problems:
-                    return DryRunReport(problems=problems)
+                check_loss(loss)
                 scaled = loss if guarded.scaler is None else guarded.scaler.scale(loss)
                 (scaled / accumulate).backward()
                 total += float(loss.detach()) / accumulate
@@ -144,18 +142,6 @@ def _try_steps(
     except Exception as error:
         problems.append(f"{type(error).__name__}: {error}")
     return DryRunReport.of(losses, began, num_bytes, trained, problems)
-
-
-def _problems_of(loss: Any) -> list[str]:
-    if not isinstance(loss, Tensor):
-        return [f"train_step: expected the loss, a tensor, got {type(loss).__name__}"]
-    if loss.numel() != 1:
-        return [
-            f"train_step: expected a loss of one number, got a tensor of shape {tuple(loss.shape)}"
-        ]
-    if not loss.requires_grad:
-        return ["the loss does not depend on any parameter that is trained"]
-    return []
 
 
 class CannotRecompute(RuntimeError):

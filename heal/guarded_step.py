@@ -74,10 +74,12 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
 
     Attributes:
         pull: added to the gradients before clipping, see :meth:`hold`; None for nothing.
+        has_clipped: whether it clipped for a step that the inner optimizer has not begun yet.
     """
 
     _note: Callable[[str], None] = staticmethod(lambda text: None)  # that of a copy
     pull: "Pull | None" = None
+    has_clipped = False
     _reported: StepResult | None = None
     _unguarded: tuple[Tensor, ...] = ()  # a copy finds out by itself
     _measured: tuple[list[tuple[int, int]], Groups] = [], []  # of which groups, and what remains
@@ -107,6 +109,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
 
         With a watch the loss is judged too.
         """
+        self.has_clipped = True
         if self.pull is not None:
             self.pull.add_to_gradients(grad_scale)
         groups = self._measured_groups() if self._unguarded else self.inner.param_groups
@@ -201,6 +204,7 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
                 inner.step()
             return row
         self.steps += 1
+        self.has_clipped = True
         if self.pull is not None:
             self.pull.add_to_gradients(None)
         guard = Guard(self.clipper, watch.state, watch.settings)
@@ -629,45 +633,59 @@ def _add_record_group(clipper: Clipper, ranks: Ranks) -> None:
         clipper.distribute(groups.process, groups.pipeline, ranks.record_group)
 
 
-class OtherOptimizers:
-    """Notices steps of optimizers that are not the healer's, by torch's own global hook.
+class OtherSteps:
+    """Notices steps that the healer does not take, by torch's own global hook.
+
+    One of its own optimizers that other code steps is noted; a loop may step others beside them.
+
+    Args:
+        own: the optimizers that the healer steps.
+        note: called once for each of them that other code steps too.
 
     Attributes:
         have_stepped: whether another one did.
     """
 
-    _watchers: ClassVar[list["weakref.ref[OtherOptimizers]"]] = []  # that have seen none yet
+    _watchers: ClassVar[list["weakref.ref[OtherSteps]"]] = []  # that have seen none yet
     _handle: ClassVar[Any] = None  # one hook serves all: torch walks through them in every step
 
-    def __init__(self, own: Iterable[Optimizer]) -> None:
+    def __init__(self, own: Sequence[WatchedOptimizer], note: Callable[[str], None]) -> None:
         self.have_stepped = False
-        self._own = list(own)
-        self._ids = frozenset(map(id, self._own))
+        self._own = {id(optimizer.inner): optimizer for optimizer in own}
+        self._note = note
 
     def watch(self) -> None:
         """Begin to watch, unless another one has stepped already."""
         if not self.have_stepped and all(ref() is not self for ref in self._watchers):
             self._watchers.append(weakref.ref(self))
-            if OtherOptimizers._handle is None:
-                OtherOptimizers._handle = register_optimizer_step_pre_hook(self._note)
+            if OtherSteps._handle is None:
+                OtherSteps._handle = register_optimizer_step_pre_hook(self._notice)
 
     @classmethod
-    def _note(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _notice(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for ref in cls._watchers:
             watcher = ref()
             if watcher is None:
                 cls._watchers = [other for other in cls._watchers if other is not ref]
-            elif id(optimizer) not in watcher._ids:
+            elif (own := watcher._own.get(id(optimizer))) is None:
                 watcher.have_stepped = True
                 cls._watchers = [other for other in cls._watchers if other is not ref]
+            elif own.has_clipped:
+                own.has_clipped = False
+            else:
+                name = type(optimizer).__name__
+                watcher._note(
+                    f"{name}: expected healer.step to take the step, got one that other code has "
+                    "taken, without clipping; leave out optimizer.step() and scaler.step(optimizer)"
+                )
 
     def close(self) -> None:
         """Stop watching."""
         watchers = [ref for ref in self._watchers if ref() not in (self, None)]
-        OtherOptimizers._watchers = watchers
-        if not watchers and OtherOptimizers._handle is not None:
-            OtherOptimizers._handle.remove()
-            OtherOptimizers._handle = None
+        OtherSteps._watchers = watchers
+        if not watchers and OtherSteps._handle is not None:
+            OtherSteps._handle.remove()
+            OtherSteps._handle = None
 
 
 RECENT_NORMS = 101  # gradient norms whose median is the baseline

@@ -5,8 +5,9 @@ Call ``step`` and ``batches`` in a loop of your own, or ``run``, which is the wh
 
 import sys
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,6 +55,15 @@ if TYPE_CHECKING:
     from heal.lab.attached_probes import AttachedProbes
 
 METRICS_INTERVAL = 10  # steps between lines of metrics.jsonl
+
+NO_GRADIENTS = (
+    "step: expected gradients, got a step before which no parameter of the optimizer had one; call "
+    "loss.backward() before step and zero_grad() after it, and give the optimizer of this model"
+)
+STEPPED_TWICE = (
+    "step: expected the loss of a new backward pass, got the same tensor twice; call step once for "
+    "each backward, or the update is made twice"
+)
 
 Entered = TypeVar("Entered", bound="Healer")
 
@@ -196,6 +206,7 @@ class Healer:
         self.probes: AttachedProbes | None = None
 
         self._wants_snapshot = self._owes_checkpoint = self._is_stepping = False
+        self._last_loss: Callable[[], Any] = lambda: None
         self._busy_at = 0  # the next step after which something is due
         self._num_waited = 0  # steps that a snapshot was put off
         note_stateless(self.schedules.given, note)
@@ -221,6 +232,8 @@ class Healer:
             loader: what is passed over.
             sets_epoch: call ``set_epoch`` of its samplers and dataset, unless you do.
         """
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise TypeError(f"loader: expected an iterable of batches, got {kind_of(loader)}")
         number = self.stream.begin(loader, sets_epoch=sets_epoch)
         try:
             self._begin_epoch()
@@ -254,6 +267,10 @@ class Healer:
         if self.trials.is_open:  # an experiment: the body ran with old weights, nothing is taken
             self.trials.finish(number)
             return
+        if loss is not None and number is loss and loss.requires_grad:
+            if loss is self._last_loss():
+                self.note(STEPPED_TWICE)
+            self._last_loss = weakref.ref(loss)  # it would keep the graph
         training, schedules, facts, posted = self.training, self.schedules, NO_FACTS, True
         try:
             if schedules.are_followed:
@@ -299,6 +316,8 @@ class Healer:
             HealingError: the run must stop.
         """
         step = self.training.step + 1
+        if not posted:
+            self.note(NO_GRADIENTS)
         is_calm = self.monitor.note_step(step, facts, posted, has_loss)
         self.training.advance()
         has_changed_shape = False
@@ -629,6 +648,7 @@ class Healer:
         gets a plan without a cure, its batch is dropped, at most three times in a row. If the hook
         raises, or returns something invalid, the plan is kept and :attr:`notes` says so.
         """
+        expect_function("hook", hook)
         self.recovery.add_hook(hook)
         return hook
 
@@ -643,6 +663,7 @@ class Healer:
             ... def forget(step):
             ...     cache.clear()
         """
+        expect_function("callback", callback)
         self.training.on_rollback(callback)
         return callback
 
@@ -652,6 +673,7 @@ class Healer:
         A record holds loss, gradient norm, clip coefficient, flags and learning rate of one step.
         An exception of the callback is noted once, and training goes on.
         """
+        expect_function("callback", callback)
         self.monitor.on_record(callback)
         return callback
 
@@ -662,8 +684,10 @@ class Healer:
         first. Its state is saved in snapshots and checkpoints under ``name``.
 
         Raises:
+            TypeError: the detector lacks a method.
             ValueError: there is a detector of this name.
         """
+        expect_methods("detector", detector, "observe", "state", "load_state")
         detectors = self.monitor.watch.detectors
         if name in detectors:
             taken = ", ".join(detectors)
@@ -839,7 +863,14 @@ class Healer:
 
         Raises:
             HealingError: the run must stop; ``exit_code`` says why.
+            TypeError: ``train_step`` cannot be called, or returns no loss that requires gradients.
+            ValueError: ``steps`` is negative, or ``accumulate`` less than 1.
         """
+        expect_function("train_step", train_step)
+        if steps < 0:
+            raise ValueError(f"steps: expected at least 0, got {steps}")
+        if accumulate < 1:
+            raise ValueError(f"accumulate: expected at least 1, got {accumulate}")
         self.micro.weigh_by(weigh)
         self.schedules.follow_caller()
         self.journal.event("goal", self.training.step, steps=steps, accumulate=accumulate)
@@ -1167,6 +1198,26 @@ class Healer:
         return self.training.ring.newest_good()
 
 
+def kind_of(value: Any) -> str:
+    """Return what a value is, for an error: the name of its type, or that it is a class itself."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def expect_function(argument: str, value: Any) -> None:
+    """Raise a TypeError, which names the argument, if ``value`` cannot be called."""
+    if not callable(value):
+        raise TypeError(f"{argument}: expected a function, got {kind_of(value)}")
+
+
+def expect_methods(argument: str, value: Any, *methods: str) -> None:
+    """Raise a TypeError, which names the argument, if ``value`` is no object with these methods."""
+    if isinstance(value, type) or not all(callable(getattr(value, m, None)) for m in methods):
+        names = " and ".join([", ".join(methods[:-1]), methods[-1]])
+        raise TypeError(
+            f"{argument}: expected an object with the methods {names}, got {kind_of(value)}"
+        )
+
+
 def checked_config(config: HealingConfig | Mapping[str, Any] | None) -> HealingConfig:
     """Return settings; those of a dict are checked.
 
@@ -1193,6 +1244,10 @@ def checked_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optim
         TypeError: one of them is not an optimizer.
         ValueError: there is none, or one is given twice and would be stepped twice.
     """
+    if not isinstance(optimizer, Iterable | Optimizer):
+        raise TypeError(
+            f"optimizer: expected a torch Optimizer or a list of them, got {kind_of(optimizer)}"
+        )
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if not optimizers:
         raise ValueError("optimizer: expected one optimizer or more, got an empty list")

@@ -170,7 +170,7 @@ class Schedules:
             the first step on if there is no schedule.
 
     Raises:
-        TypeError: an own schedule has no state to save.
+        TypeError: a given schedule has no ``step``, or an own one has no state to save.
         ValueError: a schedule is in both lists.
     """
 
@@ -183,6 +183,18 @@ class Schedules:
         note: Callable[[str], None],
     ) -> None:
         self.given, self.own = listed(given), listed(own)
+        for scheduler in self.given:
+            if not callable(getattr(scheduler, "step", None)):
+                raise TypeError(
+                    "scheduler: expected an object with a step method, got "
+                    f"{type(scheduler).__name__}"
+                )
+            driven = inner_of(scheduler)
+            if isinstance(driven, Optimizer) and all(driven is not o.inner for o in optimizers):
+                note(
+                    f"{type(scheduler).__name__} drives another optimizer than the healer's, whose "
+                    "learning rate it does not change; make it of the optimizer that you give"
+                )
         for i, scheduler in enumerate(self.own):
             if not hasattr(scheduler, "load_state_dict"):
                 raise TypeError(

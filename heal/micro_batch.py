@@ -25,6 +25,19 @@ TrainStep = Callable[[Any], Tensor]
 IS_NOT_CUT = "this loop does not cut its batches; iterate healer.pieces(batch), or use healer.run"
 
 
+def check_loss(loss: Any) -> None:
+    """Raise a TypeError if ``train_step`` has returned what has no gradient."""
+    if not isinstance(loss, Tensor):
+        got = type(loss).__name__
+    elif loss.numel() != 1:
+        got = f"a tensor of {loss.numel()} numbers"
+    elif not loss.requires_grad:
+        got = "one that does not depend on any parameter that is trained"
+    else:
+        return
+    raise TypeError(f"train_step: expected the mean loss, a tensor of one number, got {got}")
+
+
 class MicroBatcher:
     """Runs forward and backward, and cuts batches finer after memory ran out.
 
@@ -135,6 +148,7 @@ class MicroBatcher:
             with self.messages.held_back(until=is_last):
                 self.phase = "forward"
                 loss = train_step(own_copy(piece))  # it may be tried again
+                check_loss(loss)
                 if share != 1.0 or count > 1:
                     loss = loss * (share / count)
                 self.phase = "backward"

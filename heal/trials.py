@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from heal.buffers import Key, are_of_evaluation, local_part
 from heal.data.split import own_copy
-from heal.guarded_step import GuardedStep, OtherOptimizers
+from heal.guarded_step import GuardedStep, OtherSteps
 from heal.lr_schedules import Schedules
 from heal.snapshots import Snapshot
 from heal.training_state import RngState, TrainingState
@@ -210,7 +210,7 @@ class BodyTrials:
         self._writes = Writes(note)
         self._outer: object = None
         self.is_open = False
-        self._others = OtherOptimizers(o.inner for o in guarded.optimizers)
+        self._others = OtherSteps(guarded.optimizers, note)
         self._repeats = True
 
     def batches(self, source: Iterable[Any]) -> Iterator[Any]:

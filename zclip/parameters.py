@@ -22,7 +22,15 @@ def as_list(parameters: Parameters) -> list[Tensor]:
     """
     if isinstance(parameters, Tensor):
         return [parameters]
-    listed = list(parameters)
+    try:
+        listed = list(parameters)
+    except TypeError:
+        if isinstance(parameters, Iterable):
+            raise
+        raise TypeError(
+            f"parameters: expected tensors, got {type(parameters).__name__}; pass those of a model "
+            "as model.parameters()"
+        ) from None
     if not listed and isinstance(parameters, types.GeneratorType):
         warnings.warn(
             "parameters is an empty generator, so nothing is clipped; was it used up before?",

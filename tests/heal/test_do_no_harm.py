@@ -331,7 +331,7 @@ def test_a_dry_run_puts_back_frozen_weights_too(at, scaled):
 @pytest.mark.parametrize(
     ("train_step", "problem"),
     [
-        (lambda batch: 3.0, "expected the loss, a tensor, got float"),
+        (lambda batch: 3.0, "expected the mean loss, a tensor of one number, got float"),
         (lambda batch: torch.ones(()), "does not depend"),
         (lambda batch: batch[0] @ torch.ones(9), "RuntimeError"),
     ],

@@ -137,3 +137,135 @@ def test_a_scheduler_without_state_is_saved_and_resumed_around(tmp_path):
     healer = again.healer(checkpoint_dir=tmp_path)
     assert healer.resume() == 20
     healer.exits.dismiss()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": torch.optim.AdamW}, "optimizer: expected .*, got the class AdamW"),
+        ({"optimizer": None}, "optimizer: expected .*, got NoneType"),
+        ({"scheduler": "cosine"}, "scheduler: expected an object with a step method, got str"),
+    ],
+)
+def test_what_cannot_be_stepped_is_an_error(changes, message):
+    with pytest.raises(TypeError, match=message):
+        Healer(**parts_of_a_healer(**changes))
+
+
+class Silent:
+    def observe(self, record):
+        return None
+
+    def state(self):
+        return {}
+
+    def load_state(self, state):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (lambda healer: healer.on_instability(None), "hook: expected a function, got NoneType"),
+        (lambda healer: healer.on_rollback(3), "callback: expected a function, got int"),
+        (lambda healer: healer.on_record([]), "callback: expected a function, got list"),
+        (
+            lambda healer: healer.add_detector("x", print),
+            "detector: expected an object with the methods observe, state and load_state, got",
+        ),
+        (lambda healer: healer.add_detector("x", Silent), "got the class Silent"),
+        (lambda healer: healer.run([], print, 3), "train_step: expected a function, got list"),
+        (lambda healer: list(healer.batches(None)), "loader: expected an iterable of batches"),
+    ],
+)
+def test_an_extension_of_the_wrong_kind_is_an_error_when_it_is_added(add, message):
+    healer = regression().healer()
+    healer.exits.dismiss()
+    with pytest.raises(TypeError, match=message):
+        add(healer)
+    healer.add_detector("x", Silent())
+
+
+@pytest.mark.parametrize("wrong", [{"steps": -1}, {"steps": 3, "accumulate": 0}])
+def test_a_run_of_fewer_than_no_steps_is_an_error(wrong):
+    setup = regression()
+    healer = setup.healer()
+    healer.exits.dismiss()
+    with pytest.raises(ValueError, match="expected at least"):
+        healer.run(setup.train_step, setup.loader, **wrong, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (lambda loss: None, "NoneType"),
+        (lambda loss: {"loss": loss}, "dict"),
+        (lambda loss: loss.expand(8), "a tensor of 8 numbers"),
+        (lambda loss: loss.detach(), "one that does not depend on any parameter"),
+    ],
+)
+def test_a_train_step_that_returns_no_loss_ends_the_run_with_its_error(returned, got):
+    setup = regression()
+    healer = setup.healer()
+    with pytest.raises(TypeError, match=f"train_step: expected the mean loss, .* got {got}"):
+        healer.run(lambda batch: returned(setup.train_step(batch)), setup.loader, 5, progress=False)
+
+
+def notes_of_a_loop(body, **changes):
+    """Train a few steps by a loop whose body is wrong; return what the healer notes."""
+    setup = regression()
+    healer = Healer(setup.model, setup.optimizer, config=setup.config, **changes)
+    for batch in healer.batches(setup.loader):
+        body(healer, setup, setup.train_step(batch))
+        setup.optimizer.zero_grad()
+    healer.close()
+    return healer.notes
+
+
+def test_a_loop_without_backward_is_noted_once():
+    (note,) = notes_of_a_loop(lambda healer, setup, loss: healer.step(loss))
+    assert note.startswith("step: expected gradients")
+
+
+def test_a_second_step_with_the_same_loss_is_noted_once():
+    def body(healer, setup, loss):
+        loss.backward()
+        healer.step(loss)
+        healer.step(loss)
+
+    (note,) = notes_of_a_loop(body)
+    assert "got the same tensor twice" in note
+
+
+def test_a_constant_for_a_loss_may_be_given_again():
+    constant = torch.zeros(())
+
+    def body(healer, setup, loss):
+        loss.backward()
+        healer.step(constant)
+
+    assert notes_of_a_loop(body) == []
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_optimizer_that_the_loop_steps_too_is_noted_once(is_first):
+    def body(healer, setup, loss):
+        loss.backward()
+        if is_first:
+            setup.optimizer.step()
+        healer.step(loss)
+        if not is_first:
+            setup.optimizer.step()
+
+    (note,) = notes_of_a_loop(body)
+    assert note.startswith("AdamW: expected healer.step to take the step")
+
+
+def test_a_scheduler_of_another_optimizer_is_noted():
+    other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(other)
+    given = parts_of_a_healer(scheduler=scheduler)
+    healer = Healer(**given)
+    healer.exits.dismiss()
+    (note,) = healer.notes
+    assert note.startswith("ConstantLR drives another optimizer")
