@@ -98,6 +98,7 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
         if saved is not None:
             try:
                 healer.memory.load_state_dict(saved)
+                healer.journal.event("resumed", healer.last_step + 1)
             except Exception as error:  # healing learns it again
                 healer.note(f"the checkpoint's state of healing cannot be used: {error!r}")
         self._steps = HealedSteps(trainer, pl_module, healer, schedules)

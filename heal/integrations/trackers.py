@@ -127,7 +127,7 @@ END_LEVELS = {
 OUR_NUMBERS = ("healing/", "zclip/")
 PLACE = ("v", "time", "rank", "step", "event")
 
-FACTS = ("started", "goal")  # events that need no alert
+FACTS = ("started", "goal", "resumed")  # events that need no alert
 
 
 class FanOut:

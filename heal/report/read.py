@@ -166,13 +166,6 @@ def find_runs(files: RunFiles) -> list[Start]:
         ranks[name] = min(rank, ranks.get(name, rank))
     lowest = min(ranks.values(), default=0)
     own = {name: start for name, start in starts.items() if ranks[name] == lowest}
-    if len(own) > 1:  # a trainer resumes without that event: its steps do not begin at 0
-        unseen = dict(own)
-        for path in files.metrics.get(lowest, ()):
-            for line in read_lines(path, Damage()):
-                new = unseen.pop(run_id(line), None)
-                if new is not None:
-                    new.resumes |= first_step(line) > 0
     runs: list[Start] = []
     for start in own.values():
         if runs and start.resumes:
@@ -184,14 +177,6 @@ def find_runs(files: RunFiles) -> list[Start]:
         nearest = min(gaps, key=lambda mine: gaps[mine])
         next(run for run in runs if nearest in run.ids).ids.add(name)
     return runs
-
-
-def first_step(line: dict[str, Any]) -> int:
-    """Return the first step of a line of metrics; 0 if that is not known."""
-    series = line.get("series")
-    steps = series.get("step") if isinstance(series, dict) else None
-    first = steps[0] if isinstance(steps, list) and steps else line.get("seen_at")
-    return whole(first) or 0
 
 
 def read_postmortem(path: Path, damage: Damage) -> dict[str, Any] | None:

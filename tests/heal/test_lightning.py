@@ -19,6 +19,7 @@ from heal import HealingConfig
 from heal.actions import HealingError, Rollback
 from heal.guarded_step import GuardedStep, WatchedOptimizer
 from heal.integrations.lightning import HealedSteps, SelfHealingLightningCallback
+from heal.report.collect import read_run
 from tests.heal.runs import QUICK, roll_back_after_skipped
 from tests.heal.test_trackers import Recorder
 
@@ -492,11 +493,12 @@ def test_a_checkpoint_can_go_on_without_the_callback_and_the_reverse(tmp_path):
 
 
 def test_the_run_goes_on_after_a_rollback_that_follows_a_resume(tmp_path):
-    trainer = fit(Module(), healing(), steps=15)
+    trainer = fit(Module(), healing(run_dir=tmp_path / "run"), steps=15)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    callback, module = healing(), Module(faults={9: corrupt})
+    callback, module = healing(run_dir=tmp_path / "run"), Module(faults={9: corrupt})
     trainer = fit(module, callback, steps=45, checkpoint=tmp_path / "run.ckpt")
     assert any("Rollback" in str(plan) for _, _, plan in callback.healer.history)
+    assert read_run(tmp_path / "run").runs == 1
     assert trainer.global_step == 45
     assert module.net[4].weight.isfinite().all()
 

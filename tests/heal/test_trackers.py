@@ -158,6 +158,16 @@ def test_a_subscriber_that_raises_gets_no_more_and_the_journal_goes_on(tmp_path,
     assert capsys.readouterr().err.count("a bug") == 1
 
 
+@pytest.mark.parametrize("fact", ["started", "goal", "resumed"])
+def test_what_needs_no_reader_is_no_alert(fact):
+    journal, tracker = Journal(None, 0), Recorder()
+    attach(journal, tracker, {}, print)
+    journal.event(fact, 3)
+    assert tracker.of("alert") == []
+    journal.event("note", 3, text="but this one does")
+    assert len(tracker.of("alert")) == 1
+
+
 @pytest.mark.parametrize(
     ("severity", "level"),
     [

@@ -130,6 +130,8 @@ class SelfHealingCallback(TrainerCallback):
             sleep=self._sleep,
         )
         healer.training.begin_at(state.global_step)
+        if state.global_step:
+            healer.journal.event("resumed", state.global_step)
         healer.schedules.follow_caller()  # a rollback returns the trainer's count as well
         hold_models_of(trainer.callback_handler.callbacks, healer)
         if self._plateau_lr_factor is not None:

@@ -12,6 +12,7 @@ from heal import HealingConfig
 from heal.actions import HealingError
 from heal.detectors.watch import LogWatch
 from heal.exit_codes import ExitCode
+from heal.report.collect import read_run
 from tests.heal.trainers import failures, tiny
 from tests.heal.trainers.runs import (
     Healed,
@@ -37,6 +38,7 @@ def test_a_resumed_run_is_bit_by_bit_the_one_that_was_not_interrupted(zclip_enab
     assert resumed.healer.notes == []
     assert_same(fingerprint(whole.trainer), fingerprint(again))
     assert losses(again)[4:] == losses(whole.trainer)[4:]
+    assert read_run(tmp_path / "crashed").runs == 1
 
 
 def test_a_rollback_after_a_resume_finds_its_data_again(tmp_path):
