@@ -6,6 +6,7 @@ Needs Lightning (``pip install 'zclip-heal[lightning]'``), which is imported wit
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -354,19 +355,21 @@ class HealedSteps:
             return loss
 
         closure._zero_grad_fn()
-        backward: Any = lambda loss: _Backward(closure._backward_fn, loss)  # noqa: E731
+
+        def with_hooks(loss: Tensor) -> Any:
+            """Return what a MicroBatcher can call ``backward`` of: that of Lightning."""
+            return SimpleNamespace(backward=lambda: closure._backward_fn(loss))
+
         try:
-            loss = micro.backward([batch], train_step, backward)
+            loss = micro.backward([batch], train_step, with_hooks)
         finally:
             arguments["batch"] = batch
         closure._result, closure._result.loss = outputs[-1], loss
         return loss
 
     def _step(self, loss: Tensor | None) -> None:
-        if not self._heals_errors:
-            self._healer.step(loss)
-            return
-        self._healer.try_step(loss)
+        take = self._healer.try_step if self._heals_errors else self._healer.step
+        take(loss)
 
     def _mean(self, loss: Tensor | None) -> Tensor | None:
         """Return the mean loss of all batches of the step, computed on the device."""
@@ -376,20 +379,6 @@ class HealedSteps:
             return None
         whole = loss if earlier is None else loss + earlier
         return whole if self._accumulate == 1 else whole * (self._accumulate / count)
-
-
-class _Backward:
-    """Lets a :class:`heal.micro_batch.MicroBatcher` backpropagate by Lightning, with hooks."""
-
-    def __init__(self, backward_fn: Callable[[Tensor], None], loss: Tensor) -> None:
-        self._backward_fn = backward_fn
-        self._loss = loss
-
-    def backward(self) -> None:
-        self._backward_fn(self._loss)
-
-
-# Learning rate schedules that Lightning steps and a rollback returns.
 
 
 class LightningSchedule:

@@ -5,7 +5,6 @@ import math
 import os
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -311,7 +310,6 @@ class SelfHealingTrainer(SelfHealingCallback):
         self.resumed_from = str(folder) if folder else None
         numbers = TrackedNumbers(lambda: {} if self.healer is None else self.healer.metrics())
         error: BaseException | None = None
-        _TRAINING.add(trainer)
         try:
             planned = getattr(trainer, "set_initial_training_values", None)
             if planned is not None:
@@ -331,7 +329,6 @@ class SelfHealingTrainer(SelfHealingCallback):
                 trainer.remove_callback(added)
             patches.put_back()
             trainer.is_in_train = False
-            _TRAINING.discard(trainer)
             if self.healer is not None:
                 self.healer.leave(error)
         if self.healer is not None and hasattr(output, "metrics"):
@@ -444,12 +441,8 @@ def summary(healer: Healer) -> dict[str, float]:
 
 # What can be wrong before training begins: checked with nothing touched.
 
-
 NEEDED = ("train", "args", "accelerator", "callback_handler", "training_step")
 """What is used of a trainer. Any object that has it will do, whatever its class."""
-
-_TRAINING: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Trainers that we are training."""
 
 
 def checked_trainer(trainer: Any) -> Any:
@@ -479,10 +472,16 @@ def check_ready(trainer: Any) -> None:
         RuntimeError: the trainer is training already, or another wrapper heals it.
         PermissionError: its ``output_dir`` cannot be written.
     """
-    if trainer in _TRAINING:
-        raise RuntimeError(
-            f"{type(trainer).__name__} is training already; wait until its train() has returned"
-        )
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, SelfHealingTrainer):  # which adds itself while it trains
+            raise RuntimeError(
+                f"{type(trainer).__name__} is training already; wait until its train() has returned"
+            )
+        if isinstance(callback, SelfHealingCallback):
+            raise RuntimeError(
+                f"the trainer already has a {type(callback).__name__}; remove it with "
+                "trainer.remove_callback, or call trainer.train() itself"
+            )
     if getattr(trainer, "is_in_train", False):  # transformers leaves it set when train() raises
         warnings.warn(
             f"{type(trainer).__name__}.is_in_train is set: its train() has raised before, or is "
@@ -490,12 +489,6 @@ def check_ready(trainer: Any) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, SelfHealingCallback):
-            raise RuntimeError(
-                f"the trainer already has a {type(callback).__name__}; remove it with "
-                "trainer.remove_callback, or call trainer.train() itself"
-            )
     folder, problem = trainer.args.output_dir, ""
     try:
         os.makedirs(folder, exist_ok=True)
@@ -512,7 +505,6 @@ def check_ready(trainer: Any) -> None:
 
 
 # Tries a few steps of a trainer on its own data, and leaves no trace of them.
-
 
 QUIET = {
     "save_strategy": "no",
