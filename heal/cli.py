@@ -7,6 +7,7 @@ command imports what it needs when it runs, so that ``heal init`` never waits fo
 import argparse
 import inspect
 import json
+import math
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -214,7 +215,8 @@ def run_report(arguments: argparse.Namespace) -> int:
     try:
         write_report(path, made)
     except OSError as error:
-        return fail("report", f"{error}; --output says where to write instead", 1)
+        why = error.strerror or error
+        return fail("report", f"{path}: {why}; --output says where to write instead", 1)
     print(f"{path} ({len(made.encode()) / 1e6:.1f} MB){': open it in a browser' * is_page}")
     return 0
 
@@ -229,12 +231,9 @@ def run_watch(arguments: argparse.Namespace) -> int:
     """
     from heal.report.live import follow
 
-    interval = arguments.interval
-    if not 0.05 <= interval <= 3600:
-        return fail("watch", f"--interval: expected 0.05 to 3600 seconds, got {interval:g}")
     if arguments.run_dir.is_file():
         return fail("watch", f"expected a folder, got the file {arguments.run_dir}")
-    follow(arguments.run_dir, interval=interval, plain=arguments.plain)
+    follow(arguments.run_dir, interval=arguments.interval, plain=arguments.plain)
     return 0
 
 
@@ -265,6 +264,17 @@ def at_least_one(word: str) -> int:
     return int(word)
 
 
+def seconds_between_looks(word: str) -> float:
+    """Return the seconds that a word is, neither too few nor too many."""
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = math.nan
+    if not 0.05 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"expected 0.05 to 3600 seconds, got {word!r}")
+    return seconds
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="heal", description="Training runs that heal themselves.")
@@ -272,7 +282,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="command", required=True)
     made: dict[str, argparse.ArgumentParser] = {}
     for name, run in COMMANDS.items():
-        text = inspect.cleandoc(run.__doc__ or "")
+        text = inspect.cleandoc(run.__doc__ or "").replace("``", "")
         made[name] = commands.add_parser(
             name,
             help=text.partition("\n")[0],
@@ -317,7 +327,7 @@ def make_parser() -> argparse.ArgumentParser:
     form.add_argument("--json", action="store_true", help="print it for machines")
 
     add = made["watch"].add_argument
-    add("--interval", type=float, default=1.0, help="seconds between looks")
+    add("--interval", type=seconds_between_looks, default=1.0, help="seconds between looks")
     add("--plain", action="store_true", help="lines only, no screen")
     return parser
 

@@ -28,7 +28,7 @@ from heal.exceptions import classify, message_of, qualified_name
 from heal.exit_codes import ExitCode, ExitReason
 from heal.former import OldName
 from heal.json_lines import dumps, encodable, now, read_all, read_events
-from heal.report.words import action_words, evidence_words
+from heal.report.words import action_words, count, evidence_words
 
 __all__ = [
     "ExitReason",
@@ -498,7 +498,7 @@ def describe_machine() -> dict[str, Any]:
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         found["torch"] = str(torch.__version__)
-        found["device"] = f"cpu, {torch.get_num_threads()} threads"
+        found["device"] = f"cpu, {count(torch.get_num_threads(), 'thread')}"
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # must not claim a GPU
             found["device"] = f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda})"
     found.update({name.lower(): os.environ[name] for name in VARIABLES if name in os.environ})

@@ -26,6 +26,7 @@ def test_what_cannot_be_written_is_one_line_and_another_way(tmp_path, capsys):
     assert main(["report", str(run), "-o", str(tmp_path / "no" / "page.html")]) == 1
     told = capsys.readouterr().err
     assert told.count("\n") == 1
+    assert f"report: {tmp_path}/no/page.html: No such file" in told
     assert "--output says where to write instead" in told
 
 

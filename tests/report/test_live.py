@@ -171,9 +171,11 @@ def test_silence_is_told():
     assert closing_line(run).startswith("the run goes on")
 
 
-@pytest.mark.parametrize("words", [["--interval", "0"], ["--interval", "nan"]])
+@pytest.mark.parametrize("words", [["--interval", "0"], ["--interval", "nan"], ["--interval", "x"]])
 def test_an_interval_that_makes_no_sense_is_refused(tmp_path, words, capsys):
-    assert main(["watch", str(tmp_path), *words]) == 2
+    with pytest.raises(SystemExit) as raised:
+        main(["watch", str(tmp_path), *words])
+    assert raised.value.code == 2
     assert "expected 0.05 to 3600 seconds" in capsys.readouterr().err
 
 
