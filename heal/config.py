@@ -91,8 +91,8 @@ class HealingConfig:
     )
     incident_steps: int = setting(
         100,
-        "Clean steps after trouble until it counts as over and the next starts with the mildest "
-        "plan; after ten times as many, batches cut for lack of memory are cut less.",
+        "Clean steps after which trouble counts as over, so that the next starts with the mildest "
+        "plan. After ten times as many, batches cut for lack of memory are cut less.",
         least=1,
     )
     max_consecutive_skips: int = setting(
@@ -105,7 +105,7 @@ class HealingConfig:
     # Detection: what is looked for, and when it is reported.
     nan_action: str = setting(
         "rollback",
-        "On NaN or Inf the step is skipped; then go on, with a warning or without (warn, skip), "
+        "On NaN or Inf the step is skipped. Then go on, with a warning or without (warn, skip), "
         "stop at once (raise), or check the weights after nan_patience of them (rollback).",
         group="detection",
         choices=("warn", "skip", "raise", "rollback"),
