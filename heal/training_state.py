@@ -23,11 +23,13 @@ from heal.buffers import (
     Key,
     copy_and_hash,
     is_run_of_bytes,
+    local_part,
     version_of,
     without_duplicates,
 )
 from heal.extra_state import AddedStates, extra_states, set_extra_states, state_of
 from zclip import ClippedOptimizer
+from zclip.parallel.placement import is_dtensor
 
 UNDO_FREE_SHARE = 0.5  # of the memory now free, that a copy may take
 Loader = tuple[Callable[[Any], None], Any]
@@ -396,7 +398,7 @@ class TrainingState:
         for key, tensor in saved.items():
             now = live.get(key)
             if not _fits(now, tensor):
-                device = self.device_of(key, params) if now is None else now.device
+                device = self._device_of(key, params) if now is None else now.device
                 live[key] = torch.empty_like(tensor, device=device)
                 self._attach(key, live[key], params)
         copy_by_kind([live[key] for key in saved], list(saved.values()), non_blocking=False)
@@ -413,7 +415,7 @@ class TrainingState:
             if hasattr(self.scaler, name) and ("scaler", name) not in saved:
                 setattr(self.scaler, name, None)
 
-    def device_of(self, key: Key, params: Mapping[str, Tensor]) -> torch.device:
+    def _device_of(self, key: Key, params: Mapping[str, Tensor]) -> torch.device:
         """Return where a tensor that is not there yet belongs: moments beside their parameter."""
         if key[0] == "buffer":
             return next((p.device for p in params.values()), torch.device("cpu"))
@@ -436,7 +438,18 @@ class TrainingState:
         elif key[0] == "group":
             self.optimizers[int(key[1])].param_groups[int(key[2])][str(key[3])] = tensor
         else:
-            self.optimizers[int(key[1])].state[params[str(key[2])]][key[3]] = tensor
+            param: Any = params[str(key[2])]
+            if is_dtensor(param) and tensor.dim() and tensor.shape == local_part(param).shape:
+                # The optimizer does not accept plain moments of a sharded parameter.
+                tensor = type(param).from_local(
+                    tensor,
+                    param.device_mesh,
+                    param.placements,
+                    run_check=False,
+                    shape=param.shape,
+                    stride=param.stride(),
+                )
+            self.optimizers[int(key[1])].state[param][key[3]] = tensor
 
     def _write_plain_state(
         self, o: int, saved: Mapping[Key, Tensor], plain: Sequence[dict[str, Any] | None]

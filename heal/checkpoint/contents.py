@@ -1,10 +1,8 @@
 """Gives the tensors of a run names that outlive the process, and finds them again by these.
 
-:class:`heal.training_state.TrainingState` lists what a run is made of. Here it gets names that do
-not depend on the order of parameters, on wrappers around the model, or on the number of ranks.
+They do not depend on the order of parameters, on wrappers of the model, or on the number of ranks.
 """
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +19,7 @@ from heal.checkpoint.manifest import ITEM_BYTES, Chunk, Entry
 from heal.checkpoint.reading import CheckpointReader, checksum_text
 from heal.extra_state import plain_name
 from heal.training_state import StateMismatch, TrainingState
+from zclip.parallel.placement import is_dtensor
 
 NAMED = {"parameter": 0, "buffer": 0, "state": 1}
 """Kinds of keys that hold the name of a parameter or buffer, and where after the kind."""
@@ -81,12 +80,8 @@ class Names:
 
 
 def chunk_of(tensor: Any) -> Chunk | None:
-    """Return which part of a DTensor this rank has; None for a tensor that is no part.
-
-    Raises:
-        NotImplementedError: it is cut in a way that no box describes.
-    """
-    if not hasattr(tensor, "_local_tensor") or not hasattr(tensor, "placements"):
+    """Return which part of a DTensor this rank has; None for a tensor that is no part."""
+    if not is_dtensor(tensor):
         return None
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -123,11 +118,7 @@ def collect(
 ) -> tuple[dict[str, Entry], dict[str, Tensor], Any]:
     """Return everything that a run needs to continue elsewhere; nothing is copied, nothing waits.
 
-    Returns:
-        What this rank has: entries, the tensors as they are in the run, and values as JSON.
-
-    Raises:
-        CannotEncode: a value or tensor has no safe form on disk; names it.
+    That is, of this rank: entries, the tensors as they are in the run, and values as JSON.
     """
     state.notice_changes()
     names = Names(state)
@@ -138,25 +129,21 @@ def collect(
             originals["parameter", name] = param
             local["parameter", name] = local_part(param)
     training = state.values()
-    training["modules"] = _encodable(training["modules"])
-    values, tensors = encode({"training": training, "names": _names_for_torch(names), **extra})
+    for name, value in list(training["modules"].items()):
+        try:
+            encode(value)
+        except CannotEncode:  # an odd object must not cost the checkpoint
+            del training["modules"][name]
+    values, encoded = encode({"training": training, "names": _names_for_torch(names), **extra})
     entries: dict[str, Entry] = {}
+    tensors: dict[str, Tensor] = {}
     for key, tensor in local.items():
         text, chunk = names.text(key), chunk_of(originals[key])
         is_part = chunk is not None and chunk.shape == tuple(tensor.shape)
         entries[text] = entry_of(tensor, text, chunk if is_part else None)
-    entries |= {text: entry_of(tensor, text) for text, tensor in tensors.items()}
-    return entries, {names.text(key): tensor for key, tensor in local.items()} | tensors, values
-
-
-def _encodable(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what has no safe form on disk: an odd object must not cost the checkpoint."""
-    kept = {}
-    for name, value in states.items():
-        with contextlib.suppress(CannotEncode):
-            encode(value)
-            kept[name] = value
-    return kept
+        tensors[text] = tensor
+    entries |= {text: entry_of(tensor, text) for text, tensor in encoded.items()}
+    return entries, tensors | encoded, values
 
 
 def _names_for_torch(names: Names) -> dict[str, Any]:
@@ -187,43 +174,34 @@ def _kinds(state: TrainingState) -> list[str]:
 
 @torch.no_grad()
 def put_back(names: Names, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Write saved tensors and values over those of a run, in place.
-
-    Raises:
-        StateMismatch: the run is made of other parameters, optimizers, groups or schedulers;
-            nothing was changed.
-    """
+    """Write saved tensors and values over those of a run, or raise StateMismatch before that."""
     _check_optimizers(names.state, values)
     saved, frozen = matched(names, tensors)
     _check_counts(names.state, values["training"])
-    _make_sharded_state(names, saved)
     for param, tensor in frozen:
-        getattr(param, "_local_tensor", param).copy_(tensor)
+        local_part(param).copy_(tensor)
     names.state.restore(saved, values["training"])
 
 
 def matched(
     names: Names, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[Key, Tensor], list[tuple[Tensor, Tensor]]]:
-    """Return saved tensors under the keys of a run, and frozen parameters with what was saved.
-
-    Raises:
-        StateMismatch: the run is made of other parameters, or lacks a saved tensor.
-    """
+    """Return saved tensors under the keys of a run, and frozen parameters with what was saved."""
     saved: dict[Key, Tensor] = {
         names.key(text) or (text,): tensor
         for text, tensor in tensors.items()
         if not text.startswith("value/")
     }
     live = names.state.tensors()
+    storages = {tensor.untyped_storage()._cdata for tensor in live.values()}
     frozen: list[tuple[Tensor, Tensor]] = []
     for full_name, param in names.parameters.items():
         key: Key = ("parameter", full_name)
         name = plain_name(full_name)
         is_trained = key in live
-        there = live.get(key, getattr(param, "_local_tensor", param))
+        there = live.get(key, local_part(param))
         if key not in saved:
-            if is_trained or not _shares_memory(there, live):
+            if is_trained or there.untyped_storage()._cdata not in storages:
                 raise StateMismatch(f"parameter {name!r} is not in the checkpoint")
             continue
         if there.shape != saved[key].shape or there.dtype != saved[key].dtype:
@@ -238,11 +216,6 @@ def matched(
     if strange is not None:
         raise StateMismatch(f"the checkpoint holds {strange!r}, which this run does not have")
     return saved, frozen
-
-
-def _shares_memory(tensor: Tensor, live: Mapping[Key, Tensor]) -> bool:
-    storage = tensor.untyped_storage()._cdata
-    return any(t.untyped_storage()._cdata == storage for t in live.values())
 
 
 def _check_optimizers(state: TrainingState, values: Mapping[str, Any]) -> None:
@@ -287,37 +260,8 @@ def _check_counts(state: TrainingState, training: Mapping[str, Any]) -> None:
             )
 
 
-def _make_sharded_state(names: Names, saved: Mapping[Key, Tensor]) -> None:
-    """Make the moments of sharded parameters: the optimizer does not accept plain tensors."""
-    for key, tensor in saved.items():
-        if key[0] != "state":
-            continue
-        optimizer = names.state.optimizers[int(key[1])]
-        param: Any = names.parameters[str(key[2])]
-        local = getattr(param, "_local_tensor", None)
-        if local is None or key[3] in optimizer.state.get(param, {}):
-            continue
-        made: Any = torch.empty_like(tensor, device=names.state.device_of(key, names.parameters))
-        if tensor.shape == local.shape and tensor.dim():
-            from torch.distributed.tensor import DTensor
-
-            made = DTensor.from_local(
-                made,
-                param.device_mesh,
-                param.placements,
-                run_check=False,
-                shape=param.shape,
-                stride=param.stride(),
-            )
-        optimizer.state[param][key[3]] = made
-
-
 def state_dicts(directory: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-    """Return a checkpoint as torch's own state dicts; no pickle is involved.
-
-    Args:
-        directory: of the checkpoints.
-        step: which one; the newest if None.
+    """Return the checkpoint of a step, the newest if None, as state dicts of torch; no pickle.
 
     Returns:
         ``step``, ``model``, ``optimizers`` (a list), ``schedulers`` (a list) and ``extra``: what

@@ -1,8 +1,7 @@
 """Nested state as JSON and tensors, and back, exactly; no pickle, so no loaded file can run code.
 
-What JSON has stands as it is. The rest is an object with the key ``"$"``, which names its type, as
-listed in :data:`CODECS`. A type that is not on that list raises an error that names it, when saving
-and when loading.
+What JSON has stands as it is. The rest is an object with the key ``"$"``, which names its type, one
+of :data:`CODECS`.
 """
 
 import base64
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from heal.buffers import local_part
 from heal.checkpoint.files import CannotEncode, CheckpointRefused
 from heal.data.loader_pass import EpochStart
 from heal.data.stream import DataPosition
@@ -31,13 +31,9 @@ NUMBERS = "biufc"  # kinds of numpy's dtypes
 def encode(value: Any, where: str = "state") -> tuple[Any, dict[str, Tensor]]:
     """Return a value as JSON, and the tensors that it mentions, by name.
 
-    Args:
-        value: numbers, texts, bytes, None, tensors, numpy arrays, torch dtypes and devices, in
-            dicts, lists, tuples, sets, deques and counters.
-        where: what the value is, for messages.
-
     Raises:
-        CannotEncode: names the first value of another type, and where it is.
+        CannotEncode: names the first value of a type that is not in :data:`CODECS`, and where in
+            ``where``, the name of the whole, it is.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -63,7 +59,10 @@ def encode(value: Any, where: str = "state") -> tuple[Any, dict[str, Tensor]]:
         made: dict[str, Any] = {TAG: tag}
         for name, part in CODECS[tag].split(value).items():
             if isinstance(part, Tensor):
-                made[name] = put_aside(part, where)
+                if part.layout is not torch.strided or part.is_quantized:
+                    raise CannotEncode(f"{where}: expected a dense tensor, got a {part.layout} one")
+                made[name] = f"value/{len(tensors)}"
+                tensors[made[name]] = local_part(part)
             elif isinstance(part, ItemsView):
                 made[name] = [
                     [
@@ -76,22 +75,13 @@ def encode(value: Any, where: str = "state") -> tuple[Any, dict[str, Tensor]]:
                 made[name] = encoded(part, where, depth)
         return made
 
-    def put_aside(tensor: Tensor, where: str) -> str:
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise CannotEncode(f"{where}: expected a dense tensor, got a {tensor.layout} one")
-        name = f"value/{len(tensors)}"
-        tensors[name] = getattr(tensor, "_local_tensor", tensor).detach()
-        return name
-
     return encoded(value, where), tensors
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor], path: Path) -> Any:
-    """Return what :func:`encode` was given; errors name ``path``, where it comes from.
+    """Return what :func:`encode` was given, or raise CheckpointRefused.
 
-    Raises:
-        CheckpointRefused: a type is not on the list, a field is missing or of the wrong kind, or
-            a tensor is missing.
+    Errors name ``path``, where it comes from.
     """
 
     def decoded(value: Any, depth: int = 0) -> Any:

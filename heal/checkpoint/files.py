@@ -1,9 +1,7 @@
-"""Disk operations, the folders of a store, and the errors of this package.
+"""Disk operations, the folders of a store, and the errors of this package; imports no torch.
 
-A file appears under its name whole or not at all: :func:`write_file` flushes the bytes, renames the
-file, and flushes the folder before it returns. Reading follows no links. A store has one folder for
-each save, named after its step and never written to twice. Retention removes old ones, but never
-the newest that was verified. This module imports no torch.
+A file appears under its name whole or not at all. Reading follows no links. A store has one folder
+for each save, named after its step and never written to twice.
 """
 
 import contextlib
@@ -80,15 +78,9 @@ def make_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path, mode: int = FILE_MODE) -> Iterator[int]:
-    """Let the body write a file that is there whole, on the disk, when it ends, or not at all.
+    """Yield the descriptor of a file that is whole, and on the disk, when the body ends.
 
-    A link is replaced by the file; its target is untouched.
-
-    Yields:
-        A descriptor.
-
-    Raises:
-        OSError: the disk is full or broken; nothing is left under the name.
+    If the body or the disk fails, nothing is left under the name. A link is replaced by the file.
     """
     aside = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, mode)
@@ -243,8 +235,7 @@ def list_folders(directory: Path) -> list[StepFolder]:
 
 def committed(directory: Path, step: int | None = None) -> list[StepFolder]:
     """Return the folders of finished saves, those of one step or all, oldest first."""
-    folders = list_folders(directory)
-    return [f for f in folders if step in (None, f.step) and f.is_committed]
+    return [f for f in list_folders(directory) if step in (None, f.step) and f.is_committed]
 
 
 def newest_folder(directory: Path, step: int | None = None) -> StepFolder:
@@ -257,11 +248,7 @@ def newest_folder(directory: Path, step: int | None = None) -> StepFolder:
 
 
 def remove_folder(folder: StepFolder) -> None:
-    """Remove a save. COMMIT goes first, so that a crash leaves no half of one that looks whole.
-
-    Raises:
-        OSError: a file cannot be removed, or is none of ours.
-    """
+    """Remove a save, COMMIT first; raise OSError if a file stays, or is none of ours."""
     (folder.path / COMMIT).unlink(missing_ok=True)
     flush_folder(folder.path)
     for name in os.listdir(folder.path):
@@ -272,11 +259,7 @@ def remove_folder(folder: StepFolder) -> None:
 
 
 def surplus(folders: Iterable[StepFolder], keep: int, verified: StepFolder) -> list[StepFolder]:
-    """Return which finished saves to remove, so that ``keep`` are left, oldest first.
-
-    ``verified`` is the newest whose bytes were read and found right. It stays, and so does whatever
-    is newer and not verified yet.
-    """
+    """Return what to remove so that ``keep`` are left: nothing verified last, or newer than it."""
     ordered = sorted(folders)
     return [folder for folder in ordered[: max(0, len(ordered) - keep)] if folder < verified]
 
@@ -290,20 +273,17 @@ def retain(
 ) -> None:
     """Remove old saves, what crashes left unfinished, and abandoned saves beyond ``keep``.
 
-    Args:
-        directory: of the store.
-        keep: how many finished saves to keep.
-        verified: see :func:`surplus`.
-        note: called with the text for each folder that cannot be removed; it is left.
-        exempt: neither counted nor removed: no rank could read them, and a person may.
+    Those of ``exempt`` are neither counted nor removed: no rank could read them, and a person may.
     """
     going = surplus([f for f in committed(directory) if f not in exempt], keep, verified)
     going += [f for f in list_folders(directory) if not f.is_committed and f < verified]
     # Abandoned saves serve the post-mortem; as many of them stay as finished ones.
-    abandoned = sorted(directory.glob(f"step-*{ABANDONED}*"), key=lambda path: path.name)
-    for path in abandoned[: max(0, len(abandoned) - keep)]:
-        if path.is_dir() and not path.is_symlink():
-            going.append(StepFolder(0, path=path))
+    abandoned = sorted(directory.glob(f"step-*{ABANDONED}*"))
+    going += [
+        StepFolder(0, path=path)
+        for path in abandoned[: max(0, len(abandoned) - keep)]
+        if path.is_dir() and not path.is_symlink()
+    ]
     for folder in going:
         try:
             remove_folder(folder)

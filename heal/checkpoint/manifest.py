@@ -1,10 +1,8 @@
-"""The files of one checkpoint that describe it: a manifest for each rank, and COMMIT.
+"""The files of one checkpoint that describe it: a manifest for each rank, and COMMIT; no torch.
 
 ``<folder>/step-000123/`` holds a shard of tensors and a manifest for every rank, and one COMMIT.
 A manifest lists the rank's tensors with their checksums and holds its plain values. COMMIT, written
-last, has the checksum of every manifest and of itself. File names follow from the rank: no name is
-taken from a file. What is read is what this module writes, byte for byte: anything else raises an
-error that names the file and the field. This module imports no torch.
+last, has the checksum of every manifest and of itself. No name of a file is taken from a file.
 """
 
 import hashlib
@@ -217,9 +215,8 @@ class _Page:
 
     def __init__(self, data: bytes, path: Path) -> None:
         self._path = path
-        page = from_bytes(data, path)
-        self.expect(isinstance(page, dict), "content", "an object", page)
-        self._fields: dict[str, Any] = page
+        self._fields = {"content": from_bytes(data, path)}
+        self._fields = self.mapping("content")
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._fields:
@@ -291,11 +288,9 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes, path: Path) -> Any:
-    """Return what :func:`to_bytes` was given; errors name ``path``, where it comes from.
+    """Return what :func:`to_bytes` was given; raise CheckpointRefused if it wrote no such bytes.
 
-    Raises:
-        CheckpointRefused: it is not, byte for byte, what :func:`to_bytes` writes. So no key comes
-            twice, and no number is beyond all floats.
+    So no key comes twice, and no number is beyond all floats. Errors name ``path``, the source.
     """
     try:
         value = json.loads(data)

@@ -1,8 +1,7 @@
 """Reads a checkpoint for one rank, whatever the number of ranks that wrote it.
 
 A shard is a safetensors file. Its header follows from the manifest to the byte, so it is compared,
-not parsed. The rest of the file is the tensors, each with its checksum. Any reader of safetensors
-can open a shard; none is needed here.
+not parsed. The rest of the file is the tensors, each with its checksum.
 """
 
 import hashlib
@@ -120,19 +119,12 @@ class CheckpointReader:
 
         If as many ranks saved, each gets what it saved. Otherwise shards are put together again,
         and everything else comes from the rank of the same number, counted around.
-
-        Raises:
-            CheckpointCorrupt: a file is missing or damaged.
-            CannotReshard: the saved parts do not cover what is needed.
         """
         commit = self.commit
         own = self.manifest(rank % commit.world_size)
-        entries = dict(own.entries)
+        entries = own.entries
         if commit.world_size != world_size:
-            for manifest in self.manifests():
-                for name, entry in manifest.entries.items():
-                    if entry.whole is not None:
-                        entries.setdefault(name, entry)
+            entries = self._sharded() | own.entries
         tensors: dict[str, Tensor] = {}
         by_holder: dict[int, list[tuple[str, Piece]]] = {}
         for name, entry in entries.items():
@@ -157,13 +149,13 @@ class CheckpointReader:
 
     def read_whole(self) -> Restored:
         """Return everything for one process, with all parts put together."""
-        wholes = {
-            name: Chunk.all_of(entry.whole)
-            for manifest in self.manifests()
-            for name, entry in manifest.entries.items()
-            if entry.whole is not None
-        }
+        wholes = {n: Chunk.all_of(e.whole or ()) for n, e in self._sharded().items()}
         return self.read(0, 1, wholes.get)
+
+    def _sharded(self) -> dict[str, Entry]:
+        """Return the entries of tensors that ranks have parts of."""
+        found = (pair for manifest in self.manifests() for pair in manifest.entries.items())
+        return {name: entry for name, entry in found if entry.whole is not None}
 
     def _pieces(self, name: str, entry: Entry, needed: Chunk | None) -> list[Piece]:
         """Return the saved parts that a needed part of a tensor overlaps."""
@@ -202,11 +194,7 @@ class CheckpointReader:
 
 
 class Shard:
-    """The tensors of one rank, open for reading. Opening checks the size and the header.
-
-    Raises:
-        CheckpointCorrupt: the file is missing, too short, too long, or its header differs.
-    """
+    """The tensors of one rank, open for reading; raises CheckpointCorrupt if the file is not so."""
 
     def __init__(self, folder: Path, rank: int, entries: Mapping[str, Entry]) -> None:
         self._path = folder / shard_name(rank)

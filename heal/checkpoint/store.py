@@ -278,20 +278,18 @@ class CheckpointStore:
         """
         self.wait()
         latest = bound = StepFolder(sys.maxsize if most is None else most, sys.maxsize)
-        newest: tuple[StepFolder, Restored] | None = None
-        is_common = False
+        mine, restored, is_common = StepFolder(sys.maxsize, sys.maxsize + 1), None, False
         while not is_common:
-            if newest is None or newest[0] > bound:
+            if mine > bound:
                 folders = [f for f in committed(self.directory) if f <= bound]
-                newest = next(self._readable(folders, part_of, needs), None)
-            mine = NO_FOLDER if newest is None else newest[0]
+                usable = self._readable(folders, part_of, needs)
+                mine, restored = next(usable, (NO_FOLDER, None))
             found = self.ranks.gather((mine.step, mine.retry))
-            bound = StepFolder(*min(found))
-            is_common = found.count(min(found)) == len(found) or bound == NO_FOLDER
-            if not is_common and bound < mine:
+            bound, is_common = StepFolder(*min(found)), min(found) == max(found)
+            if mine > bound:
                 self._note(f"{mine.path.name}: another rank cannot read it; trying an older one")
         self.passed_over = [f for f in committed(self.directory) if bound < f <= latest]
-        return newest[1] if newest is not None and bound != NO_FOLDER else None
+        return restored
 
     def load_state(
         self, state: TrainingState, *, most: int | None = None, needs: Sequence[str] = ()
@@ -334,11 +332,10 @@ class CheckpointStore:
 
         Unlike :meth:`steps` this does not depend on how fast the disk is.
         """
-        begun = self._begun if self.is_busy else -1  # first: it may be finished meanwhile
+        begun = {self._begun} if self.is_busy else set()  # first: it may be finished meanwhile
         known = set(self.steps())
-        if begun < 0 or begun in known:
-            return sorted(known, reverse=True)
-        return sorted({*known, begun}, reverse=True)[: self.keep]
+        found = sorted(known | begun, reverse=True)
+        return found if begun <= known else found[: self.keep]
 
     def verify(self, step: int) -> None:
         """Read every byte of a checkpoint, of all ranks; raise an error that names a fault."""
