@@ -124,7 +124,7 @@ class CheckpointReader:
         own = self.manifest(rank % commit.world_size)
         entries = own.entries
         if commit.world_size != world_size:
-            entries = self._sharded() | own.entries
+            entries = own.entries | self._sharded() | own.entries  # ours first, and as we have it
         tensors: dict[str, Tensor] = {}
         by_holder: dict[int, list[tuple[str, Piece]]] = {}
         for name, entry in entries.items():

@@ -34,9 +34,8 @@ Others are often the program's own doing, and come with an exception."""
 class ClusterWatch:
     """Runs the checks after every step; on the healthy path nothing waits.
 
-    Parameters are compared where DDP or DTensor says that they are replicas. What only this rank
-    knows goes to ``report``, and reaches all ranks in the record of the next step; what cannot be
-    checked goes to ``note``.
+    What only this rank knows goes to ``report``, and reaches all ranks in the record of the next
+    step; what cannot be checked goes to ``note``.
 
     Attributes:
         watchdog: expects a beat at every step; None while hangs are not watched for.
@@ -64,7 +63,6 @@ class ClusterWatch:
         self._replicas = ReplicaCheck(replicated, group=over, lag=config.lag)
         self._compares = bool(replicated and config.nccl_health_check_interval)
         self._ecc_errors: int | None = None
-        self._before_exit: Callable[[int], object] = lambda code: None
         trouble = cannot_come_back(os.environ) if not journal.rank else ""
         if trouble:
             note(trouble)
@@ -74,17 +72,14 @@ class ClusterWatch:
         """Return after which step :meth:`look` has anything to do."""
         if self._compares or self._ping_read_at is not None:
             return step + 1
-        gpu, ping, ahead = self._intervals
-        ping = ping if has_peers(self._group) else 0  # a process alone has none to answer it
-        due = [next_due(step, gpu, False)] if gpu else []
-        due += [next_due(step + ahead, ping, False) - ahead] if ping else []
-        return min(due, default=NEVER)
-
-    @property
-    def _intervals(self) -> tuple[int, int, int]:
-        """Steps between looks at the GPU and between pings, and how long before it one is sent."""
         config = self._config
-        return config.gpu_health_check_interval, config.nccl_health_check_interval, config.lag
+        ping = config.nccl_health_check_interval if has_peers(self._group) else 0
+        due = [
+            next_due(step + ahead, interval, False) - ahead
+            for interval, ahead in ((config.gpu_health_check_interval, 0), (ping, config.lag))
+            if interval
+        ]
+        return min(due, default=NEVER)
 
     def look(self, step: int) -> list[Finding]:
         """Do what is due before ``step``; return what must be acted upon here and now.
@@ -106,14 +101,20 @@ class ClusterWatch:
 
     def start(self, before_exit: Callable[[int], object] = lambda code: None) -> None:
         """Watch for hangs; the thread that ends the process passes the code to ``before_exit``."""
-        self._before_exit = before_exit
         seconds = self._config.hang_timeout_seconds
-        if seconds and self.watchdog is None:
-            code = ExitCode.HUNG if self._config.hang_exit else None
-            self.watchdog = HangWatchdog.for_group(
-                seconds, run_dir=self._journal.run_dir, exit_code=code, on_hang=self._on_hang
-            )
-            self.watchdog.start()
+        if not seconds or self.watchdog is not None:
+            return
+        code = ExitCode.HUNG if self._config.hang_exit else None
+
+        def on_hang(report: HangReport) -> None:
+            self._journal.event("hang", -1, suspects=report.suspects, report=str(report))
+            if code is not None:
+                before_exit(int(code))
+
+        self.watchdog = HangWatchdog.for_group(
+            seconds, run_dir=self._journal.run_dir, exit_code=code, on_hang=on_hang
+        )
+        self.watchdog.start()
 
     def stop(self) -> None:
         """End the watch for hangs."""
@@ -122,10 +123,10 @@ class ClusterWatch:
             watchdog.stop()
 
     def _ping_ranks(self, step: int) -> list[Finding]:
-        _, interval, ahead = self._intervals
-        if self._ping_read_at is None and _is_due(step + ahead, interval):
+        ahead = step + self._config.lag
+        if self._ping_read_at is None and _is_due(ahead, self._config.nccl_health_check_interval):
             self._ping.start()
-            self._ping_read_at = step + ahead
+            self._ping_read_at = ahead
         if self._ping_read_at is None or step < self._ping_read_at:
             return []
         self._ping_read_at = None
@@ -178,11 +179,6 @@ class ClusterWatch:
         self._note(f"the GPU of this rank is not well: {health.reason}")
         if has_new_errors or HARDWARE_XIDS & set(health.xids):
             self._report(Flag.DEVICE_ERROR)
-
-    def _on_hang(self, report: HangReport) -> None:
-        self._journal.event("hang", -1, suspects=report.suspects, report=str(report))
-        if self._config.hang_exit:
-            self._before_exit(int(ExitCode.HUNG))
 
 
 def find_replicas(

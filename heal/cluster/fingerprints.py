@@ -1,8 +1,7 @@
 """Finds copies of one parameter that silently differ: a flipped bit trains on as if it were right.
 
 Every rank hashes what it holds. One all-reduce per group of replicas shows, on the device, whether
-all hashes are the same; the answer is read some steps later, when it has long landed. Only if they
-differ do the ranks gather their hashes, to find the odd one.
+all hashes are the same. Only if they differ do the ranks gather them, to find the odd one.
 """
 
 from collections import Counter, deque
@@ -15,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zclip
+from heal.buffers import local_part
 from heal.cluster.launch import has_peers
-from zclip.parallel.placement import is_dtensor, local_part
+from zclip.parallel.placement import is_dtensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,7 @@ class ReplicaCheck:
                     ranks = dist.get_process_group_ranks(group)
                     by_group[group] = _Replicas(group, ranks, [], [])
                 by_group[group].names.append(name)
-                held = local_part(tensor) if is_dtensor(tensor) else tensor
-                by_group[group].tensors.append(held.detach())
+                by_group[group].tensors.append(local_part(tensor))
         return list(by_group.values())
 
 

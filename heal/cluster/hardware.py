@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -56,19 +57,16 @@ class GpuWatch:
     """Looks at one GPU again and again; the driver reports XIDs only from registration on."""
 
     def __init__(self, device: int | None = None) -> None:
-        self._nvml: Any = None
         self._unavailable = ""
-        self._events: Any = None
         try:
-            self._nvml = import_module("pynvml")
+            self._nvml: Any = import_module("pynvml")
             self._nvml.nvmlInit()
             self._handle = self._find(device)
+            self._events = self._ask(self._register)
         except ImportError:
             self._unavailable = "pynvml is not installed; pip install nvidia-ml-py"
         except Exception as error:  # no driver, no GPU, no permission: all are "not available"
             self._unavailable = f"NVML does not answer: {error}"
-        if not self._unavailable:
-            self._events = self._ask(self._register)
 
     def look(self) -> GpuHealth:
         """Return what is known now; never raises, and never waits for the device."""
@@ -136,10 +134,8 @@ class GpuWatch:
 
     def _xids(self) -> tuple[int, ...]:
         found: list[int] = []
-        if self._events is None:
-            return ()
         with suppress(self._nvml.NVMLError_Timeout):  # no more events
-            while True:
+            while self._events is not None:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
                 found.append(int(event.eventData))
         return tuple(found)
@@ -180,14 +176,10 @@ class GroupHealth:
 
 
 class GroupPing:
-    """Pings the ranks of a group, over a group of its own so that training is not disturbed.
+    """Pings the ranks of a group, all if None, over a group of its own beside training.
 
     Every rank adds a one on its device, over the path that gradients take, gloo or NCCL. A ping
-    that failed leaves its group in an unknown state, and no other is sent. All ranks answer if
-    ``group`` is None.
-
-    Raises:
-        ValueError: the timeout is not positive.
+    that failed leaves its group in an unknown state, and no other is sent.
     """
 
     def __init__(
@@ -201,12 +193,11 @@ class GroupPing:
         self._began = 0.0
         self._failed = ""
         self._under_way: Any = None
-        self._peers: tuple[Any, Any, Tensor] | None = None
 
     def connect(self) -> None:
         """Make the group now; else the first ping does, which a rank that is gone would hold up."""
         if has_peers(self._group):
-            self._connect()
+            _ = self._peers
 
     def ping(self, timeout_seconds: float | None = None) -> GroupHealth:
         """Wait until all have answered, or the time is up; all ranks have to call it alike."""
@@ -220,7 +211,7 @@ class GroupPing:
             self.finish()
         if self._failed or not has_peers(self._group):
             return
-        side, store, one = self._connect()
+        side, store, one = self._peers
         self._count += 1
         self._began = time.monotonic()
         store.set(f"{self._count}/{dist.get_rank()}", "here")
@@ -235,7 +226,7 @@ class GroupPing:
         if self._under_way is None:
             reason = f"an earlier ping failed: {self._failed}" if self._failed else ""
             return GroupHealth(not self._failed, 0.0, (), reason)
-        _, store, one = self._connect()
+        _, store, one = self._peers
         work, self._under_way = self._under_way, None
         size = dist.get_world_size(self._group)
         try:
@@ -266,21 +257,16 @@ class GroupPing:
         work.wait()  # raises if it ended badly
         return True
 
-    def _connect(self) -> tuple[Any, Any, Tensor]:
-        """Make group, store and number when first needed, by all ranks together."""
-        if self._peers is None:
-            group = self._group or dist.group.WORLD
-            ranks = dist.get_process_group_ranks(group)
-            backend = dist.get_backend(group)
-            device = torch.device(
-                torch.accelerator.current_accelerator() or "cpu" if backend != "gloo" else "cpu"
-            )
-            side = dist.new_group(
-                ranks, backend=backend, use_local_synchronization=self._group is not None
-            )
-            store = PrefixStore(f"heal/ping/{side.group_name}", own_store())
-            self._peers = side, store, torch.ones(1, dtype=torch.int32, device=device)
-        return self._peers
+    @cached_property
+    def _peers(self) -> tuple[Any, Any, Tensor]:
+        """Group, store and number, made when first needed, by all ranks together."""
+        group = self._group or dist.group.WORLD
+        ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+        accelerator = None if backend == "gloo" else torch.accelerator.current_accelerator()
+        is_local = self._group is not None
+        side = dist.new_group(ranks, backend=backend, use_local_synchronization=is_local)
+        store = PrefixStore(f"heal/ping/{side.group_name}", own_store())
+        return side, store, torch.ones(1, dtype=torch.int32, device=accelerator or "cpu")
 
 
 _pings: dict[Any, GroupPing] = {}

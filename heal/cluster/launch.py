@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,12 +27,11 @@ class RanksMissing(TimeoutError):
 
 
 class Lobby:
-    """Where ranks that were started together find each other, in a store that is not new.
+    """Where ranks that were started together agree on a name that no attempt had before.
 
     A restarted job meets the keys of the attempt before in the store of its launcher, and dials
     ranks that are dead. The launcher's count of restarts does not distinguish attempts: every node
-    keeps its own, and a node that joins or leaves is not counted at all. So the ranks agree on a
-    name that no attempt had before.
+    keeps its own, and a node that joins or leaves is not counted at all.
 
     Every rank says hello with a number that it drew; rank 0 offers the name to each such number,
     again if a rank is replaced, and says go when all have accepted. Hellos of the dead do no harm,
@@ -43,22 +42,12 @@ class Lobby:
         self._store = store
         self._size = world_size
         self._seconds = timeout.total_seconds()
-        self._own = uuid.uuid4().hex
+        self._own = self._name = uuid.uuid4().hex
 
     def agree(self, rank: int) -> str:
-        """Return a name for this attempt, the same on every rank, and new.
-
-        Raises:
-            RanksMissing: not all came in time.
-        """
-        progress = self._host() if rank == 0 else self._join(rank)
+        """Return a new name, the same on every rank; raise RanksMissing if not all come in time."""
         until, pause = time.monotonic() + self._seconds, SHORTEST_PAUSE
-        while True:
-            try:
-                waits_for = next(progress)
-            except StopIteration as end:
-                name: str = end.value
-                return name
+        for waits_for in self._host() if rank == 0 else self._join(rank):
             if time.monotonic() > until:
                 raise RanksMissing(
                     f"expected {self._size} ranks within {self._seconds:g} s, got fewer: "
@@ -67,8 +56,9 @@ class Lobby:
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE)
+        return self._name
 
-    def _host(self) -> Generator[str, None, str]:
+    def _host(self) -> Iterator[str]:
         """As rank 0: offer a name until all others have taken it; yield what is missing."""
         offered: dict[int, str] = {}
         missing = set(range(1, self._size))
@@ -85,9 +75,8 @@ class Lobby:
             if missing:
                 yield f"rank {', '.join(map(str, sorted(missing)))} did not come"
         self._write(f"go/{self._own}", "go")
-        return self._own
 
-    def _join(self, rank: int) -> Generator[str, None, str]:
+    def _join(self, rank: int) -> Iterator[str]:
         """As any other rank: take the newest offer until one is final; yield what is missing."""
         self._write(f"hello/{rank}", self._own)
         accepted = None
@@ -97,7 +86,7 @@ class Lobby:
                 self._write(f"accept/{offer}/{self._own}", str(rank))
                 accepted = offer
             yield "rank 0 did not come" if accepted is None else "rank 0 still waits for others"
-        return accepted
+        self._name = accepted
 
     def _write(self, key: str, value: str) -> None:
         self._store.set(f"{self._size}/{key}", value)
@@ -286,11 +275,7 @@ class Place:
 
 
 def find_place(environment: Mapping[str, str]) -> Place:
-    """Return what torchrun says, or else SLURM.
-
-    Raises:
-        RuntimeError: neither says it, or a variable is not a number.
-    """
+    """Return what torchrun says, or else SLURM; raise RuntimeError if neither does."""
     slurm = get_slurm_info(environment)
     given = {"RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": "", "MASTER_PORT": "", "LOCAL_RANK": "0"}
     if slurm is not None and "RANK" not in environment:

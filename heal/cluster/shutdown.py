@@ -1,8 +1,7 @@
 """Stopping on a signal: every rank after the same step, with an exit code of its own.
 
-Python runs a signal handler between two bytecodes of the main thread, so that a main thread which
-is stuck in a collective never runs it. A thread therefore reads signals from the pipe that Python
-writes them to at the C level (``signal.set_wakeup_fd``); it enforces deadline and second signal.
+A main thread that is stuck in a collective runs no Python handler. So a thread reads signals from
+the pipe of ``signal.set_wakeup_fd``, and enforces deadline and second signal.
 """
 
 import os
@@ -40,10 +39,9 @@ STOP = 0  # no signal has this number: the byte that ends the thread
 
 
 class Agreement:
-    """Whether any rank says yes, by an all-reduce over gloo that no rank has to wait for.
+    """Whether any rank says yes, by an all-reduce over gloo that no rank or device waits for.
 
-    The device takes no part, whatever the backend of training: nothing is enqueued on it, nothing
-    waits for it. All ranks of the group call :meth:`any` equally often.
+    All ranks of the group call :meth:`any` equally often.
     """
 
     def __init__(self, group: "dist.ProcessGroup | None" = None) -> None:
@@ -65,9 +63,9 @@ class Agreement:
 
     def close(self) -> None:
         """Wait a second for what is under way: a thread must not write to memory that is gone."""
-        until = time.monotonic() + CLOSE_SECONDS  # no longer: the peers may be gone already
-        while self._under_way and time.monotonic() < until:
-            if self._under_way[0].is_completed():
+        until = time.monotonic() + CLOSE_SECONDS
+        while self._under_way and not self._under_way[0].is_completed():
+            if time.monotonic() > until:
                 break
             time.sleep(0.001)
         self._under_way = None
@@ -257,8 +255,7 @@ class _Listener:
 
     def __init__(self) -> None:
         self._handlers: list[ShutdownHandler] = []
-        self._ours: dict[int, Any] = {}  # by signal: the handler that we have set
-        self._before: dict[int, Any] = {}  # and the one from before
+        self._set: dict[int, tuple[Any, Any]] = {}  # by signal: our handler and that from before
         self._pipe: tuple[int, int] | None = None
         self._earlier = -1  # the wake-up descriptor from before
 
@@ -272,7 +269,7 @@ class _Listener:
         if handler not in self._handlers:
             self._handlers.append(handler)
         for number in handler.numbers:
-            if number not in self._ours:
+            if number not in self._set:
                 self._take(number)
         if self._pipe is None:
             self._listen()
@@ -280,7 +277,7 @@ class _Listener:
     def remove(self, handler: ShutdownHandler) -> None:
         if handler in self._handlers:
             self._handlers.remove(handler)
-        for number in [n for n in self._ours if not self._wanting(n)]:
+        for number in [n for n in self._set if not self._wanting(n)]:
             self._give_back(number)
         if not self._handlers:
             self._stop_listening()
@@ -289,7 +286,7 @@ class _Listener:
     def forget(self) -> None:
         """In a child that was forked: its signals are its own, and the pipe is its parent's."""
         self._handlers.clear()
-        for number in list(self._ours):
+        for number in list(self._set):
             self._give_back(number)
         if self._pipe is not None:
             reader, writer = self._pipe
@@ -319,11 +316,11 @@ class _Listener:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
 
-        self._ours[number], self._before[number] = on_signal, before
+        self._set[number] = on_signal, before
         signal.signal(number, on_signal)
 
     def _give_back(self, number: int) -> None:
-        ours, before = self._ours.pop(number), self._before.pop(number)
+        ours, before = self._set.pop(number)
         if signal.getsignal(number) is ours:  # else a later handler may call ours, and stays
             signal.signal(number, signal.SIG_DFL if before is None else before)
 

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,34 +38,28 @@ WAITING = (
 
 
 class CallsWithTimeout:
-    """Makes calls that may never return, such as to a store whose host has died.
-
-    Attributes:
-        silent: whether the last call has not come back; until it does, no other is made.
-    """
+    """Makes calls that may never return, such as to a store whose host has died."""
 
     def __init__(self) -> None:
         self._last: threading.Thread | None = None
 
     @property
     def silent(self) -> bool:
+        """Whether the last call has not come back; until it does, no other is made."""
         return self._last is not None and self._last.is_alive()
 
     def ask(self, call: Callable[[], Any], otherwise: Any = None) -> Any:
         """Return the answer; ``otherwise`` if there is none in time, or the call failed."""
-        if self.silent:
-            return otherwise
         answers = []
 
         def answer() -> None:
-            try:
+            with suppress(Exception):  # a store whose host is gone raises many kinds
                 answers.append(call())
-            except Exception:  # a store whose host is gone raises many kinds
-                answers.append(otherwise)
 
-        self._last = threading.Thread(target=answer, name="heal-store", daemon=True)
-        self._last.start()
-        self._last.join(STORE_SECONDS)
+        if not self.silent:
+            self._last = threading.Thread(target=answer, name="heal-store", daemon=True)
+            self._last.start()
+            self._last.join(STORE_SECONDS)
         return answers[0] if answers else otherwise
 
 
@@ -87,10 +82,9 @@ class Standing:
 
 
 class ProgressBoard:
-    """One entry per rank in a shared store, and an alarm.
+    """One entry per rank in a shared store, None for a single process, and an alarm.
 
-    The store (of torch.distributed; None for a single process) may live on the very rank that
-    hangs: a question that is not answered in time leaves the watchdog with what it knows itself.
+    The store may live on the very rank that hangs: then a watchdog has what it knows itself.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -228,20 +222,27 @@ def dump_stacks(run_dir: str | os.PathLike[str] | None, why: str, rank: int | No
     if run_dir is not None:
         rank = rank if rank is not None else int(os.environ.get("RANK", "0") or 0)
         path = Path(run_dir) / f"{why}.rank{rank}.txt"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(f"{now()} rank {rank} pid {os.getpid()}: {why}\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
+        head = f"{now()} rank {rank} pid {os.getpid()}: {why}"
+        if _append(path, head, faulthandler.dump_traceback):
             return str(path)
-        except OSError as error:
-            print(f"heal: cannot write {path}: {error}", file=sys.stderr)
     try:
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
     except (OSError, ValueError):
         return "nowhere"  # standard error was closed
     return "standard error"
+
+
+def _append(path: Path, line: str, add: Callable[[Any], object] = lambda file: None) -> bool:
+    """Append a line, and what ``add`` writes; report a failure and return False."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            print(line, file=file, flush=True)
+            add(file)
+    except OSError as error:
+        print(f"heal: cannot write {path}: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,10 +382,8 @@ class HangWatchdog:
     def _handle_hang(self, idle: float, alarm: str | None) -> None:
         """Dump first: whatever else fails, the stacks are on disk."""
         where = dump_stacks(self._run_dir, "hang", self._rank)
-        if alarm is None:
-            own = json.dumps({"rank": self._rank, "seconds": idle})
-            alarm = self._board.raise_alarm(own)
-        first = json.loads(alarm)
+        own = json.dumps({"rank": self._rank, "seconds": idle})
+        first = json.loads(alarm or self._board.raise_alarm(own))
         earlier = self._board.read()
         for _ in range(LOOKS_TO_JUDGE):
             time.sleep(self._look)
@@ -396,7 +395,7 @@ class HangWatchdog:
         text = f"heal: {self.report}\n  stacks of rank {self._rank}: {where}"
         print(text, file=sys.stderr, flush=True)
         if self._run_dir is not None:
-            self._append_report(Path(self._run_dir) / f"hang.rank{self._rank}.txt")
+            _append(Path(self._run_dir) / f"hang.rank{self._rank}.txt", str(self.report))
         self._board.leave([s.rank for s in standings if not s.stopped])
         if self._on_hang is not None:
             try:
@@ -405,13 +404,6 @@ class HangWatchdog:
                 print(f"heal: on_hang failed: {error!r}", file=sys.stderr, flush=True)
         if self._exit_code is not None:
             os._exit(int(self._exit_code))
-
-    def _append_report(self, path: Path) -> None:
-        try:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(f"{self.report}\n")
-        except OSError as error:
-            print(f"heal: cannot write {path}: {error}", file=sys.stderr)
 
 
 LEFT = "heal/left"

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from heal import training_state
 from heal.actions import HealingError
+from heal.checkpoint.store import training_state as training_state_of
 from heal.testing import Fault
 from heal.training_state import RestoreFailed
+from tests.forked import run_forked
 from tests.heal.runs import fingerprint, regression, strike
 from tests.heal.state.snapshot_states import build, train
 
@@ -147,3 +152,30 @@ def test_without_room_for_a_copy_a_failed_restore_says_that_the_state_is_mixed(m
     assert caught.value.is_mixed
     state.restore(saved, values)  # as the run does next
     assert all(torch.equal(state.tensors()[key], saved[key]) for key in saved)
+
+
+def restore_sharded_moments():
+    """Lose the moments of a sharded parameter, restore them, and take another step."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    model = torch.nn.Linear(3, 2, bias=False)
+    model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = training_state_of(model, optimizer)
+
+    def step():
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        return model.weight.full_tensor().clone()
+
+    step()
+    saved, values = {key: t.clone() for key, t in state.tensors().items()}, state.values()
+    expected = step()
+    optimizer.state.clear()
+    state.restore(saved, values)
+    assert isinstance(optimizer.state[model.weight]["exp_avg"], DTensor)
+    assert torch.equal(step(), expected)
+
+
+def test_sharded_moments_that_are_gone_are_made_again():
+    assert run_forked(restore_sharded_moments) == 0
