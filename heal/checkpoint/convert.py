@@ -148,8 +148,7 @@ def _take_over(
     is_weights = bool(tree) and all(isinstance(value, Tensor) for value in tree.values())
     weights = _first(tree, MODEL_KEYS, tree if is_weights else None)
     if weights is None:
-        keys = ", ".join(MODEL_KEYS)
-        raise CheckpointError(f"{source}: expected one of {keys}, got {list(tree)}")
+        raise CheckpointError(f"{source}: expected one of {', '.join(MODEL_KEYS)}, got {[*tree]}")
     optimizers, schedulers = listed(optimizer), listed(scheduler)
     saved_optimizers = _numbered(_first(tree, OPTIMIZER_KEYS, ()))
     saved_schedulers = _numbered(_first(tree, SCHEDULER_KEYS, ()))

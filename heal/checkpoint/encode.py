@@ -18,8 +18,7 @@ from torch import Tensor
 
 from heal.buffers import local_part
 from heal.checkpoint.files import CannotEncode, CheckpointRefused
-from heal.data.loader_pass import EpochStart
-from heal.data.stream import DataPosition
+from heal.data.loader_pass import DataPosition, EpochStart
 from heal.training_state import RngState
 
 TAG = "$"

@@ -117,7 +117,7 @@ def share(offered: Sequence[Mapping[str, Entry]], rank: int) -> tuple[dict[str, 
     load = [0] * len(offered)
     holder: dict[tuple[str, Any], int] = {}
     for same in sorted(owners, key=lambda same: (-num_bytes[same], same[0], owners[same])):
-        holder[same] = min(owners[same], key=lambda owner: (load[owner], owner))
+        holder[same] = min(owners[same], key=load.__getitem__)  # the first of those that tie
         load[holder[same]] += num_bytes[same]
     own: dict[str, Entry] = {}
     offset = 0
@@ -178,10 +178,7 @@ class Measured:
         self._copies = HostCopies({"sums": sums, "bad": bad}, {})
 
     def added_to(self, entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], str]:
-        """Return entries with their checksums, and why they must not be saved; empty if they may.
-
-        Waits for the device.
-        """
+        """Wait; return entries with checksums, and why they must not be saved, empty if they may."""
         found = self._copies.wait()
         sums, bad = dict(zip(self._names, found["sums"].tolist(), strict=True)), int(found["bad"])
         complete = {
@@ -233,11 +230,7 @@ class Job:
             raise
 
     def commit(self) -> None:
-        """On rank 0: write COMMIT, when all ranks have written their manifest.
-
-        Raises SaveFailed if a rank could not write, or not in time, and OSError if this one cannot.
-        Then there is no COMMIT.
-        """
+        """On rank 0: write COMMIT, when all ranks have written their manifest, or raise."""
         if self.manifest.rank != 0:
             return
         try:

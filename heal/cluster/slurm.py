@@ -149,7 +149,8 @@ def resolve_resume_path(
     Args:
         checkpoint_dir: where checkpoints are written, a folder ``step-000123`` each.
         resume: a checkpoint, ``"auto"`` for the newest complete one, or None to start afresh.
-        resolver: finds the newest; :func:`newest_committed` if None.
+        resolver: finds the newest in another way. Ours reads no bytes: loading compares them with
+            their checksums, and falls back to an older one by itself.
 
     Raises:
         FileNotFoundError: ``resume`` names a folder that is missing or has no COMMIT.
@@ -165,15 +166,9 @@ def resolve_resume_path(
                 "the newest"
             )
         return path
-    return (resolver or newest_committed)(Path(checkpoint_dir))
-
-
-def newest_committed(checkpoint_dir: Path) -> Path | None:
-    """Return the newest complete checkpoint, None if there is none; its bytes are not read.
-
-    Loading compares them with their checksums, and falls back to an older one by itself.
-    """
-    found = committed(checkpoint_dir)
+    if resolver is not None:
+        return resolver(Path(checkpoint_dir))
+    found = committed(Path(checkpoint_dir))
     return found[-1].path if found else None
 
 

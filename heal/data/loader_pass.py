@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -192,69 +192,135 @@ def _is_data(value: Any) -> bool:
     return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not is_own
 
 
-class LoaderPass:
-    """An epoch as it was drawn. It links to the one after it, so that both can be drawn again.
+class AfterError(Enum):
+    """What becomes of a batch that the loader could not read."""
 
-    Only the positions in it keep it and its loader alive.
+    PASS_OVER = "pass over"
+    STAND_IN = "stand in"
+    """Give out the last good one in its place, so that ranks stay together."""
+    TRY_AGAIN = "try again"
+
+
+OnError = Callable[[Exception, int, int | None], AfterError]
+"""Takes an exception, the epoch, and the batch; None for that if the epoch did not open."""
+
+
+class LoaderPass:
+    """An epoch over a loader: how it began, where it is being read, and which pass came next.
+
+    If an error ends the iterator, as it does a generator, the pass is opened again behind the bad
+    batch. If that fails once more, the rest of the pass is lost, and a note says so. Only the
+    positions in a pass that is over keep it and its loader alive.
 
     Attributes:
         loader: what is passed over.
+        epoch: the number of the pass.
         start: how the generators were just before.
-        ended_at: how many batches it had when it was exhausted or left; None until then.
-        was_left: whether it was left early, as by ``break``.
-        generators_at_end: the states of its loader's generators when it had ended.
+        index: the number of the batch that comes next.
         following: the pass that came next, None until then.
     """
 
-    def __init__(self, loader: Any, start: EpochStart) -> None:
+    start: EpochStart
+
+    def __init__(
+        self, loader: Any, epoch: int, on_error: OnError, note: Callable[[str], None]
+    ) -> None:
         self.loader = loader
-        self.start = start
-        self.ended_at: int | None = None
-        self.was_left = False
-        self.generators_at_end: tuple[Any, ...] = ()
+        self.epoch = epoch
+        self.index = 0
         self.following: LoaderPass | None = None
+        self._on_error = on_error
+        self._note = note
+        self._iterator: Iterator[Any] | None = None
+        self._failed_at: int | None = None
+        self._tries_again = False
+        self._ended_at: int | None = None  # how many batches it had when it was exhausted or left
+        self._was_left = False  # before its end, as by ``break``
+        self._generators_at_end: tuple[Any, ...] = ()
 
-    def begin_again(self, start: EpochStart) -> None:
-        """Draw it again, with generators as they are just before."""
-        self.start = start
+    def next_over(self, loader: Any) -> "LoaderPass":
+        """Return the pass that came next, if it was over this loader; else make one."""
+        if self.following is None or self.following.loader is not loader:
+            self.following = LoaderPass(loader, self.epoch + 1, self._on_error, self._note)
+        return self.following
 
-    def note_following(self, following: "LoaderPass") -> None:
-        """Remember which pass came next."""
-        self.following = following
+    def begin(self, start: EpochStart) -> None:
+        """Open it as a ``for`` loop does, with generators as they are just before."""
+        self._leave_for(start, 0)
+        self._iterator, _ = self._opened(self._open)
+
+    def go_to(self, position: "DataPosition", start: EpochStart) -> None:
+        """Open it where a batch comes next."""
+        self._leave_for(start, position.index)
+        set_epochs(self.loader, start.epochs)  # not in the state that a loader keeps
+        if position.loader_state is not None:
+            self._load(position)
+        elif self.index == self._ended_at:
+            # Samplers draw once more at their end, and the next epoch depends on that.
+            set_generators(self.loader, self._generators_at_end)
+        else:
+            self._reopen()
+
+    def position(self, ordinal: int) -> "DataPosition":
+        """Return where it is being read, to go to later."""
+        state = self.loader.state_dict() if is_stateful(self.loader) else None
+        own = state, generator_states(self.loader), self._iterator is None
+        return DataPosition(self.epoch, self.index, ordinal, self.start, *own, self)
 
     @property
-    def can_reopen(self) -> bool:
-        """Whether ``iter(loader)`` starts over; an iterator would only go on."""
-        return not hasattr(self.loader, "__next__")
+    def was_left_here(self) -> bool:
+        """Whether it was left, when it was drawn first, before the batch that comes next."""
+        return self._was_left and self.index == self._ended_at
 
-    @property
-    def loses_a_worker(self) -> bool:
-        """Whether an error may end the share of one worker, while the other workers go on."""
-        is_iterable = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
-        return is_iterable and getattr(self.loader, "num_workers", 0) > 0
+    def end(self) -> None:
+        """Note that it is exhausted, or left for good."""
+        if self._iterator is not None:
+            self._was_left = True
+        self.close()
+        self._ended_at = self.index
+        self._generators_at_end = generator_states(self.loader)
 
-    def is_over(self, index: int) -> bool:
-        """Return whether the loader's length is at most ``index`` batches."""
-        try:
-            return index >= len(self.loader)
-        except Exception:  # most loaders of streams have no length, and raise different errors
-            return False
+    def close(self) -> None:
+        """Stop reading."""
+        self._iterator = None
 
-    def opened(self, index: int = 0) -> tuple[Iterator[Any], bool]:
-        """Begin as the pass began and draw ``index`` batches, which may fail if they did before.
-
-        Returns:
-            The iterator, and whether the last of these batches failed.
+    def read(self) -> Any:
+        """Read the batch that comes next, and count it unless that raises.
 
         Raises:
-            StopIteration: there are fewer.
+            StopIteration: the pass is over.
+            Exception: the batch cannot be read.
         """
-        return_to(self.loader, self.start)
-        iterator = iter(self.loader)
-        was_read = True
-        for _ in range(index):
-            was_read = drop(iterator)
-        return iterator, not was_read
+        try:
+            batch = self._read()
+        except StopIteration:
+            self._iterator, self._was_left = None, False
+            raise
+        self.index += 1
+        return batch
+
+    def try_again(self) -> bool:
+        """Have the next :meth:`read` be for the batch that just failed; False if it is lost.
+
+        Where a sampler draws another order each time, the batch cannot be found, and the loader
+        must not be opened again: the rest of the epoch would have that other order.
+        """
+        has_sampler = isinstance(self.loader, DataLoader) and is_map_style(self.loader)
+        is_ordered = not has_sampler or is_stateful(self.loader)
+        self._tries_again = is_ordered or self.samples_of(self.index) is not None
+        if not self._tries_again:
+            place = f"batch {self.index} of epoch {self.epoch}"
+            self._note(f"{place} cannot be read again: its sampler gives another order each time")
+        return self._tries_again
+
+    def pass_over(self) -> None:
+        """Count the batch that just failed, and make sure that the rest can be read."""
+        self._failed_at = self.index
+        self.index += 1
+        # An error may end the share of one worker, while the other workers go on.
+        is_iterable = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
+        if is_iterable and getattr(self.loader, "num_workers", 0) > 0 and self._reopen():
+            self._note_loss(self._failed_at, "what its worker would have read after it is lost")
 
     def samples_of(self, index: int) -> list[Any] | None:
         """Return which samples a batch has, by their index in the dataset; None if unknown.
@@ -267,34 +333,6 @@ class LoaderPass:
         found: list[Any] | None = own(self.start, index)
         return found
 
-    def can_fetch(self, index: int) -> bool:
-        """Return whether a batch can be read past the iterator, which then stays usable."""
-        has_batches = isinstance(self.loader, DataLoader) and self.loader.batch_sampler is not None
-        return has_batches and self.samples_of(index) is not None
-
-    def can_read_again(self, index: int) -> bool:
-        """Return whether a batch that failed could be found again.
-
-        Where a sampler draws another order each time, the batch cannot, and the loader must not be
-        opened again: the rest of the epoch would have that other order.
-        """
-        has_sampler = isinstance(self.loader, DataLoader) and is_map_style(self.loader)
-        if has_sampler and not is_stateful(self.loader):
-            return self.samples_of(index) is not None
-        return True
-
-    def fetched(self, index: int) -> Any:
-        """Read a batch in this process, past the iterator; only if :meth:`can_fetch`.
-
-        The batch is not pinned, which costs only time.
-        """
-        samples, dataset = self.samples_of(index), self.loader.dataset
-        # Without workers the loader itself draws from the generators of this process.
-        with undisturbed() if self.loader.num_workers else nullcontext():
-            read_many = getattr(dataset, "__getitems__", None)
-            found = read_many(samples) if read_many else [dataset[i] for i in samples or ()]
-            return self.loader.collate_fn(found)
-
     def bad_numbers(self, index: int) -> str | None:
         """Read a batch again and return which of its tensors holds NaN or Inf.
 
@@ -302,9 +340,129 @@ class LoaderPass:
         """
         with undisturbed(self.loader):
             try:
-                return bad_tensor(self.fetched(index)) if self.can_fetch(index) else None
+                samples = self._samples_to_fetch(index)
+                return None if samples is None else bad_tensor(self._fetched(samples))
             except Exception:  # it was read once; that it cannot be now is another question
                 return None
+
+    def _leave_for(self, start: EpochStart, index: int) -> None:
+        self.start, self.index = start, index
+        self._iterator = self._failed_at = None
+        self._tries_again = False
+
+    def _load(self, position: "DataPosition") -> None:
+        """Give a loader its position. Its samplers may not keep one: they are drawn again."""
+
+        def load() -> Iterator[Any]:
+            return_to(self.loader, self.start)
+            self.loader.load_state_dict(position.loader_state)
+            return iter(self.loader)
+
+        with undisturbed():
+            self._iterator = self._opened(load)
+            if position.generators is not None:
+                set_generators(self.loader, position.generators)
+        if position.is_over:
+            self._iterator = None  # the loader would continue with its next epoch
+
+    def _read(self) -> Any:
+        if self._iterator is None:
+            raise StopIteration
+        tries_again, self._tries_again = self._tries_again, False
+        failed_at = self.index if tries_again else self.index - 1
+        if not tries_again:
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                if self._failed_at != failed_at or self._has_ended():
+                    raise
+        else:
+            samples = self._samples_to_fetch(self.index)
+            if samples is not None:
+                return self._fetched(samples)
+        # The iterator has moved past the batch that failed, or is dead.
+        is_lost = not self._can_reopen or (self._reopen() and not tries_again)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            if is_lost:  # else the bad batch was the last one
+                self._note_loss(failed_at, "the rest of the epoch is lost")
+            raise
+
+    @property
+    def _can_reopen(self) -> bool:
+        """Whether ``iter(loader)`` starts over; an iterator would only go on."""
+        return not hasattr(self.loader, "__next__")
+
+    def _has_ended(self) -> bool:
+        """Return whether the loader says that it has no more batches."""
+        try:
+            return self.index >= len(self.loader)
+        except Exception:  # most loaders of streams have no length, and raise different errors
+            return False
+
+    def _samples_to_fetch(self, index: int) -> list[Any] | None:
+        """Return the samples of a batch, if it can be read past the iterator."""
+        has_batches = isinstance(self.loader, DataLoader) and self.loader.batch_sampler is not None
+        return self.samples_of(index) if has_batches else None
+
+    def _fetched(self, samples: list[Any]) -> Any:
+        """Read samples in this process; they are not pinned, which costs only time."""
+        dataset = self.loader.dataset
+        # Without workers the loader itself draws from the generators of this process.
+        with undisturbed() if self.loader.num_workers else nullcontext():
+            read_many = getattr(dataset, "__getitems__", None)
+            found = read_many(samples) if read_many else [dataset[i] for i in samples]
+            return self.loader.collate_fn(found)
+
+    def _note_loss(self, index: int, what: str) -> None:
+        why = "failed again when the loader was opened again"
+        if not self._can_reopen:
+            why = "failed, and an iterator cannot be opened again"
+        self._note(f"batch {index} of epoch {self.epoch} {why}: {what}")
+
+    def _opened(self, open_it: Callable[[], Any]) -> Any:
+        """Open the loader, again and again while that is what to do after its error."""
+        while True:
+            try:
+                return open_it()
+            except (StopIteration, HealingError):
+                raise
+            except Exception as error:
+                if self._on_error(error, self.epoch, None) is not AfterError.TRY_AGAIN:
+                    raise
+
+    def _reopen(self) -> bool:
+        """Open the pass where we are; return whether the batch before this failed again."""
+        with undisturbed():
+            self._iterator, was_read = self._opened(self._open)
+        return not was_read
+
+    def _open(self) -> tuple[Iterator[Any], bool]:
+        """Begin as the pass began, and draw up to where we are; was the last of these read?"""
+        return_to(self.loader, self.start)
+        iterator, was_read = iter(self.loader), True
+        for _ in range(self.index):
+            was_read = drop(iterator)
+        return iterator, was_read
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """Where a stream is: so many batches into an epoch that began like this."""
+
+    epoch: int
+    index: int
+    ordinal: int
+    start: EpochStart | None
+    loader_state: Any = field(default=None, repr=False)
+    generators: tuple[Any, ...] | None = field(default=None, repr=False)
+    """The loader's own, here: its state leaves out what it drew from them besides its order."""
+    is_over: bool = False
+    origin: LoaderPass | None = field(
+        default=None, repr=False, compare=False, metadata={"is_saved": False}
+    )
+    """The pass itself, in the process that made it: a loader has no form on disk."""
 
 
 def bad_tensor(batch: Any, where: str = "") -> str:
@@ -353,172 +511,3 @@ def loader_rewinder(loader: Any) -> Callable[[], None]:
             loader._iterator = None
 
     return rewind
-
-
-# Reads the batches of one pass over a loader, and gets past what cannot be read.
-
-
-class AfterError(Enum):
-    """What becomes of a batch that the loader could not read."""
-
-    PASS_OVER = "pass over"
-    STAND_IN = "stand in"
-    """Give out the last good one in its place, so that ranks stay together."""
-    TRY_AGAIN = "try again"
-
-
-OnError = Callable[[Exception, int, int | None], AfterError]
-"""Takes an exception, the epoch, and the batch; None for that if the epoch did not open."""
-
-
-class PassReader:
-    """Where a stream is in a pass, and the iterator that it reads from.
-
-    If an error ends the iterator, as it does a generator, the pass is opened again behind the bad
-    batch. If that fails once more, the rest of the pass is lost, and a note says so. ``index`` is
-    the number of the batch that comes next.
-    """
-
-    def __init__(
-        self, origin: LoaderPass, epoch: int, on_error: OnError, note: Callable[[str], None]
-    ) -> None:
-        self.origin = origin
-        self.epoch = epoch
-        self.index = 0
-        self._on_error = on_error
-        self._note = note
-        self._iterator: Iterator[Any] | None = None
-        self._failed_at: int | None = None
-        self._tries_again = False
-
-    def begin(self) -> None:
-        """Open the pass as a ``for`` loop does."""
-        self._iterator, _ = self._opened(self.origin.opened)
-
-    def go_to(
-        self, index: int, loader_state: Any, generators: tuple[Any, ...] | None, is_over: bool
-    ) -> None:
-        """Open the pass where batch ``index`` comes next.
-
-        A loader that keeps its own position has a state, and generators if they are known.
-        ``is_over``: the pass had ended there.
-        """
-        self.index = index
-        if loader_state is not None:
-            self._load(loader_state, generators)
-            if is_over:
-                self._iterator = None  # the loader would continue with its next epoch
-        elif index == self.origin.ended_at:
-            # Samplers draw once more at their end, and the next epoch depends on that.
-            set_generators(self.origin.loader, self.origin.generators_at_end)
-        else:
-            self._reopen()
-
-    def _load(self, loader_state: Any, generators: tuple[Any, ...] | None) -> None:
-        """Give a loader its position. Its samplers may not keep one: they are drawn again."""
-        loader = self.origin.loader
-
-        def load() -> Iterator[Any]:
-            return_to(loader, self.origin.start)
-            loader.load_state_dict(loader_state)
-            return iter(loader)
-
-        with undisturbed():
-            self._iterator = self._opened(load)
-            if generators is not None:
-                set_generators(loader, generators)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the iterator has ended, or the pass was never opened."""
-        return self._iterator is None
-
-    @property
-    def was_left_here(self) -> bool:
-        """Whether the pass, drawn for the first time, was left before the batch that comes next."""
-        return self.origin.was_left and self.index == self.origin.ended_at
-
-    def end(self) -> None:
-        """Note that the pass is exhausted, or left for good."""
-        if self._iterator is not None:
-            self.origin.was_left = True
-            self._iterator = None
-        self.origin.ended_at = self.index
-        self.origin.generators_at_end = generator_states(self.origin.loader)
-
-    def try_again(self) -> bool:
-        """Have the next :meth:`read` be for the batch that just failed; False if it is lost."""
-        self._tries_again = self.origin.can_read_again(self.index)
-        if not self._tries_again:
-            place = f"batch {self.index} of epoch {self.epoch}"
-            self._note(f"{place} cannot be read again: its sampler gives another order each time")
-        return self._tries_again
-
-    def count(self) -> None:
-        """Count the batch that was just read."""
-        self.index += 1
-
-    def pass_over(self) -> None:
-        """Count the batch that just failed, and make sure that the rest can be read."""
-        self._failed_at = self.index
-        self.index += 1
-        if self.origin.loses_a_worker and self._reopen():
-            self._note_loss(self._failed_at, "what its worker would have read after it is lost")
-
-    def read(self) -> Any:
-        """Read the batch that comes next, without counting it.
-
-        Raises:
-            StopIteration: the pass is over.
-            Exception: the batch cannot be read.
-        """
-        try:
-            return self._read()
-        except StopIteration:
-            self._iterator, self.origin.was_left = None, False
-            raise
-
-    def _read(self) -> Any:
-        if self._iterator is None:
-            raise StopIteration
-        tries_again, self._tries_again = self._tries_again, False
-        failed_at = self.index if tries_again else self.index - 1
-        if not tries_again:
-            try:
-                return next(self._iterator)
-            except StopIteration:
-                if self._failed_at != failed_at or self.origin.is_over(self.index):
-                    raise
-        elif self.origin.can_fetch(self.index):
-            return self.origin.fetched(self.index)
-        # The iterator has moved past the batch that failed, or is dead.
-        is_lost = not self.origin.can_reopen or (self._reopen() and not tries_again)
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            if is_lost:  # else the bad batch was the last one
-                self._note_loss(failed_at, "the rest of the epoch is lost")
-            raise
-
-    def _note_loss(self, index: int, what: str) -> None:
-        why = "failed again when the loader was opened again"
-        if not self.origin.can_reopen:
-            why = "failed, and an iterator cannot be opened again"
-        self._note(f"batch {index} of epoch {self.epoch} {why}: {what}")
-
-    def _opened(self, open_it: Callable[[], Any]) -> Any:
-        """Open the loader, again and again while that is what to do after its error."""
-        while True:
-            try:
-                return open_it()
-            except (StopIteration, HealingError):
-                raise
-            except Exception as error:
-                if self._on_error(error, self.epoch, None) is not AfterError.TRY_AGAIN:
-                    raise
-
-    def _reopen(self) -> bool:
-        """Open the pass where we are; return whether the batch before this failed again."""
-        with undisturbed():
-            self._iterator, failed = self._opened(lambda: self.origin.opened(self.index))
-        return bool(failed)

@@ -23,11 +23,7 @@ class CannotSplit(TypeError):
 
 
 def num_samples(batch: Any) -> int:
-    """Return how many samples a batch has.
-
-    That is the length of most of its tensors, or of its lists if their entries are samples. A batch
-    without tensors, or of which it is not clear, counts as one sample and cannot be cut.
-    """
+    """Return how many samples a batch has; 1 if that is not clear."""
     try:
         return count_samples(batch)
     except CannotSplit:
@@ -122,11 +118,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def entries_of(batch: Any) -> Iterable[Any]:
-    """Return what a container holds; nothing if it is none.
-
-    Raises:
-        CannotSplit: samples are packed.
-    """
+    """Return what a container holds, nothing if it is none; raise CannotSplit if it is packed."""
     if isinstance(batch, PackedSequence):
         raise CannotSplit(
             "expected samples along the first axis, got a PackedSequence, whose rows are steps in "
@@ -151,21 +143,17 @@ def entries_of(batch: Any) -> Iterable[Any]:
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield every tensor of a batch.
-
-    Raises:
-        CannotSplit: samples are packed: the rows of its tensors are something else.
-    """
+    """Yield every tensor of a batch."""
     if isinstance(batch, Tensor):
         yield batch
-        return
-    for value in entries_of(batch):
-        yield from tensors_in(value)
+    else:
+        for value in entries_of(batch):
+            yield from tensors_in(value)
 
 
-def has_tensors(batch: Any) -> bool:
-    """Return whether there is a tensor in a batch."""
-    return next(tensors_in(batch), None) is not None
+def first_tensor(batch: Any) -> Tensor | None:
+    """Return the first tensor of a batch, None if there is none."""
+    return next(tensors_in(batch), None)
 
 
 def rows(batch: Any) -> set[int]:
@@ -265,7 +253,7 @@ def count_samples(batch: Any) -> int:
     agreed = agreed_length(found)
     if agreed is not None:
         return agreed
-    lists = [v for v in found if isinstance(v, (list, tuple)) and has_tensors(v)]
+    lists = [v for v in found if isinstance(v, (list, tuple)) and first_tensor(v) is not None]
     if _can_only_be_samples(lists):
         return len(lists[0])
     for entries in lists:
@@ -302,7 +290,7 @@ def _hold_samples(entries: Sequence[Any]) -> bool:
 
 def guess(entries: Sequence[Any]) -> bool | None:
     """Return whether the entries of a list are samples, not fields; None if that is not clear."""
-    firsts = [next(tensors_in(entry), None) for entry in entries]
+    firsts = [first_tensor(entry) for entry in entries]
     if len(entries) < 2 or any(t is None for t in firsts) or len(set(map(_kind, entries))) > 1:
         return False
     if len(rows(entries)) > 1:
@@ -372,7 +360,8 @@ def _cut_sequence(value: list[Any] | tuple[Any, ...], total: int, part: slice) -
             "which may be either; use a tensor in the first case, and keep the size outside of "
             "the batch in the second"
         )
-    if has_tensors(value) and all(rows(v) == {total} for v in value if v is not None):
+    lengths = [rows(v) for v in value if v is not None]
+    if lengths and all(found == {total} for found in lengths):
         raise CannotSplit(
             f"expected samples or fields, got a {_name(value)} of {total} entries with tensors of "
             f"length {total}, which may be either"
@@ -388,7 +377,8 @@ def _coarse_kind(entry: Any) -> Any:
 
 
 def _may_hold_samples(value: Any) -> bool:
-    return isinstance(value, Sized) or any(has_tensors(held) for held in _attributes(value))
+    held = (first_tensor(attribute) for attribute in _attributes(value))
+    return isinstance(value, Sized) or any(tensor is not None for tensor in held)
 
 
 def _attributes(value: Any) -> Iterator[Any]:

@@ -14,11 +14,9 @@ from typing import Any
 from heal.actions import HealingError
 from heal.data.loader_pass import (
     AfterError,
-    EpochStart,
+    DataPosition,
     LoaderPass,
     OnError,
-    PassReader,
-    generator_states,
     is_stateful,
     set_epochs,
     set_next_epoch,
@@ -34,24 +32,6 @@ TWO_AT_ONCE = (
     "two. Iterate the loader of an evaluation itself, without batches(); to train on two loaders, "
     "use one batches(zip(first, second))"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class DataPosition:
-    """Where a stream is: so many batches into an epoch that began like this."""
-
-    epoch: int
-    index: int
-    ordinal: int
-    start: EpochStart | None
-    loader_state: Any = field(default=None, repr=False)
-    generators: tuple[Any, ...] | None = field(default=None, repr=False)
-    """The loader's own, here: its state leaves out what it drew from them besides its order."""
-    is_over: bool = False
-    origin: LoaderPass | None = field(
-        default=None, repr=False, compare=False, metadata={"is_saved": False}
-    )
-    """The pass itself, in the process that made it: a loader has no form on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +99,7 @@ class BatchStream:
         self.is_open = self.was_left = False
         self._num_opened = 0
         self._last_epoch = 0  # the epoch that the loop under way ends with
-        self._reader: PassReader | None = None  # None before the first epoch
+        self._pass: LoaderPass | None = None  # None before the first epoch
         self._furthest = -1  # the newest epoch that was begun; we are before it in a replay
         self._passes: weakref.WeakValueDictionary[int, LoaderPass] = weakref.WeakValueDictionary()
         self._rewind_to: DataPosition | None = None
@@ -137,14 +117,14 @@ class BatchStream:
         self._num_opened += 1
         self.is_open = self.was_left = True
         self._last_epoch = self._furthest + 1
-        if self._reader is None and self._rewind_to is not None:
+        before = self._pass
+        if before is None and self._rewind_to is not None:
             self._last_epoch = self._rewind_to.epoch  # resumed: an epoch that was begun elsewhere
             self._carry_out_rewind(self._rewind_to, loader)
         elif not self._is_replaying():
-            if self._reader is not None:
-                self._reader.end()  # where a ``break`` has left it, it ends when drawn again
+            if before is not None:
+                before.end()  # where a ``break`` has left it, it ends when drawn again
             if self._rewind_to is None:
-                before = None if self._reader is None else self._reader.origin
                 if sets_epoch and before is not None and before.loader is loader:
                     set_next_epoch(loader, before.start)
                 self._begin_epoch(loader)
@@ -165,8 +145,8 @@ class BatchStream:
             try:
                 return self._draw(loader, step)
             except StopIteration:
-                if self._reader is not None:
-                    self._reader.end()
+                if self._pass is not None:
+                    self._pass.end()
             if self.newest[0] >= self._last_epoch:
                 self.was_left = False
                 raise NoMoreBatches
@@ -181,14 +161,9 @@ class BatchStream:
         """Return where the stream is, to return to later."""
         if self._rewind_to is not None:
             return self._rewind_to  # it will be there before the next batch is drawn
-        reader = self._reader
-        if reader is None:
+        if self._pass is None:
             return DataPosition(-1, 0, self.ordinal, None)
-        origin = reader.origin
-        state = origin.loader.state_dict() if is_stateful(origin.loader) else None
-        drawn = reader.epoch, reader.index, self.ordinal
-        own = state, generator_states(origin.loader), reader.is_over
-        return DataPosition(*drawn, origin.start, *own, origin)
+        return self._pass.position(self.ordinal)
 
     def rewind(self, position: DataPosition) -> None:
         """Return to a position; the loader is touched when the next batch is drawn."""
@@ -254,12 +229,12 @@ class BatchStream:
 
     def samples_of(self, index: int) -> list[Any] | None:
         """Return which samples a batch of this epoch has, by their index; None if unknown."""
-        return None if self._reader is None else self._reader.origin.samples_of(index)
+        return None if self._pass is None else self._pass.samples_of(index)
 
     @property
     def newest(self) -> tuple[int, int]:
         """The epoch and the number in it of the batch that was last drawn."""
-        return (-1, -1) if self._reader is None else (self._reader.epoch, self._reader.index - 1)
+        return (-1, -1) if self._pass is None else (self._pass.epoch, self._pass.index - 1)
 
     def _is_replaying(self) -> bool:
         return self.newest[0] < self._furthest
@@ -271,20 +246,14 @@ class BatchStream:
                 f"the workers of a {type(loader).__name__} begin with new seeds when it is "
                 "rewound or resumed: a dataset that draws random numbers in them draws others"
             )
-        start = start_of(loader)
-        before = None if self._reader is None else self._reader.origin
-        known = None if before is None else before.following
-        if known is not None and known.loader is loader:
-            known.begin_again(start)  # drawn again: it ends where it ended
-        else:
-            known = LoaderPass(loader, start)
-        if before is not None:
-            before.note_following(known)
-        self._read_from(known, self.newest[0] + 1).begin()
+        if self._pass is None:
+            self._enter(LoaderPass(loader, 0, self._on_error, self._note)).begin(start_of(loader))
+        else:  # if it is drawn again, it ends where it ended
+            self._enter(self._pass.next_over(loader)).begin(start_of(loader))
 
     def _begin_next(self, loader: Any) -> None:
         """Begin the epoch after one that was drawn again, over the loader that it had."""
-        before = None if self._reader is None else self._reader.origin
+        before = self._pass
         following = None if before is None else before.following
         if following is not None:
             loader = following.loader
@@ -295,11 +264,10 @@ class BatchStream:
                 set_epochs(loader, following.start.epochs)
         self._begin_epoch(loader)
 
-    def _read_from(self, origin: LoaderPass, epoch: int) -> PassReader:
-        self._passes[epoch] = origin
-        self._furthest = max(self._furthest, epoch)
-        self._reader = PassReader(origin, epoch, self._on_error, self._note)
-        return self._reader
+    def _enter(self, origin: LoaderPass) -> LoaderPass:
+        self._passes[origin.epoch] = self._pass = origin
+        self._furthest = max(self._furthest, origin.epoch)
+        return origin
 
     def _draw(self, loader: Any, step: int) -> Any:
         """Return the next batch that is to be given out and can be read."""
@@ -308,21 +276,20 @@ class BatchStream:
                 self._carry_out_rewind(self._rewind_to, loader)
             if self._abandoned_from is not None or len(self._step_of) > LOG_LENGTH:
                 self._prune_log()
-            reader, ordinal = self._reader, self.ordinal
-            if reader is None or reader.was_left_here:
+            now_in, ordinal = self._pass, self.ordinal
+            if now_in is None or now_in.was_left_here:
                 raise StopIteration
-            place = Place(ordinal, reader.epoch, reader.index, reader.origin)
+            place = Place(ordinal, now_in.epoch, now_in.index, now_in)
             try:
-                batch = reader.read()
-                reader.count()
+                batch = now_in.read()
             except (StopIteration, HealingError):
                 raise
             except Exception as error:
                 error.__traceback__ = None  # it would keep the loader's frames alive
                 then = self._on_error(error, place.epoch, place.number)
-                if then is AfterError.TRY_AGAIN and reader.try_again():
+                if then is AfterError.TRY_AGAIN and now_in.try_again():
                     continue
-                reader.pass_over()
+                now_in.pass_over()
                 is_given_out = then is AfterError.STAND_IN and self._last is not None
                 batch = self._last
             else:
@@ -355,17 +322,16 @@ class BatchStream:
         """Return to a position, in the loader that it was in, as far as that is known."""
         self._rewind_to = None
         self.ordinal = position.ordinal
-        now_in, self._reader = self._reader, None
+        now_in, self._pass = self._pass, None
+        if now_in is not None:
+            now_in.close()
+            loader = now_in.loader
         if position.start is None:
             return  # no epoch had begun
         origin = position.origin or self._passes.get(position.epoch)  # none, if it is of the disk
         if origin is None:
-            known = loader if now_in is None else now_in.origin.loader
-            origin = LoaderPass(known, position.start)
-        origin.begin_again(position.start)
-        set_epochs(origin.loader, position.start.epochs)  # not in the state that a loader keeps
-        own = position.loader_state, position.generators, position.is_over
-        self._read_from(origin, position.epoch).go_to(position.index, *own)
+            origin = LoaderPass(loader, position.epoch, self._on_error, self._note)
+        self._enter(origin).go_to(position, position.start)
 
 
 # The batches of one step, drawn one by one as a bare loop draws them.
