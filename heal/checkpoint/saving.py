@@ -178,7 +178,7 @@ class Measured:
         self._copies = HostCopies({"sums": sums, "bad": bad}, {})
 
     def added_to(self, entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], str]:
-        """Wait; return entries with checksums, and why they must not be saved, empty if they may."""
+        """Wait; return entries with checksums, and why not to save them, empty if they may be."""
         found = self._copies.wait()
         sums, bad = dict(zip(self._names, found["sums"].tolist(), strict=True)), int(found["bad"])
         complete = {
