@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heal.causes import NOT_FINITE, PROOF, UNTRAINED, Cause, Family, Finding, Severity
-from heal.exceptions import LOADER_PHASES, classify, message_of, qualified_name
+from heal.exception_causes import LOADER_PHASES, classify, message_of, qualified_name
 from heal.history import History
 
 __all__ = ["Cause", "Diagnosis", "Severity", "diagnose", "diagnose_exception"]

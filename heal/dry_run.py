@@ -27,9 +27,9 @@ from heal.data.split import own_copy
 from heal.journal import Journal
 from heal.micro_batch import TrainStep, check_loss
 from heal.ranks import HostFacts
-from heal.run import TorchRun
 from heal.snapshots import Snapshot
 from heal.state_checks import fingerprints
+from heal.training_run import TorchRun
 from heal.training_state import RngState, TrainingState
 
 

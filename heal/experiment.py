@@ -30,8 +30,8 @@ from heal.detectors.watch import Watch
 from heal.lr_schedules import number_of
 from heal.ranks import Ranks
 from heal.record import Record
-from heal.run import TorchRun
 from heal.snapshots import Snapshot, SnapshotCorrupt
+from heal.training_run import TorchRun
 from heal.training_state import TrainingState
 from heal.trials import Trial
 

@@ -16,12 +16,12 @@ from heal.actions import (
     is_custom,
 )
 from heal.causes import Cause, Family
-from heal.checkpointing import Remedy
 from heal.cluster.watchdog import last_message, leave_message
 from heal.data.split import own_copy
 from heal.data.stream import StepBatches
 from heal.diagnose import Diagnosis, diagnose_exception
-from heal.exceptions import message_of, qualified_name
+from heal.durable import Remedy
+from heal.exception_causes import message_of, qualified_name
 from heal.exit_codes import ExitCode
 from heal.experiment import Experiment
 from heal.journal import Journal
@@ -29,7 +29,7 @@ from heal.micro_batch import TrainStep
 from heal.policy import MAX_HALVINGS
 from heal.record import Flag
 from heal.recovery import Outcome, Recovery
-from heal.run import TorchRun
+from heal.training_run import TorchRun
 
 Failure = tuple[Diagnosis, Exception]
 

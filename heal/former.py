@@ -13,12 +13,15 @@ from typing import Any
 
 MOVED = {
     "heal.chaos": "heal.testing",
+    "heal.checkpointing": "heal.durable",
     "heal.detect": "heal.detectors.watch",
+    "heal.exceptions": "heal.exception_causes",
     "heal.probes": "heal.lab.probes",
+    "heal.run": "heal.training_run",
     "heal.settings": "heal.config_fields",
     "heal.verdict": "heal.record",
 }
-"""Each module that users could import by a path that is documented, and where it is now."""
+"""Each module that could be imported by another path, and where it is now."""
 
 
 class Moved(ModuleType):

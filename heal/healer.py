@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from heal.actions import HealingError, Plan
 from heal.buffers import BufferCopies
 from heal.causes import Finding
-from heal.checkpointing import Durable, HealingMemory
 from heal.cluster.checks import ClusterWatch
 from heal.config import HealingConfig
 from heal.data.loader_pass import AfterError
@@ -27,7 +26,9 @@ from heal.data.stream import BatchStream, NoMoreBatches, StepBatches
 from heal.detectors.watch import Detector, Watch
 from heal.diagnose import Diagnosis
 from heal.dry_run import DryRunReport, Recomputation, dry_run, recompute
+from heal.durable import Durable, HealingMemory
 from heal.exit_codes import ExitCode
+from heal.exits import Exits
 from heal.experiment import Experiment
 from heal.extra_state import note_rewriting, note_stateless
 from heal.failed_steps import FailedSteps
@@ -44,9 +45,8 @@ from heal.progress_bar import progress_bar
 from heal.ranks import NO_FACTS, HostFacts
 from heal.record import Flag, Record
 from heal.recovery import NOTHING_DONE, Hook, Outcome, Recovery
-from heal.run import TorchRun
-from heal.run_end import Exits
 from heal.snapshots import Snapshot, is_due, next_due
+from heal.training_run import TorchRun
 from heal.training_state import TrainingState
 from heal.trials import BodyTrials
 from zclip import ClippedOptimizer

@@ -24,7 +24,7 @@ from heal.causes import Cause, Severity
 from heal.checkpoint.files import DIRECTORY_MODE, FILE_MODE, write_file
 from heal.config import HealingConfig
 from heal.diagnose import Diagnosis
-from heal.exceptions import classify, message_of, qualified_name
+from heal.exception_causes import classify, message_of, qualified_name
 from heal.exit_codes import ExitCode, ExitReason
 from heal.former import OldName
 from heal.json_lines import dumps, encodable, now, read_all, read_events

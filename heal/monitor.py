@@ -21,9 +21,9 @@ from heal.guarded_step import NO_LOSS_SCALE, TOGETHER
 from heal.journal import LEFT_OUT
 from heal.ranks import NO_FACTS, HostFacts
 from heal.record import NO_FLAG, Flag, Record
-from heal.run import TorchRun
 from heal.snapshots import NEVER, is_due, next_due
 from heal.state_checks import HealthCheck
+from heal.training_run import TorchRun
 from heal.training_state import optimized
 from zclip.layout import BLOCKED, CLIPPED, FLAGS, LOSS, NORM, NUM_VERDICT, SPIKE
 

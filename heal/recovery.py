@@ -32,7 +32,7 @@ from heal.history import History, Incident
 from heal.journal import LEFT_OUT, Journal
 from heal.monitor import Monitor, Seen
 from heal.policy import MAX_CONSECUTIVE_DATA_ERRORS, decide
-from heal.run import TorchRun
+from heal.training_run import TorchRun
 
 Hook = Callable[[Diagnosis, Plan], Plan | None]
 """Takes a diagnosis and its plan; returns another plan, or None to agree."""

@@ -30,16 +30,16 @@ FORBIDDEN = {
     "zclip/ops.py": {"zclip.functional", "zclip.backends"},
     "zclip/clippers": {"zclip.optim", "zclip.mailbox", "zclip.backends", "zclip.functional"},
     "zclip/mailbox.py": {"zclip.clippers", "zclip.optim", "zclip.ops"},
-    "heal/training_state.py": {"heal.data", *STEP, "heal.monitor", "heal.run", *ABOVE},
-    "heal/snapshots.py": {"heal.data", *STEP, "heal.monitor", "heal.run", *ABOVE},
-    "heal/buffers.py": {"heal.data", *STEP, "heal.monitor", "heal.run", *ABOVE},
-    "heal/data": {*STEP, "heal.monitor", "heal.run", *ABOVE},
+    "heal/training_state.py": {"heal.data", *STEP, "heal.monitor", "heal.training_run", *ABOVE},
+    "heal/snapshots.py": {"heal.data", *STEP, "heal.monitor", "heal.training_run", *ABOVE},
+    "heal/buffers.py": {"heal.data", *STEP, "heal.monitor", "heal.training_run", *ABOVE},
+    "heal/data": {*STEP, "heal.monitor", "heal.training_run", *ABOVE},
     **{
         f"{name.replace('.', '/')}.py": {
             "heal.detectors.watch",
             "heal.policy",
             "heal.monitor",
-            "heal.run",
+            "heal.training_run",
             *ABOVE,
         }
         for name in sorted(STEP)
@@ -56,13 +56,13 @@ FORBIDDEN = {
         "heal.detectors.watch",
         "heal.detectors",
         "heal.journal",
-        "heal.run",
+        "heal.training_run",
         *ABOVE,
     },
     "heal/monitor.py": {"heal.healer", "heal.integrations"},
-    "heal/journal.py": {"heal.training_state", *STEP, "heal.monitor", "heal.run", *ABOVE},
+    "heal/journal.py": {"heal.training_state", *STEP, "heal.monitor", "heal.training_run", *ABOVE},
     "heal/recovery.py": {"heal.healer", "heal.integrations"},
-    "heal/checkpoint": {*STEP, "heal.monitor", "heal.run", *ABOVE},
+    "heal/checkpoint": {*STEP, "heal.monitor", "heal.training_run", *ABOVE},
 }
 
 

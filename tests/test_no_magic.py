@@ -14,7 +14,7 @@ MAGIC = {
 }
 HOOKS = r"signal\.signal\(|\.excepthook\s*=[^=]|settrace\(|setprofile\("
 MAY_HOOK = {
-    "heal/run_end.py",  # inside of with, run and train
+    "heal/exits.py",  # inside of with, run and train
     "heal/cluster/shutdown.py",  # what these install, and what a user enters by hand
     "zclip/bench/cli.py",  # a program of its own
 }

@@ -13,7 +13,7 @@ from heal.actions import (
     Skip,
     SkipBatches,
 )
-from heal.exceptions import qualified_name
+from heal.exception_causes import qualified_name
 from heal.exit_codes import ExitCode
 from heal.policy import MAX_CONSECUTIVE_DATA_ERRORS
 from heal.testing import Fault
@@ -229,7 +229,7 @@ def test_a_plan_to_halt_may_come_from_the_hook(tmp_path):
 
 
 def test_a_run_without_snapshots_still_refuses_and_halts_where_it_must(monkeypatch):
-    monkeypatch.setattr("heal.run.temporary_folders", lambda: [])  # nor a disk
+    monkeypatch.setattr("heal.training_run.temporary_folders", lambda: [])  # nor a disk
     setup = regression(snapshot_memory_factor=0.5)
     healer = setup.healer()
     strike(setup, [Fault("nan_loss", at=20)], 40, healer)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from heal import Healer, HealingConfig
 from heal.actions import HealingError
 from heal.causes import Cause
-from heal.exceptions import classify
+from heal.exception_causes import classify
 from heal.exit_codes import ExitCode
 from heal.journal import read_events
 

@@ -60,8 +60,11 @@ def test_an_old_name_works_and_names_the_new_one(old, new):
     ("path", "name", "new"),
     [
         ("heal.chaos", "Fault", "heal.testing"),
+        ("heal.checkpointing", "Durable", "heal.durable"),
         ("heal.detect", "Watch", "heal.detectors.watch"),
+        ("heal.exceptions", "classify", "heal.exception_causes"),
         ("heal.probes", "sharpness", "heal.lab.probes"),
+        ("heal.run", "TorchRun", "heal.training_run"),
         ("heal.settings", "settings_of", "heal.config_fields"),
         ("heal.verdict", "Record", "heal.record"),
     ],

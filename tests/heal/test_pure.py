@@ -34,7 +34,7 @@ PURE = [
     "detectors/watch",
     "detectors/weights",
     "diagnose",
-    "exceptions",
+    "exception_causes",
     "exit_codes",
     "former",
     "history",

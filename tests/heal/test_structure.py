@@ -89,7 +89,7 @@ def test_the_healer_is_one_class_without_owners_parts_and_mixins():
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     assert [node.name for node in classes] == ["Healer"]
     assert classes[0].bases == []
-    for name in ("healer", "monitor", "run"):
+    for name in ("healer", "monitor", "training_run"):
         names = {
             node.attr if isinstance(node, ast.Attribute) else node.id
             for node in ast.walk(parsed(ROOT / "heal" / f"{name}.py"))

@@ -179,7 +179,7 @@ def test_what_was_written_before_the_disk_broke_stays(tmp_path, monkeypatch, mem
 
 
 def test_a_full_disk_is_one_note_and_the_run_goes_on(full_disk, tmp_path, monkeypatch):
-    monkeypatch.setattr("heal.run.temporary_folders", lambda: [tmp_path])
+    monkeypatch.setattr("heal.training_run.temporary_folders", lambda: [tmp_path])
     setup = regression(snapshot_memory_factor=2.0, snapshot_interval=5, quarantine_steps=2)
     healer = setup.run(60)
     (note,) = [note for note in healer.notes if "could not be written" in note]
@@ -220,7 +220,7 @@ def test_a_folder_in_memory_is_no_disk(tmp_path):
 def test_a_slow_disk_gets_a_snapshot_only_after_its_share_of_time(
     tmp_path, monkeypatch, wait_share, fewest, most
 ):
-    monkeypatch.setattr("heal.run.temporary_folders", lambda: [tmp_path])
+    monkeypatch.setattr("heal.training_run.temporary_folders", lambda: [tmp_path])
     monkeypatch.setattr("heal.snapshots.PATIENCE", -1.0)  # any wait is a long one
     monkeypatch.setattr("heal.snapshots.WAIT_SHARE", wait_share)
     setup = regression(snapshot_memory_factor=0.5, snapshot_interval=5, quarantine_steps=2)

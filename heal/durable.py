@@ -39,8 +39,8 @@ from heal.json_lines import plain
 from heal.monitor import Monitor
 from heal.policy import MAX_CONSECUTIVE_DATA_ERRORS
 from heal.recovery import Recovery
-from heal.run import TorchRun
 from heal.snapshots import NEVER, Snapshot, next_due
+from heal.training_run import TorchRun
 from heal.training_state import RngState, TrainingState
 
 LOG = logging.getLogger("heal")

@@ -24,7 +24,7 @@ from heal.state_checks import Constants, find_corruption
 from heal.training_state import RestoreFailed, RngState, StateMismatch, TrainingState
 
 if TYPE_CHECKING:
-    from heal.checkpointing import Durable
+    from heal.durable import Durable
     from heal.lab.weight_anchor import WeightAnchor
 
 TRIES = 2  # to write a snapshot before an older one is used
