@@ -710,7 +710,8 @@ class Experiment:
         good = list(self._ranks.common(good))
         if finding.cause is Cause.NOT_LEARNING:  # a player's loss is no measure of progress
             return [(step, None) for step in good[-1:]] if len(self._state.optimizers) == 1 else []
-        if finding.cause is Cause.DIVERGENCE and self._watch.has_schedule():
+        is_of_schedule = self._watch.has_schedule() and self._unexplained_lr() is None
+        if finding.cause is Cause.DIVERGENCE and is_of_schedule:
             good = [s for s in good if not self._is_explained(s)]
         before = [s for s in good if s <= finding.bad_step] or good[-1:]
         players = len(self._state.optimizers)
@@ -740,7 +741,7 @@ class Experiment:
         return has_learned and self._run.learning_rate() > (1.0 + SAME) * before
 
     def _unexplained_lr(self) -> tuple[float, float] | None:
-        """Return the present rate and the highest one held, if no schedule explains the former."""
+        """Return the present rate and the highest one explained, if that is clearly lower."""
         (held, _), lr = self._watch.held_lr(), self._run.learning_rate()
         return (lr, held) if held > 0.0 and not 0.0 < lr < CLEAR_RATIO * held else None
 

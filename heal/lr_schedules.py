@@ -168,6 +168,7 @@ class Schedules:
         all: every schedule that was given, to be saved and loaded.
         are_followed: whether :meth:`before_step` and :meth:`step` have anything to do. False from
             the first step on if there is no schedule.
+        was_put_back: whether a rate was put back before this step.
 
     Raises:
         TypeError: a given schedule has no ``step``, or an own one has no state to save.
@@ -222,6 +223,7 @@ class Schedules:
         self._surprises = [0] * len(self.stepped)
         self._has_begun = False
         self._puts_back: bool | None = None  # None: not before the rates are on schedule
+        self._is_held = self.was_put_back = False
         self._look_who_drives()
 
     def follow_caller(self) -> None:
@@ -230,6 +232,7 @@ class Schedules:
 
     def step(self) -> None:
         """Step those that were given."""
+        self.was_put_back = False
         for i, scheduler in enumerate(self.stepped):
             self._surprises[i] += 1
             count = getattr(scheduler, "last_epoch", None)
@@ -275,20 +278,26 @@ class Schedules:
     def put_back(self) -> None:
         """Return every rate to its schedule, if something else has changed one.
 
-        Once: code that changes it again means it. Nor before the rates were on schedule for the
-        first time, because the loop may have a warm-up of its own.
+        Once, unless they are held: code that changes it again means it. Nor before the rates were
+        on schedule for the first time, because the loop may have a warm-up of its own.
         """
         if not self._puts_back:
             return
         found, scheduled = self.rates()
         if _distance(found, scheduled) <= 1.0 + SAME:
             return
-        self._puts_back = False
+        self._puts_back = self._is_held
+        self.was_put_back = True
         for optimizer in self._optimizers:
             groups = optimizer.inner.param_groups
             for group, lr in zip(groups, self._expected(optimizer), strict=False):
                 if _distance(number_of(group.get("lr")), number_of(lr)):
                     _write([group], [{"lr": lr}])
+
+    def hold(self, is_held: bool) -> None:
+        """Put rates back before every step from now on, or no longer."""
+        self._is_held = is_held
+        self._puts_back = is_held or None
 
     def expect_change(self) -> None:
         """Leave rates that are off their schedule now alone until they are on it again."""

@@ -192,19 +192,23 @@ class TorchRun:
         """Hold the learning rate at ``limit`` until the incident is over and it is no higher.
 
         A rollback has just put it back: that it is no higher now says nothing about what raised it.
+        A rate whose schedule is known is held on that.
         """
         self.lr_limit = limit
+        self.schedules.hold(True)
         self._lr_limit_until = self.step + self.config.incident_steps
 
     def apply_lr_limit(self) -> None:
         """Scale the rate of the next step down to the limit of :meth:`hold_lr`, if there is one."""
         if self.lr_limit is None:
             return
-        lr = self.learning_rate()
-        if lr == 0.0 or 0.0 < lr <= self.lr_limit * (1.0 + 1e-6):
+        lr, scheduled = self.learning_rate(), self.schedules.rates()[1]
+        is_on_schedule = not math.isnan(scheduled)  # at least since it was put back
+        if is_on_schedule or lr == 0.0 or 0.0 < lr <= self.lr_limit * (1.0 + 1e-6):
             self.lr_scale = self._lr_scale
-            if self.step >= self._lr_limit_until:
+            if self.step >= self._lr_limit_until and not self.schedules.was_put_back:
                 self.lr_limit = None
+                self.schedules.hold(False)
             return
         for optimizer in self.guarded.optimizers:
             # A negative rate changes its sign: no schedule ascends.

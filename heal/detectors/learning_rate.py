@@ -24,9 +24,10 @@ class LrChange:
     schedule holds as soon as that is no coincidence.
 
     Attributes:
-        held: the highest rate that the run has held for ``BLOCK`` steps; 0 if it never did. A rate
-            above it that no schedule explains is a suspect when damage is found.
-        held_until: the last step whose rate was positive and no higher.
+        held: the highest rate that is explained: the scheduled one if the rate has left its
+            schedule, without one the highest that the run has held for ``BLOCK`` steps; 0 if there
+            is none. A rate above it is a suspect when damage is found.
+        held_until: the last step whose rate was explained.
     """
 
     def __init__(self, config: HealingConfig) -> None:
@@ -43,16 +44,16 @@ class LrChange:
             return None
         last, self.last = self.last, lr
         was_off, is_first = self.is_off, last != last
-        self.same = self.same + 1 if abs(lr - last) <= SAME * abs(last) else 0
         self.idle = self.idle + 1 if lr == 0.0 else 0
         self.has_schedule = math.isfinite(scheduled)
         if self.has_schedule:
-            self.held = 0.0
             self.is_off = abs(lr - scheduled) > SAME * abs(scheduled)
+            self._follow(record.step, lr, scheduled)
             # A schedule may begin or end at zero, but it should not stay there or go below.
             is_wrong = self.idle == FEWEST or (lr < 0.0 and not last < 0.0)
             is_found = not was_off if self.is_off else is_wrong
             return self._found(record, scheduled, True) if is_found else None
+        self.same = self.same + 1 if abs(lr - last) <= SAME * abs(last) else 0
         if self.same >= BLOCK:
             self.held = max(self.held, lr)
         if 0.0 < lr <= (1 + SAME) * self.held:
@@ -62,6 +63,22 @@ class LrChange:
         self.is_off = lr < 0.0 or (lr == 0.0 and not is_first)
         is_found = has_leapt or (self.is_off and not was_off)
         return self._found(record, last, False) if is_found else None
+
+    def _follow(self, step: int, lr: float, scheduled: float) -> None:
+        """Note which rate is explained, beside a schedule.
+
+        Schedules of torch multiply the rate that they find: one that has left its schedule and is
+        not put back seems to be on it again a step later. So it must stay there for a while.
+        """
+        self.same = 0 if self.is_off else self.same + 1
+        is_back = 0.0 < lr <= (1 + SAME) * self.held
+        if is_back or self.same >= BLOCK:
+            self.held = 0.0
+        if not self.is_off and not self.held:
+            self.held_until = step
+        # A loop that sets rates of its own from the start, or says that it does, means it.
+        if self.is_off and not self.held and self.held_until >= 0:
+            self.held = scheduled
 
     def _found(self, record: Record, usual: float, has_schedule: bool) -> Finding:
         lr = record.lr
@@ -85,7 +102,7 @@ class LrChange:
     def start_over(self, step: int) -> None:
         """Take the rate of ``step`` as the run's own; those before it may be known only later."""
         self.last, self.same, self.idle, self.held, self.is_off = math.nan, 0, 0, 0.0, True
-        self.first_step = step
+        self.held_until, self.first_step = -1, step
 
     def state(self) -> dict[str, Any]:
         names = ("same", "idle", "held", "held_until", "is_off")

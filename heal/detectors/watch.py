@@ -146,9 +146,9 @@ class Watch:
         return self._loss.level()
 
     def held_lr(self) -> tuple[float, int]:
-        """Return the highest learning rate that the run has held and no schedule set; 0 if none.
+        """Return the highest learning rate that is explained, and the last step with such a rate.
 
-        And the last step with a rate that was no higher.
+        The rate is 0 if there is none, or if the rate is the scheduled one.
         """
         return self._lr.held, self._lr.held_until
 

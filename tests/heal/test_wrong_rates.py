@@ -13,7 +13,7 @@ from benchmarks.damage.runs import train
 from benchmarks.damage.table import TOLERANCE
 from benchmarks.healthy.problems import Classes, cross_entropy, mlp
 from heal import Healer
-from heal.actions import HealingError
+from heal.actions import HealingError, HoldLr, Rollback, SkipBatches
 from heal.exit_codes import ExitCode
 
 STEPS = 500
@@ -85,6 +85,34 @@ def test_weights_from_before_a_rate_began_to_creep_are_returned_to(family, seed)
     healed = train(make(family, seed), kind("LR + 3 % per step"), seed, STEPS, "heal")
     twin = train(make(family, seed)._replace(loader=healed.batches), None, seed, STEPS, "none")
     assert healed.loss <= TOLERANCE * twin.loss
+
+
+@pytest.mark.parametrize("rate", [0.1, -2e-3])
+def test_a_rate_set_beside_the_schedule_is_held_on_it_once_it_has_done_damage(rate, tmp_path):
+    """A cosine of torch multiplies the rate that it finds, so that it follows the wrong one."""
+
+    def trained(change, batches=None):
+        made = make("MLP", 61)
+        schedule = schedulers.CosineAnnealingLR(made.optimizer, STEPS)
+        healer = Healer(made.model, made.optimizer, schedule, run_dir=tmp_path)
+        used = {}
+        for batch in healer.batches(made.loader if batches is None else batches):
+            step = healer.last_step + 1
+            if change and step >= 200:
+                made.optimizer.param_groups[0]["lr"] = rate
+            loss = made.train_step(batch)
+            loss.backward()
+            healer.step(loss)
+            made.optimizer.zero_grad()
+            used[step] = batch
+        healer.close()
+        return made.evaluate(), healer, [used[step] for step in sorted(used)]
+
+    loss, healer, batches = trained(change=True)
+    (plan,) = [plan for _, diagnosis, plan in healer.history if plan]
+    assert [type(action) for action in plan] == [Rollback, SkipBatches, HoldLr]
+    assert healer.metrics()["healing/recovery_attempts"] == 1.0
+    assert loss <= TOLERANCE * trained(change=False, batches=batches)[0]
 
 
 def cyclic(seed, healed):

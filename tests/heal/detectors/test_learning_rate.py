@@ -108,6 +108,21 @@ def test_a_rate_is_held_once_it_was_the_same_for_32_steps():
     assert held([1e-3] * 60, scheduled=1e-3) == 0.0  # a schedule explains it
 
 
+@pytest.mark.parametrize("seems_on_for", [31, 33])
+def test_a_rate_that_has_left_its_schedule_is_explained_after_32_steps_on_it(seems_on_for):
+    """A schedule of torch goes on from the rate that it finds."""
+    watch, seems_on = Watch(HealingConfig()), [8e-3] * seems_on_for
+    lrs, scheduled = [*STEADY, 8e-3, *seems_on], [*STEADY, 1e-3, *seems_on]
+    for step, (lr, wanted) in enumerate(zip(lrs, scheduled, strict=True)):
+        watch.observe(Record(step=step, loss=1.0, norm=1.0, lr=lr, scheduled_lr=wanted))
+    is_explained = seems_on_for > 31
+    assert watch.held_lr() == ((0.0, len(lrs) - 1) if is_explained else (1e-3, len(STEADY) - 1))
+
+
+def test_a_rate_that_was_never_on_its_schedule_is_meant():
+    assert held([8e-3] * 60, scheduled=1e-3) == 0.0
+
+
 def test_the_last_step_with_a_rate_that_was_held_is_known():
     watch = Watch(HealingConfig())
     rates = [1e-3] * 40 + [1e-4] * 5 + [1e-3 * 1.03**step for step in range(1, 20)]
