@@ -9,9 +9,9 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ Layer = tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
 """Rows of weights, and a bias for each."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """Standardise, then layers of weights with tanh between them: log-odds.
 
@@ -59,17 +59,20 @@ class Model:
     limits: dict[float, float]
     stretch_steps: int
     card: dict[str, Any]
-    indices: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    folded: tuple[Layer, ...] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        """Fold the standardisation into the first layer: a fifth of the work of every step."""
-        object.__setattr__(self, "indices", tuple(map(NAMES.index, self.names)))
+    @cached_property
+    def indices(self) -> tuple[int, ...]:
+        """Where its features are among all."""
+        return tuple(map(NAMES.index, self.names))
+
+    @cached_property
+    def folded(self) -> tuple[Layer, ...]:
+        """The layers, with the standardisation in the first: that is a fifth less work per step."""
         weights, biases = self.layers[0]
         rows = tuple(tuple(map(mul, row, self.scales)) for row in weights)
         shifts = (sum(map(mul, row, self.means)) for row in rows)
         first = rows, tuple(bias - shift for bias, shift in zip(biases, shifts, strict=True))
-        object.__setattr__(self, "folded", (first, *self.layers[1:]))
+        return (first, *self.layers[1:])
 
     def logit(self, features: Sequence[float]) -> float:
         """Return the log-odds of failure soon, not calibrated."""
@@ -131,13 +134,9 @@ def shipped() -> Model:
     return from_json(json.loads(SHIPPED.read_text(encoding="utf-8")))
 
 
-# Whether there is a warning, and how the run is.
-
-
 DEFAULT_SHARE = 0.02
 """One false warning in 10,000 steps is a share of 0.05 of stretches of 500, on runs like those of
 the calibration; this leaves room for runs that are unlike them."""
-
 
 CLEAR_MARGIN = 2.0  # log-odds below the limit that evidence must stay to end a warning
 QUIET_STEPS = 50  # for so long
