@@ -17,10 +17,8 @@ from heal.training_state import optimized
 if TYPE_CHECKING:
     from heal.guarded_step import WatchedOptimizer
 
-
 SQUARES = ("exp_avg_sq", "square_avg", "sum")
 """What optimizers call their running mean, or sum, of squared gradients."""
-
 
 SMALLEST = torch.finfo(torch.float64).tiny  # instead of a count of zero, to divide by
 
@@ -115,15 +113,14 @@ class WeightAnchor:
 
     def _mean(self, optimizer: Any) -> Tensor:
         """Return the mean of what is remembered, over all weights of all ranks, on the device."""
-        sums: Tensor | None = None
-        for param in _trained(optimizer):
+        params = _trained(optimizer)
+        device = params[0].device if params else torch.device("cpu")
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        for param in params:
             fisher = _squares(param, optimizer.state.get(param, {}))
-            if sums is None:
-                sums = torch.zeros(2, dtype=torch.float64, device=param.device)
             if fisher is not None:
-                sums[0] += fisher.sum(dtype=torch.float64).to(sums.device, non_blocking=True)
+                sums[0] += fisher.sum(dtype=torch.float64).to(device, non_blocking=True)
                 sums[1] += fisher.numel()
-        sums = torch.zeros(2, dtype=torch.float64) if sums is None else sums
         sums = self._ranks.mean(sums)
         return sums[0] / sums[1].clamp(min=SMALLEST)
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from heal.lab.forecast.features import CHECK_INTERVAL, NAMES, Features
 from heal.lab.forecast.forecast_watch import FIRST_STEP
+from heal.record import NO_FLAG, Flag, Record
 from tools.forecast.corpus import damaged_at, failed
 from tools.forecast.scenarios import SLOW
 from tools.forecast.simulate import Streams
@@ -100,8 +101,9 @@ def features_of(records: NDArray[np.float32]) -> NDArray[np.float32]:
     out = np.empty((len(records), len(NAMES)), np.float32)
     for step, row in enumerate(records.tolist()):
         loss, norm, clipped_norm, lr, clipped, blocked, weight_norm = row
-        out[step] = followed.update(
-            loss, norm, clipped_norm, lr, math.nan, clipped > 0, blocked > 0, math.nan
+        flags = Flag.CLIPPED if clipped > 0 else NO_FLAG
+        out[step] = followed.observe(
+            Record(step, flags, blocked > 0, norm, clipped_norm, loss=loss, lr=lr)
         )
         if step % CHECK_INTERVAL == 0:
             followed.observe_weights(weight_norm)

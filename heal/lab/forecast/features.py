@@ -84,44 +84,21 @@ class Features:
 
     def observe(self, record: Record) -> list[float]:
         """Take in a step, in order."""
-        return self.update(
-            record.loss if record.has_finite_loss else math.nan,
-            record.norm,
-            record.clipped_norm,
-            record.lr,
-            record.scheduled_lr,
-            record.has(Flag.CLIPPED),
-            record.blocked,
-            record.seconds,
-        )
-
-    def update(
-        self,
-        loss: float,
-        norm: float,
-        clipped_norm: float,
-        lr: float,
-        scheduled_lr: float,
-        clipped: bool,
-        blocked: bool,
-        seconds: float,
-    ) -> list[float]:
-        """As :meth:`observe`, from plain numbers."""
         self.steps += 1.0
         self.since_check += 1.0
-        if abs(loss) < LARGEST:
-            self._observe_loss(loss)
-        log_norm = math.log(norm) if 0.0 < norm < LARGEST else math.nan
-        if log_norm == log_norm:
-            self._observe_norm(log_norm)
+        if record.has_finite_loss and abs(record.loss) < LARGEST:
+            self._observe_loss(record.loss)
+        if 0.0 < record.norm < LARGEST:
+            self._observe_norm(math.log(record.norm))
+        clipped = record.has(Flag.CLIPPED)
         self.clip_fast += SHARE * (clipped - self.clip_fast)
         self.clip_slow += SLOW * (clipped - self.clip_slow)
-        self.refused += MID * (blocked - self.refused)
-        if 0.0 < lr < LARGEST:
-            self._observe_lr(lr, scheduled_lr, clipped_norm)
-        if 0.0 < seconds < LARGEST:
+        self.refused += MID * (record.blocked - self.refused)
+        if 0.0 < record.lr < LARGEST:
+            self._observe_lr(record.lr, record.scheduled_lr, record.clipped_norm)
+        if 0.0 < record.seconds < LARGEST:
             self.i += 1.0
-            log_seconds = math.log(seconds)
+            log_seconds = math.log(record.seconds)
             self.second_fast += max(1.0 / self.i, FAST) * (log_seconds - self.second_fast)
             self.second_slow += max(1.0 / self.i, SLOW) * (log_seconds - self.second_slow)
         return self._values()
