@@ -1,4 +1,4 @@
-"""The interface of a tracker: four methods."""
+"""Trackers show a run elsewhere: their interface of four methods, and those that come with us."""
 
 import math
 import time
@@ -53,9 +53,6 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Send what waits to be sent, and end the run if ``start`` began it."""
         ...
-
-
-# From the names of trackers to trackers.
 
 
 METHODS = ("start", "log", "alert", "close")
@@ -113,7 +110,6 @@ def _made(tracker: Any, settings: dict[str, Any]) -> Tracker:
 
 
 # Passes every line of the journal on to the trackers; none of them can hurt the run.
-
 
 PATIENCE = 3
 """Failures in a row after which a method is left alone: each may cost a network timeout."""

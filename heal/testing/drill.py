@@ -50,17 +50,14 @@ def standard_faults(steps: int, optimizers: Sequence[Optimizer] = ()) -> list[Fa
 
 
 def _counts_steps(optimizer: Optimizer) -> bool:
-    """Whether an optimizer keeps a count of steps, by a step of another one of its kind.
-
-    Its own state is empty before the first step. Where none can be made it is taken to count.
-    """
+    """Whether an optimizer counts its steps, by the first of another one of its kind."""
     optimizer = getattr(optimizer, "inner", optimizer)
     weight = torch.nn.Parameter(torch.ones(2, 2))
     weight.grad = torch.ones(2, 2)
     try:
         alike = type(optimizer)([weight], **optimizer.defaults)
         alike.step()
-    except Exception:
+    except Exception:  # such as an argument that is not among the defaults
         return True
     return "step" in alike.state[weight]
 

@@ -116,10 +116,7 @@ class TrainerBatches:
         return diagnosis.family is Family.WAIT and self._healer.heal(diagnosis, error)
 
     def _draw(self) -> Any | None:
-        """Return the next batch; None at the end of an epoch.
-
-        The rest of an epoch that was rewound comes before the one that the trainer has begun.
-        """
+        """Return the next batch, first of an epoch that was rewound; None at the end of one."""
         while True:
             if self._epoch is None:
                 if self._to_begin is None:
@@ -263,7 +260,6 @@ class _EpochIterator:
 # How many batches a step has, when gradients are synchronised and when an epoch is over follows
 # from counters that are local to that loop. With ``after_rollback="replay_data"`` the data goes
 # back, and so must they: else a step of the replay would have other batches than the first time.
-
 
 RESUMED = "a rollback"  # where a path of a checkpoint would stand; nothing is read from it
 

@@ -13,9 +13,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from heal.checkpoint.files import put_aside
 from heal.data.split import own_copy
 
-# Where a trainer is: the counters, sums and buffers that it keeps beside weights and optimizer.
-
-
 COUNTS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos")
 BEST = ("best_metric", "best_model_checkpoint", "best_global_step")
 """What the trainer's state holds of its best evaluation, which may be of a step that is undone."""
@@ -101,7 +98,6 @@ class TrainerPosition:
 # What becomes of a trainer's checkpoints whose steps were undone: no resume begins with them.
 #
 # At least one sound checkpoint stays, if there was one, whatever kills the run next.
-
 
 ABANDONED = "abandoned-"
 """Before the name: what begins with ``checkpoint-`` the trainer counts, keeps and removes."""

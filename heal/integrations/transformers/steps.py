@@ -21,7 +21,6 @@ from heal.healer import Healer
 from heal.integrations.patches import Patches
 from heal.integrations.transformers.batches import ReplayedEpochs, TrainerBatches
 from heal.integrations.transformers.position import TrainerPosition
-from heal.journal import LEFT_OUT
 from heal.ranks import HostFacts
 from zclip.clippers import ClipResult
 
@@ -126,13 +125,7 @@ class TrainerSteps:
 
     @contextmanager
     def _trial(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Iterator[None]:
-        """Compare old weights with today's on a micro-batch before the step takes it.
-
-        The batch is prepared once: completions that were generated for the step serve the trial
-        as well. But a loss over completions that the policy has just generated is about zero,
-        whatever the weights: there rewards are compared, for which both weights generate answers
-        to the prompts. What the trainer counts and logs meanwhile is put back.
-        """
+        """Compare old weights with today's on a micro-batch, which is prepared once for both."""
         trainer, experiment = self._trainer, self._healer.experiment
         model.train()
         prepared = trainer._prepare_inputs(inputs)
@@ -152,12 +145,12 @@ class TrainerSteps:
             trainer._generate_and_score_completions(own_copy(inputs))
             return -float(trainer._metrics["train"][REWARD][-1])
 
-        suspicion, level = experiment.suspicion, None
-        if suspicion is not None and suspicion.cause is not Cause.NONFINITE_GRADIENT:
-            # Not in evaluation mode, where the trainer keeps rewards elsewhere.
-            level = (
-                None if suspicion.is_of_evaluation else reward_level(trainer, suspicion.bad_step)
-            )
+        # A loss over completions that the policy has just generated is about zero, whatever the
+        # weights. There rewards are compared, for which both weights generate answers; not in
+        # evaluation mode, where the trainer keeps rewards elsewhere.
+        asked, level = experiment.suspicion, None
+        if asked and asked.cause is not Cause.NONFINITE_GRADIENT and not asked.is_of_evaluation:
+            level = reward_level(trainer, asked.bad_step)
         if level is None:
             experiment.compare(compute)
         else:
@@ -269,16 +262,15 @@ class TrainerSteps:
     def _measured(self) -> list[ClipResult | None]:
         """Measure, clip if that is ours, and judge the loss; all groups are skipped or none is."""
         if self._results is None:
-            ranks = self._guarded.ranks
-            try:
-                self._facts = self._healer.monitor.facts()
-            except Exception as error:
-                self._facts = HostFacts()
-                self._healer.note(f"{LEFT_OUT}: {error!r}")
+            ranks, self._facts = self._guarded.ranks, HostFacts()
+            self._healer.contained(self._ask_host)
             lanes = ranks.lanes(self._facts, self._loss) if ranks.has_others else None
             self._results = self._guarded.clip(self._loss, lanes)
             self._judged = self._guarded.judge(self._results, self._loss, lanes)
         return self._results
+
+    def _ask_host(self) -> None:
+        self._facts = self._healer.monitor.facts()
 
     def step(self, closure: Any = None) -> None:
         """Replace ``optimizer.step``. What it raises is healed once the step is over.

@@ -228,10 +228,7 @@ class SelfHealingCallback(TrainerCallback):
         os.replace(beside, folder / FILE)
 
     def _resume(self, path: Path) -> None:
-        """Return to what was saved; nothing if the checkpoint was made without healing.
-
-        What cannot be read is noted: training goes on, and learns it again.
-        """
+        """Return to what was saved; what cannot be read is noted, and learned again."""
         if self.healer is None or not path.is_file():
             return
         try:
