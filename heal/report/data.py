@@ -204,20 +204,17 @@ def environment(report: RunReport) -> list[tuple[str, str]]:
 
 def _rank(report: RunReport, rank: int, began: float) -> dict[str, Any]:
     curves, page = report.curves.get(rank), report.postmortems.get(rank)
-    told: dict[str, Any] = {"rank": rank, "records": 0, "last_step": None, "usual_seconds": None}
-    told |= {"nonfinite": 0, "ending": None, "columns": {}}
-    if page is not None:
-        told["ending"] = words.shorten(str(page.get("exit_reason")), 40)
-    if curves is not None:
-        rows = curves.rows()
-        told |= {
-            "records": curves.count,
-            "last_step": curves.last_step,
-            "usual_seconds": curves.median_seconds(),
-            "nonfinite": curves.nonfinite,
-            "columns": {n: [_short(row, i, began) for row in rows] for i, n in enumerate(COLUMNS)},
-        }
-    return told
+    rows = [] if curves is None else curves.rows()
+    columns = {n: [_short(row, i, began) for row in rows] for i, n in enumerate(COLUMNS)}
+    return {
+        "rank": rank,
+        "records": 0 if curves is None else curves.count,
+        "last_step": None if curves is None else curves.last_step,
+        "usual_seconds": None if curves is None else curves.median_seconds(),
+        "nonfinite": 0 if curves is None else curves.nonfinite,
+        "ending": None if page is None else words.shorten(str(page.get("exit_reason")), 40),
+        "columns": {} if curves is None else columns,
+    }
 
 
 def _short(row: Row, column: int, began: float) -> float | None:

@@ -143,6 +143,7 @@ class Start:
 
     ids: set[str]
     began: float
+    rank: int = 0  # the lowest that wrote such a line
     resumes: bool = False
 
 
@@ -158,24 +159,24 @@ def find_runs(files: RunFiles) -> list[Start]:
     own: a start of another rank belongs to the run of the lowest rank that began nearest to it.
     """
     starts: dict[str, Start] = {}
-    ranks: dict[str, int] = {}
     for rank, line in read_events(files, Damage()):
-        name = run_id(line)
-        start = starts.setdefault(name, Start({name}, seconds_of(line.get("time")) or 0.0))
+        name, time = run_id(line), seconds_of(line.get("time")) or 0.0
+        start = starts.setdefault(name, Start({name}, time, rank))
+        start.rank = min(start.rank, rank)
         start.resumes |= line.get("event") == "resumed"
-        ranks[name] = min(rank, ranks.get(name, rank))
-    lowest = min(ranks.values(), default=0)
-    own = {name: start for name, start in starts.items() if ranks[name] == lowest}
+    lowest = min((start.rank for start in starts.values()), default=0)
+    own = [start for start in starts.values() if start.rank == lowest]
     runs: list[Start] = []
-    for start in own.values():
+    for start in own:
         if runs and start.resumes:
             runs[-1].ids |= start.ids
         else:
             runs.append(Start(set(start.ids), start.began))
-    for name in starts.keys() - own.keys():
-        gaps = {mine: abs(start.began - starts[name].began) for mine, start in own.items()}
-        nearest = min(gaps, key=lambda mine: gaps[mine])
-        next(run for run in runs if nearest in run.ids).ids.add(name)
+    for start in starts.values():
+        if start.rank != lowest:
+            gaps = [(abs(start.began - mine.began), place) for place, mine in enumerate(own)]
+            nearest = own[min(gaps)[1]]
+            next(run for run in runs if nearest.ids <= run.ids).ids |= start.ids
     return runs
 
 
