@@ -25,6 +25,7 @@ from torch import Tensor
 
 from heal.buffers import Key, local_part
 from heal.causes import NOT_FINITE, PROOF, UNTRAINED, Cause, Family, Finding, Severity
+from heal.detectors.foreign_writes import WRITTEN_BY
 from heal.detectors.robust import SAME, STANDARD_ERRORS
 from heal.detectors.watch import Watch
 from heal.lr_schedules import number_of
@@ -100,8 +101,8 @@ def judge(
     losses do: today's weights that lose every batch are worse, though it be by a tenth. Not in
     evaluation mode, where all pairs share the noise of the running statistics too. They must lose
     by more than the noise of the losses, because a higher rate makes weights a little worse as
-    well, until it falls. Where no update can have made of the weights what they are, the noise of
-    the differences counts instead, and more batches are taken as long as each is lost.
+    well, until it falls. Where no update can have made of the weights what they are, it is enough
+    to lose by the noise of the differences, and more batches are taken as long as each is lost.
 
     Args:
         pairs: at least one.
@@ -122,13 +123,12 @@ def judge(
         return None
     mean = _mean(pairs)
     is_steady = not is_of_evaluation and all(pair.now > pair.old for pair in pairs)
-    if is_steady and is_no_update:
+    is_lost = _loses(mean, CLEAR_NOISE * noise, STEADY_RATIO if is_steady else CLEAR_RATIO)
+    if not is_lost and is_steady and is_no_update:
         error = stdev(pair.now - pair.old for pair in pairs) / math.sqrt(len(pairs))
         if mean.now - mean.old <= STANDARD_ERRORS * error:
             return None
-        return Answer.DAMAGED if _loses(mean, 0.0, 1.0 + SAME) else Answer.OTHER_DATA
-    ratio = STEADY_RATIO if is_steady else CLEAR_RATIO
-    is_lost = _loses(mean, CLEAR_NOISE * noise, ratio)
+        is_lost = _loses(mean, 0.0, 1.0 + SAME)
     return Answer.DAMAGED if is_lost else Answer.OTHER_DATA
 
 
@@ -201,6 +201,7 @@ class _Question:
     due_at: int
     patient_until: int
     arms: list[tuple[int, int | None]]  # step of a snapshot, optimizer to swap (None: all)
+    is_no_update: bool  # whether the differences decide, see judge
     arm: int = 0
     pairs: list[Pair] = field(default_factory=list)
     all_pairs: list[Pair] = field(default_factory=list)
@@ -299,7 +300,10 @@ class Experiment:
         noise = _number(finding.evidence.get("noise"), spread)
         noise = 0.0 if math.isnan(noise) else noise
         wait = min(LONGEST_WAIT, max(SHORTEST_WAIT, step // 4))
-        self._question = _Question(finding, noise, baseline, step, step + wait, arms)
+        # A meant write is told from damage by the noise, as long as that is no guess.
+        is_guess = WRITTEN_BY in finding.evidence and not self._watch.knows_noise
+        is_no_update = finding.is_kept or is_guess
+        self._question = _Question(finding, noise, baseline, step, step + wait, arms, is_no_update)
         self._run.ring.pin({step for step, _ in arms})
         return True
 
@@ -468,7 +472,7 @@ class Experiment:
             question.noise,
             question.baseline,
             question.is_of_evaluation,
-            question.finding.is_kept,
+            question.is_no_update,
         )
         is_game = question.arms[0][1] is not None
         # What one player gains the other loses, and what was trained on the data that has come

@@ -238,7 +238,8 @@ def _rungs(case: _Case) -> Iterator[Plan]:
             yield soft
         return
     tried = 0 if case.is_another_leap else case.count(Rollback)
-    target = usable[min(tried, len(usable) - 1)]
+    # Each time one older than the newest: a rollback drops those that are newer than its target.
+    target = usable[min(tried, 1, len(usable) - 1)]
     back: Plan = (Rollback(target), *_skip(case, target, tried), *_held_rate(diagnosis))
     is_new_fact = about.is_found_late and diagnosis.cause.value not in case.known
     if not tried or is_new_fact:  # a transient fault or bad data needs no lower rate

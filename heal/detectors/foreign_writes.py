@@ -7,6 +7,9 @@ from heal.config import HealingConfig
 from heal.detectors.robust import RECENT
 from heal.record import NO_FLAG, Flag, Record
 
+WRITTEN_BY = "written_by"
+"""The evidence that something other than an update has written."""
+
 
 class ForeignWrites:
     """Suspects weights or moments that something other than the optimizer has written.
@@ -34,7 +37,7 @@ class ForeignWrites:
             return None
         if record.has(Flag.STATISTICS_WRITTEN) and record.step > self.expected:
             evidence: dict[str, object] = {
-                "written_by": "something other than a forward pass",
+                WRITTEN_BY: "something other than a forward pass",
                 "tensor": "running statistics",
             }
             return Finding(
@@ -57,7 +60,7 @@ class ForeignWrites:
             step=record.step,
             bad_step=written,
             severity=Severity.WARN,
-            evidence={"written_by": "something other than the optimizer", "measured": True},
+            evidence={WRITTEN_BY: "something other than the optimizer", "measured": True},
             wants_proof=True,
         )
 

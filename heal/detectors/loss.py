@@ -98,6 +98,11 @@ class LossChange:
         learned = NEGLIGIBLE * (min(self.first) - level)  # the others may have exploded
         return level, max(spread, least, learned, sys.float_info.min)
 
+    @property
+    def knows_noise(self) -> bool:
+        """Whether there are losses enough to measure the noise."""
+        return len(self.losses) >= BLOCK
+
     def ratio_of(self, loss: float) -> float:
         """Return a loss over its level; that of the last one where the level is not known."""
         return self._ratio(loss, *self.level())

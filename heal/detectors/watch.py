@@ -145,6 +145,11 @@ class Watch:
         """Return the level of the loss and its noise; NaN while they are not known."""
         return self._loss.level()
 
+    @property
+    def knows_noise(self) -> bool:
+        """Whether the noise of the loss was measured; else it is a guess that allows for much."""
+        return self._loss.knows_noise
+
     def held_lr(self) -> tuple[float, int]:
         """Return the highest learning rate that is explained, and the last step with such a rate.
 

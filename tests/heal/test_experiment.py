@@ -128,6 +128,7 @@ def test_weights_that_lose_every_batch_are_worse_though_by_a_tenth(pairs, answer
             [Pair(1.31, 1.25), Pair(1.27, 1.16), Pair(1.73, 1.32), Pair(1.3, 1.31)],
             Answer.OTHER_DATA,
         ),
+        ([Pair(1.31, 1.25), Pair(1.27, 1.16), Pair(1.83, 1.32)], Answer.DAMAGED),  # by the noise
         ([Pair(1.205, 1.2)] * 3, Answer.OTHER_DATA),  # the same level
         ([Pair(0.05, -0.01)] * 3, Answer.DAMAGED),
     ],

@@ -192,6 +192,9 @@ def climb(diagnosis, config=CONFIG, snapshots=SNAPSHOTS, effects=None, most=50):
     while not plans or not any(isinstance(a, Halt) for a in plans[-1]):
         plans.append(decide(diagnosis, history, config, snapshots))
         history.note_plan(diagnosis, plans[-1], effects(plans[-1]) if effects else ())
+        for action in plans[-1]:  # a rollback drops those that are newer
+            if isinstance(action, Rollback):
+                snapshots = [step for step in snapshots if step <= action.before_step]
         assert len(plans) <= most
     return plans
 
@@ -218,9 +221,14 @@ def test_the_rungs_of_a_divergence_that_returns():
         (Rollback(20), SkipBatches(20, 98), SCALE),
         (Rollback(20), SkipBatches(20, 106), SCALE),
     ]
-    assert back == Rollback(80)
+    assert back == Rollback(20)
     assert halt.exit_code == ExitCode.BUDGET_SPENT
     assert "5 recovery attempts" in halt.reason
+
+
+def test_each_rollback_of_an_incident_goes_back_by_one_snapshot():
+    plans = climb(sick(Cause.DIVERGENCE), snapshots=[80, 70, 60, 40, 20])
+    assert [plan[0].before_step for plan in plans] == [80, 70, 60, 40, 20, 20]
 
 
 def test_damage_that_no_snapshot_is_from_before_gets_the_gentle_rung_once():
