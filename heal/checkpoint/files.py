@@ -91,8 +91,10 @@ def whole_file(path: Path, mode: int = FILE_MODE) -> Iterator[int]:
         finally:
             os.close(descriptor)
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
         aside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # what fails to be written does not say where
         raise
     flush_folder(path.parent)
 

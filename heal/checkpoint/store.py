@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -405,30 +406,32 @@ class CheckpointStore:
         """
         entries: dict[str, Entry] = {}
         tensors: dict[str, Tensor] = {}
-        values, trouble = None, ""
+        measured, values, trouble = None, None, ""
         try:
             entries, tensors, values = collect(state, extra)
+            measured = Measured(tensors, allow_nonfinite)
+            # Alone, the device need not be waited for: the thread reads the checksums later.
+            if not in_thread or self.ranks.size > 1:
+                entries, trouble = measured.added_to(entries)
+                measured = None
         except Exception as error:
             trouble = f"{type(error).__name__}: {error}"
         if in_thread and self.is_busy:
             trouble = trouble or BUSY
-        measured = Measured(tensors, allow_nonfinite)
-        # Alone, the device need not be waited for: the thread reads the checksums later.
-        measures_later = in_thread and self.ranks.size == 1
-        if not measures_later:
-            entries, problem = measured.added_to(entries)
-            trouble = trouble or problem
         folder, manifest = agree(self.directory, self.ranks, step, entries, values, trouble)
         held = {n: tensors[n] for n, e in manifest.entries.items() if e.held_by == manifest.rank}
-        copies = None
+        copied: Callable[[], dict[str, Tensor]] = held.copy
         if in_thread or any(tensor.device.type != "cpu" for tensor in held.values()):
-            copies = HostCopies(held, self._memory)
-            self._memory = copies.tensors
+            try:
+                copies = HostCopies(held, self._memory)
+                self._memory, copied = copies.tensors, copies.wait
+            except Exception as error:  # it ends the writing, of which the other ranks hear
+                copied = partial(_fail, error)
         return Job(
             folder,
             manifest,
-            (lambda: held) if copies is None else copies.wait,
-            measured if measures_later else None,
+            copied,
+            measured,
             self._read_back,
             self._wait_seconds,
             self._in_a_hurry,
@@ -442,12 +445,12 @@ class CheckpointStore:
         trouble: Exception | None = None
         try:
             part()
-        except (SaveFailed, OSError) as error:
+        except (OSError, RuntimeError, MemoryError) as error:
             trouble = error
         reports = self.ranks.gather("" if trouble is None else repr(trouble))
         if any(reports):
             job.discard()
-            if isinstance(trouble, SaveFailed):
+            if isinstance(trouble, CheckpointError):
                 raise trouble
             if trouble is not None:
                 raise SaveFailed(f"step {job.manifest.step} was not saved: {trouble}") from trouble
@@ -482,6 +485,10 @@ class CheckpointStore:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+
+def _fail(error: Exception) -> Any:
+    raise error
 
 
 def _finish_at_exit(reference: "weakref.ref[CheckpointStore]") -> None:

@@ -11,6 +11,7 @@ import torch
 
 from heal import checkpoint
 from heal.checkpoint import CheckpointStore, SaveFailed, saving
+from heal.checkpoint import store as store_module
 from heal.checkpoint.store import training_state
 from heal.cluster.launch import RankGroup
 from heal.training_state import RngState
@@ -171,9 +172,48 @@ class HalfOfTwo(RankGroup):
 
     def __init__(self):
         self.rank, self.size = 0, 2
+        self.sent = []
 
     def gather(self, payload):
+        self.sent.append(payload)
         return [payload, payload]
+
+
+def test_whatever_ends_the_writing_of_one_rank_the_others_hear_of_it(tmp_path, monkeypatch):
+    real = saving.write_shard
+
+    def out_of_memory(*args):
+        raise MemoryError("no room for a copy")
+
+    def bad_cable(folder, *args):
+        real(folder, *args)
+        path = folder / "rank-00000.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    for write, kind, why in (
+        (out_of_memory, SaveFailed, "no room for a copy"),
+        (bad_cable, checkpoint.CheckpointCorrupt, "is not what was saved"),
+    ):
+        ranks = HalfOfTwo()
+        store = CheckpointStore(tmp_path, ranks=ranks)
+        monkeypatch.setattr(saving, "write_shard", write)
+        with pytest.raises(kind, match=why):
+            store.save_state(1, training_state(run().train(1).model), {})
+        assert why in ranks.sent[-1]
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_without_memory_for_copies_marks_the_save_as_failed(tmp_path, monkeypatch):
+    def out_of_memory(*args):
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(store_module, "HostCopies", out_of_memory)
+    store = CheckpointStore(tmp_path, asynchronous=True, ranks=HalfOfTwo())
+    saver(run().train(1), store)(1)
+    store.wait()
+    (report,) = store.finished_saves()
+    assert "no room for a copy" in str(report.error)
+    assert [path.name for path in (tmp_path / "step-000001").iterdir()] == ["failed-00000"]
 
 
 def test_in_a_hurry_nobody_waits_for_a_rank_that_may_be_gone(tmp_path, monkeypatch):
