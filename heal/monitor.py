@@ -464,7 +464,8 @@ class Monitor:
         Also NaN and Inf in the state; all else may be the caller's work on a model that is trained.
         """
         for record in self._read(self._guarded.mailbox.poll(lag=0)):
-            (findings,) = self.watch.observe_all([record])
+            (found,) = self.watch.observe_all([record])
+            findings = self._seen(record, found).findings
             known = [f for f in findings if not f.wants_proof or f.cause.about.is_nonfinite]
             reports = [r for f in findings if (r := as_report(f)) is not None]
             yield Seen(record.step, known + reports)

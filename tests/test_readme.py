@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from heal.journal import LEFT_OUT
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^([ \t]*)```python\b[^\n]*\n(.*?)^\1```", re.S | re.M)
@@ -24,9 +26,10 @@ def blocks():
 
 
 @pytest.mark.parametrize("source", list(blocks()))
-def test_the_example_runs(source, tmp_path, monkeypatch):
+def test_the_example_runs(source, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)  # an example may write files
     exec(compile(source, "example", "exec"), {"__name__": "__main__"})
+    assert LEFT_OUT not in caplog.text
 
 
 def test_get_started_shows_what_its_script_prints(tmp_path, monkeypatch, capsys, caplog):

@@ -492,8 +492,12 @@ def drop(batches: Iterator[Any]) -> bool:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Return whether a loader keeps its own position, and can be given one."""
-    return all(callable(getattr(loader, n, None)) for n in ("state_dict", "load_state_dict"))
+    """Return whether a loader keeps its own position, and can be given one.
+
+    The adapters of accelerate have the methods whatever they adapt, and pass the calls on.
+    """
+    adapted = getattr(loader, "base_dataloader", loader)
+    return all(callable(getattr(adapted, n, None)) for n in ("state_dict", "load_state_dict"))
 
 
 def loader_rewinder(loader: Any) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from heal import Healer, HealingConfig
@@ -72,3 +73,13 @@ def test_a_callback_that_fails_is_noted_and_training_goes_on():
         note for note in healer.notes if "of on_record failed" in note
     ]
     assert len([note for note in healer.notes if "no room" in note]) == 1
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_every_step_has_a_record_by_the_time_the_run_is_closed(count):
+    model, healer = build()
+    steps = []
+    healer.on_record(lambda record: steps.append(record.step))
+    train(model, healer, count)
+    healer.close()
+    assert steps == list(range(count))
