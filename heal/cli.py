@@ -8,6 +8,7 @@ import argparse
 import inspect
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -333,9 +334,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run one command and return its exit code; 1 if nobody reads its output to the end."""
     arguments = make_parser().parse_args(words)
-    return int(arguments.run_command(arguments))
+    try:
+        code = int(arguments.run_command(arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        try:
+            print(flush=True)
+        except BrokenPipeError:  # of our output, as when it goes to head
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())  # for what Python writes as it exits
+            return 1
+        raise
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
+import subprocess
+import sys
+
 import pytest
 
 from heal import HealingConfig
 from heal.cli import COMMANDS, main
+from tests.report.journals import sick_run
 
 
 def test_init_prints_settings_that_can_be_read_back(capsys):
@@ -54,3 +58,23 @@ def test_commands_stand_in_order_and_the_list_has_a_line_for_each(capsys):
     for run in COMMANDS.values():
         assert run.__doc__.splitlines()[0].replace("``", "") in printed
         assert "``" not in printed
+
+
+@pytest.mark.parametrize("command", ["watch", "report"])
+def test_output_that_nobody_reads_is_no_error(command, tmp_path):
+    words = [command, str(sick_run(tmp_path)), *(["--text"] if command == "report" else [])]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "heal", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()  # as head does when it has its lines
+    assert process.wait(timeout=300) == 1
+    assert process.stderr.read() == b""
+
+
+def test_a_broken_pipe_of_something_else_is_raised(monkeypatch):
+    def failing(arguments):
+        raise BrokenPipeError("a worker is gone")
+
+    monkeypatch.setitem(COMMANDS, "init", failing)
+    with pytest.raises(BrokenPipeError, match="a worker is gone"):
+        main(["init"])
