@@ -28,7 +28,7 @@ from heal.exception_causes import classify, message_of, qualified_name
 from heal.exit_codes import ExitCode, ExitReason
 from heal.former import OldName
 from heal.json_lines import dumps, encodable, now, read_all, read_events
-from heal.report.words import action_words, count, evidence_words
+from heal.report.words import count, recovery_line
 
 __all__ = [
     "ExitReason",
@@ -46,17 +46,6 @@ to standard error. ``logging.getLogger("heal").setLevel(logging.ERROR)`` silence
 
 SCHEMA_VERSION = 1
 EVENTS, METRICS, POSTMORTEM = "events", "metrics", "postmortem"
-MOST_SAMPLES = 8  # indices of samples in a line; the journal has them all
-MAX_MESSAGE = 120  # characters of an exception's message
-MEASURED = {
-    *("lr", "loss", "first_loss", "eval_loss", "train_loss", "norm_before", "norm", "seconds"),
-    *("usual_lr", "usual_loss", "usual_norm", "usual_seconds"),
-}
-"""Numbers of a finding that its line has. The journal has the others too."""
-
-ADVICE = ("advice", "hint")
-"""Evidence that says what the reader can do."""
-
 MAX_BYTES = 64 * 2**20
 """Size at which a file is put aside as ``.1``; with the one before it, twice this is on disk."""
 
@@ -73,53 +62,6 @@ OPEN_FLAGS = (
     | getattr(os, "O_NOFOLLOW", 0)
     | getattr(os, "O_NONBLOCK", 0)  # to open a pipe without a reader would wait for ever
 )
-
-
-def line_for(entry: Mapping[str, Any]) -> str:
-    """Return what happened and what was done, from an entry of ``recovery_actions``."""
-    evidence = entry.get("evidence") or {}
-    failure = str(entry.get("failure"))
-    done = [action_words(action, entry.get("resumed_at")) for action in entry.get("plan", ())]
-    details = [_detail(failure, evidence)]
-    if not done:  # an alert: what it rests on is all that it has to say
-        details.append(_measured(evidence))
-    details += [str(evidence[name]) for name in ADVICE if evidence.get(name)]
-    place, detail = _place(evidence), "; ".join(filter(None, details))
-    where = f"step {entry.get('step')}" + (f" ({place})" if place else "")
-    text = f"{where}: {failure}" + (f" ({detail})" if detail else "")
-    return f"{text} -> {', '.join(done)}" if done else text
-
-
-def _place(evidence: Mapping[str, Any]) -> str:
-    """Return which batch it was, and the number of the call of ``step``; empty if unknown."""
-    parts = []
-    if evidence.get("call") is not None:
-        parts.append(f"call {evidence['call']}")
-    if evidence.get("batch") is not None:
-        parts.append(f"epoch {evidence.get('epoch')} batch {evidence['batch']}")
-    samples = evidence.get("samples") or ()
-    if samples:
-        more = ", ..." if len(samples) > MOST_SAMPLES else ""
-        parts.append(f"samples {', '.join(map(str, samples[:MOST_SAMPLES]))}{more}")
-    return ", ".join(parts)
-
-
-def _measured(evidence: Mapping[str, Any]) -> str:
-    """Return the numbers of a finding."""
-    numbers = {k: v for k, v in evidence.items() if k in MEASURED and v is not None}
-    return ", ".join(f"{name} {value}" for name, value in evidence_words(numbers))
-
-
-def _detail(failure: str, evidence: Mapping[str, Any]) -> str:
-    if evidence.get("blames"):
-        return str(evidence["blames"])
-    if evidence.get("type"):
-        message = " ".join(str(evidence.get("message", "")).split())
-        shown = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."
-        return f"{evidence['type']}: {shown}" if shown else str(evidence["type"])
-    tensor = str(evidence.get("tensor", ""))
-    # NaN spreads to the gradients of all layers below: the first tensor may not be its origin.
-    return f"first in the gradient of {tensor}" if tensor and "nonfinite" in failure else tensor
 
 
 class LineFile:
@@ -255,7 +197,7 @@ class Journal:
         self.event("recovery" if actions else "alert", diagnosis.step, **details)
         is_loud = bool(actions) or diagnosis.severity >= Severity.WARN
         if self.rank == 0:  # all ranks act alike
-            LOG.log(logging.WARNING if is_loud else logging.INFO, "heal: %s", line_for(entry))
+            LOG.log(logging.WARNING if is_loud else logging.INFO, "heal: %s", recovery_line(entry))
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Write numbers to plot."""

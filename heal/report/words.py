@@ -110,6 +110,60 @@ def _action_name(action: Mapping[str, Any]) -> str:
     return RENAMED.get(name, name)
 
 
+MOST_SAMPLES = 8  # indices of samples in a line; the journal has them all
+MAX_MESSAGE = 120  # characters of an exception's message in a line
+MEASURED = {
+    *("lr", "loss", "first_loss", "eval_loss", "train_loss", "norm_before", "norm", "seconds"),
+    *("usual_lr", "usual_loss", "usual_norm", "usual_seconds"),
+}
+"""Numbers of a finding that its line has. The journal has the others too."""
+
+ADVICE = ("advice", "hint")
+"""Evidence that says what the reader can do."""
+
+
+def recovery_line(entry: Mapping[str, Any]) -> str:
+    """Return what happened and what was done as a line of the log, from a recovery action."""
+    evidence = entry.get("evidence") or {}
+    failure = str(entry.get("failure"))
+    done = [action_words(action, entry.get("resumed_at")) for action in entry.get("plan", ())]
+    details = [_origin(failure, evidence)]
+    if not done:  # an alert: what it rests on is all that it has to say
+        numbers = {k: v for k, v in evidence.items() if k in MEASURED and v is not None}
+        details.append(", ".join(f"{name} {value}" for name, value in evidence_words(numbers)))
+    details += [str(evidence[name]) for name in ADVICE if evidence.get(name)]
+    place, detail = _place(evidence), "; ".join(filter(None, details))
+    where = f"step {entry.get('step')}" + (f" ({place})" if place else "")
+    text = f"{where}: {failure}" + (f" ({detail})" if detail else "")
+    return f"{text} -> {', '.join(done)}" if done else text
+
+
+def _place(evidence: Mapping[str, Any]) -> str:
+    """Return which batch it was, and the number of the call of ``step``; empty if unknown."""
+    parts = []
+    if evidence.get("call") is not None:
+        parts.append(f"call {evidence['call']}")
+    if evidence.get("batch") is not None:
+        parts.append(f"epoch {evidence.get('epoch')} batch {evidence['batch']}")
+    samples = evidence.get("samples") or ()
+    if samples:
+        more = ", ..." if len(samples) > MOST_SAMPLES else ""
+        parts.append(f"samples {', '.join(map(str, samples[:MOST_SAMPLES]))}{more}")
+    return ", ".join(parts)
+
+
+def _origin(failure: str, evidence: Mapping[str, Any]) -> str:
+    """Return what is to blame: something that is known, an exception, or a tensor."""
+    if evidence.get("blames"):
+        return str(evidence["blames"])
+    if evidence.get("type"):
+        message = shorten(" ".join(str(evidence.get("message", "")).split()), MAX_MESSAGE)
+        return f"{evidence['type']}: {message}" if message else str(evidence["type"])
+    tensor = str(evidence.get("tensor", ""))
+    # NaN spreads to the gradients of all layers below: the first tensor may not be its origin.
+    return f"first in the gradient of {tensor}" if tensor and "nonfinite" in failure else tensor
+
+
 ANSWERS = {
     "damaged": "damaged weights",
     "other data": "other data",
