@@ -334,7 +334,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; 1 if nobody reads its output to the end."""
+    """Run one command and return its exit code; 1 if its output is closed before the end."""
     arguments = make_parser().parse_args(words)
     try:
         code = int(arguments.run_command(arguments))
