@@ -300,7 +300,7 @@ class Experiment:
         noise = _number(finding.evidence.get("noise"), spread)
         noise = 0.0 if math.isnan(noise) else noise
         wait = min(LONGEST_WAIT, max(SHORTEST_WAIT, step // 4))
-        # A meant write is told from damage by the noise, as long as that is no guess.
+        # The noise distinguishes a write on purpose from damage, unless it is a guess.
         is_guess = WRITTEN_BY in finding.evidence and not self._watch.knows_noise
         is_no_update = finding.is_kept or is_guess
         self._question = _Question(finding, noise, baseline, step, step + wait, arms, is_no_update)

@@ -186,12 +186,14 @@ def page(records: Sequence[Record]) -> Iterator[str]:
 
 def _others(records: Sequence[Record]) -> Iterator[str]:
     """Yield what became of all cases, and of undamaged runs, under other protections."""
-    for protection, name in NAMES.items():
+    measured = {r["protection"] for r in records}
+    missing = [name for protection, name in NAMES.items() if protection not in measured]
+    if missing:
+        yield f"Not measured: {', '.join(missing)}."
+        yield ""
+    for protection in filter(measured.__contains__, NAMES):
+        name = NAMES[protection]
         rows = [r for r in records if r["protection"] == protection]
-        if not rows:
-            yield f"{name[0].upper()}{name[1:]}: not measured."
-            yield ""
-            continue
         calm = [r for r in rows if r["kind"] == "undamaged"]
         changed = [r for r in calm if r["rollbacks"] or r["lr_changes"] or r["died"]]
         yield (

@@ -128,7 +128,7 @@ def test_an_older_version_is_measured_in_a_process_of_its_own(tmp_path):
 
 def test_the_page_names_what_was_not_measured(records):
     text = "\n".join(page(records))
-    assert "ARC: not measured." in text
+    assert "Not measured: clipping, version 0.1, ARC." in text
     assert "None: 0/2 as required" in text
 
 

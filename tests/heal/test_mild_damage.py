@@ -6,6 +6,8 @@ from benchmarks.damage.families import make
 from benchmarks.damage.kinds import KINDS
 from benchmarks.damage.runs import train
 from benchmarks.damage.table import TOLERANCE
+from benchmarks.failures.__main__ import CALM
+from benchmarks.failures.protections import run_one
 
 STEPS = 500
 
@@ -32,3 +34,12 @@ def test_mild_damage_ends_within_a_tenth_of_the_undamaged_twin(name, family, see
     healed = ended(name, family, seed)
     assert healed.rollbacks >= 1
     assert healed.loss <= TOLERANCE * twin.loss
+
+
+def test_a_weight_that_costs_a_tenth_of_the_loss_is_put_back():
+    """It is a thousand times what its tensor was, so that the noise of the loss does not matter."""
+    (_, damaged), (_, calm) = (
+        run_one((failure, "GPT", 3, "heal")) for failure in ("a weight becomes 1e4", CALM)
+    )
+    assert damaged["detected"]
+    assert damaged["loss"] <= 1.01 * calm["loss"]  # 1.1 without that
