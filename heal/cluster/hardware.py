@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from heal.cluster.launch import has_peers, own_store
+from heal.cluster.launch import has_peers, own_store, wait_for
 
 FULL = 0.98  # share of the memory in use from which the next allocation is likely to fail
 THROTTLES = {
@@ -155,7 +155,6 @@ def check_gpu_health(device: int | None = None) -> GpuHealth:
 
 
 TIMEOUT_SECONDS = 10.0
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.0002, 0.02  # seconds between two looks at a ping under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +229,12 @@ class GroupPing:
         work, self._under_way = self._under_way, None
         size = dist.get_world_size(self._group)
         try:
-            if not self._has_arrived(work):
+            if wait_for(work.is_completed, self._timeout):
+                work.wait()  # raises if it ended badly
+                if int(one.item()) != size:
+                    self._failed = f"{size} ranks sent a 1 and the sum is {int(one.item())}"
+            else:
                 self._failed = f"no answer within {self._timeout:g} s"
-            elif int(one.item()) != size:
-                self._failed = f"{size} ranks sent a 1 and the sum is {int(one.item())}"
         except RuntimeError as error:  # gloo raises at once if a peer's connection is closed
             self._failed = f"the ping failed: {error}"
         seconds = time.monotonic() - self._began
@@ -245,17 +246,6 @@ class GroupPing:
         missing = tuple(r for r in ranks if not store.check([f"{self._count}/{r}"]))
         names = f"; missing: rank {', '.join(map(str, missing))}" if missing else ""
         return GroupHealth(False, seconds, missing, self._failed + names)
-
-    def _has_arrived(self, work: Any) -> bool:
-        """Wait for the answer; False if it does not come in time."""
-        until, pause = time.monotonic() + self._timeout, SHORTEST_PAUSE
-        while not work.is_completed():
-            if time.monotonic() > until:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        work.wait()  # raises if it ended badly
-        return True
 
     @cached_property
     def _peers(self) -> tuple[Any, Any, Tensor]:

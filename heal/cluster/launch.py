@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +20,7 @@ from heal.former import names_of
 
 TIMEOUT = timedelta(minutes=10)
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.005, 0.2  # seconds between two looks at the store
+QUICK_PAUSES = 0.0002, 0.02  # the same where an answer is a matter of milliseconds
 
 
 class RanksMissing(TimeoutError):
@@ -253,6 +254,17 @@ def side_group(group: "dist.ProcessGroup | None" = None) -> "dist.ProcessGroup":
         made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=is_local)
         _made[ranks] = made
     return made
+
+
+def wait_for(is_so: Callable[[], bool], seconds: float) -> bool:
+    """Return whether something becomes true in time; look often at first, then less often."""
+    until, (pause, longest) = time.monotonic() + seconds, QUICK_PAUSES
+    while not is_so():
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True
 
 
 def own_store() -> Any:

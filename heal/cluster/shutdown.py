@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from heal.cluster.launch import has_peers, side_group
+from heal.cluster.launch import has_peers, side_group, wait_for
 from heal.cluster.watchdog import dump_stacks
 from heal.exit_codes import ExitCode
 
@@ -63,11 +63,8 @@ class Agreement:
 
     def close(self) -> None:
         """Wait a second for what is under way: a thread must not write to memory that is gone."""
-        until = time.monotonic() + CLOSE_SECONDS
-        while self._under_way and not self._under_way[0].is_completed():
-            if time.monotonic() > until:
-                break
-            time.sleep(0.001)
+        if self._under_way is not None:
+            wait_for(self._under_way[0].is_completed, CLOSE_SECONDS)
         self._under_way = None
 
     def _collect(self) -> bool:

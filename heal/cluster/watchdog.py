@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from heal.cluster.launch import own_store
+from heal.cluster.launch import own_store, wait_for
 from heal.json_lines import now
 
 STORE_SECONDS = 3.0  # a store that takes longer to answer is taken for dead
@@ -140,10 +140,8 @@ class ProgressBoard:
     def leave(self, others: Sequence[int]) -> None:
         """Wait until all ``others`` have read too: the store may end with this process."""
         keys = [_key(f"left/{rank}") for rank in others]
-        until = time.monotonic() + STORE_SECONDS
         self._ask(lambda: self._store.set(_key(f"left/{self._own.rank}"), ""))
-        while not self._ask(lambda: self._store.check(keys), True) and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: bool(self._ask(lambda: self._store.check(keys), True)), STORE_SECONDS)
 
     def _ask(self, call: Callable[[], Any], otherwise: Any = None) -> Any:
         return otherwise if self._store is None else self._calls.ask(call, otherwise)

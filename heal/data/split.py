@@ -176,10 +176,8 @@ def is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and getattr(value, "ndim", 0) > 0
 
 
-# Which length the fields of a batch agree on, as that of its samples.
-#
-# The first tensor may have time for its first axis, or be weights of classes. Without a majority
-# there is no cut.
+# Which length the fields of a batch agree on, as that of its samples. The first tensor may have
+# time for its first axis, or be weights of classes. Without a majority there is no cut.
 
 
 def agreed_length(fields: Sequence[Any]) -> int | None:
@@ -187,9 +185,6 @@ def agreed_length(fields: Sequence[Any]) -> int | None:
 
     A list that holds tensors may mean its own length or theirs; texts count only where they agree.
     Empty tensors and those of one number do not count, unless there are no other ones.
-
-    Raises:
-        CannotSplit: no length has a majority; names them.
     """
     tensors = [v for v in fields if isinstance(v, Tensor) and v.dim() > 0]
     if not tensors:
@@ -239,9 +234,6 @@ def count_samples(batch: Any) -> int:
 
     The tensors that are in no list decide, by their majority. If there are none, the lists do:
     their entries are samples if the tensors in them cannot be fields, having several lengths.
-
-    Raises:
-        CannotSplit: names what is not understood.
     """
     if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
         if are_samples(batch):
@@ -263,13 +255,7 @@ def count_samples(batch: Any) -> int:
 
 
 def are_samples(batch: Sequence[Any]) -> bool:
-    """Return whether the entries of an outermost list are samples and not fields.
-
-    Those of a tuple never are: that is what fields come in.
-
-    Raises:
-        CannotSplit: they may be either.
-    """
+    """Return whether the entries of an outermost list are samples and not fields."""
     if hasattr(batch, "_fields") or (isinstance(batch, tuple) and len(rows(batch)) > 1):
         return False
     if _can_only_be_samples([entry for entry in batch if isinstance(entry, (list, tuple))]):

@@ -63,12 +63,10 @@ class BatchStream:
     """Batches of one or more epochs over a loader.
 
     A loader with ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader, is
-    rewound to the exact position; its workers begin with new seeds, so that a dataset that draws
-    random numbers in them draws other ones. A plain one is started again as its epoch was and drawn
-    from until the place is reached: the same batches, provided they follow from the generators at
-    the start of the epoch, as shuffling and worker seeds do. They do not if the dataset itself
-    draws random numbers in the main process (``num_workers=0``), or is an iterator that cannot
-    restart.
+    rewound to the exact position; its workers begin with new seeds. A plain one is started again as
+    its epoch was and drawn from until the place is reached: the same batches, if they follow from
+    the generators at the start of the epoch, as shuffling and worker seeds do. They do not if the
+    dataset draws random numbers in the main process, or is an iterator that cannot restart.
 
     An epoch that is left early, by ``break``, ends there when it is drawn again.
 
@@ -204,8 +202,8 @@ class BatchStream:
             return
         newest = max(self._step_of)
         to_come = max(0, last_step - max(first_step - 1, self._step_of[newest]))
-        ahead = to_come * self._batches_per_step()
-        self._unwanted.update(range(newest + 1, newest + 1 + ahead))
+        per_step = max(Counter(self._step_of.values()).values())  # several if they accumulate
+        self._unwanted.update(range(newest + 1, newest + 1 + to_come * per_step))
 
     def identity(self, back: int = 0) -> dict[str, Any]:
         """Return epoch, number and samples of the batch given out ``back`` batches before the last.
@@ -314,10 +312,6 @@ class BatchStream:
             kept = {o: s for o, s in self._step_of.items() if o > newest - LOG_LENGTH // 2}
             self._step_of = kept
 
-    def _batches_per_step(self) -> int:
-        """How many batches the last whole step took; more than one if gradients accumulate."""
-        return max(Counter(self._step_of.values()).values(), default=1)
-
     def _carry_out_rewind(self, position: DataPosition, loader: Any) -> None:
         """Return to a position, in the loader that it was in, as far as that is known."""
         self._rewind_to = None
@@ -359,10 +353,7 @@ class StepBatches:
     def turn(self, at: int) -> RngState:
         """Draw a batch; or, in another attempt, put generators back to when it was drawn.
 
-        Returns the generators as the forward of the batch finds them.
-
-        Raises:
-            NoMoreBatches: the source has no more.
+        Returns the generators as the forward of the batch finds them, or raises NoMoreBatches.
         """
         if at < len(self.drawn):
             self._rng[at].put_back()
