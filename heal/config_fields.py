@@ -59,11 +59,8 @@ def setting(default: T, doc: str, **details: Any) -> T:
 
 
 def settings_of(kind: type) -> dict[str, tuple[type, Any, Setting]]:
-    """Return type, default and description of every setting of a dataclass, by name.
-
-    A group goes on until the next one begins.
-    """
-    group, found = "", {}
+    """Return type, default and description of every setting of a dataclass, by name."""
+    group, found = "", {}  # a group goes on until the next one begins
     for f in fields(kind):
         about: Setting = f.metadata[_KEY]
         group = about.group or group
@@ -89,9 +86,7 @@ class Removed:
 Old = Mapping[str, Renamed | Removed]
 
 
-def present_names(
-    kind: type, values: Mapping[str, Any], old: Old, stacklevel: int = 3
-) -> dict[str, Any]:
+def present_names(kind: type, values: Mapping[str, Any], old: Old) -> dict[str, Any]:
     """Return settings by their present names; warn once of all that are out of date.
 
     Raises:
@@ -128,7 +123,7 @@ def present_names(
             advice.append(f"{name} = {shown(value)} is now {entry.to} = {shown(now[entry.to])}")
     if advice:
         text = f"settings of version 0.1, an error from 0.3 on: {'; '.join(advice)}"
-        warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
     return now
 
 
@@ -157,11 +152,7 @@ def shown(value: Any) -> str:
 
 
 def checked(name: str, value: Any, kind: type, about: Setting) -> Any:
-    """Return ``value`` as the type of the setting.
-
-    Raises:
-        ConfigError: it is of another type, out of range or not finite.
-    """
+    """Return ``value`` as the type of the setting; raise ConfigError if it cannot have it."""
     try:
         return _converted(value, kind, about)
     except ValueError as error:
@@ -195,11 +186,7 @@ def _converted(value: Any, kind: type, about: Setting) -> Any:
 
 
 def parsed(name: str, text: str, kind: type, about: Setting) -> Any:
-    """Read a value from a command line; only what the type allows, nothing is evaluated.
-
-    Raises:
-        ConfigError: the text does not say a value that the setting can have.
-    """
+    """Read a value from a command line; only what the type allows, nothing is evaluated."""
     value: Any = text
     try:
         if kind is bool:
@@ -223,16 +210,7 @@ COMMENT_COLUMNS = 98
 
 
 def text_of(path_or_text: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return TOML text and whose it is.
-
-    A string with a line break or an equals sign is text itself, unless it ends in ``.toml`` or is
-    the path of a file.
-
-    Raises:
-        ConfigError: the file is not UTF-8.
-        OSError: there is no such file.
-        TypeError: it is neither.
-    """
+    """Return TOML text and whose it is; see :meth:`heal.config.HealingConfig.from_toml`."""
     if not isinstance(path_or_text, (str, os.PathLike)):
         kind = type(path_or_text).__name__
         raise TypeError(f"path_or_text: expected a path, or TOML as a str, got {kind}")

@@ -37,13 +37,8 @@ from heal.training_state import RngState, TrainingState
 def unchanged(state: TrainingState, with_frozen: bool = False) -> Iterator[ExitStack]:
     """Let the body change the run; put back every byte afterwards, also if it fails.
 
-    Args:
-        state: what is put back, with gradients, modes and generators.
-        with_frozen: whether to put back frozen weights too, which a forward may write, as those of
-            a teacher; meanwhile a copy of them is in host memory.
-
-    Yields:
-        What else to undo, before anything else is put back.
+    With gradients, modes and generators; ``with_frozen`` also frozen weights, which a forward may
+    write, as those of a teacher. Yields what else to undo, before anything else is put back.
     """
     with ExitStack() as undo:  # in reverse order
         undo.callback(RngState.now().put_back)

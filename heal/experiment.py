@@ -755,7 +755,7 @@ class Experiment:
 
     def _fits(self, step: int) -> bool:
         snapshot = self._run.ring.of_step(step)
-        return snapshot is not None and self._run.is_of_these_parameters(snapshot)
+        return snapshot is not None and snapshot.is_of(self._state.parameters())
 
     def _can_afford(self) -> bool:
         while self._spent and self._spent[0] <= self._run.step - BUDGET_STEPS:

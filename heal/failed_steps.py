@@ -301,11 +301,7 @@ class FailedSteps:
     # What follows from the outcome.
 
     def may_work_now(self, diagnosis: Diagnosis, outcome: Outcome) -> bool:
-        """Return whether the same batches should be tried again; else they are given up.
-
-        Raises:
-            HealingError: too many were given up in a row.
-        """
+        """Return whether to try the same batches again; halt if too many in a row are given up."""
         is_cured = self._is_cured(diagnosis.family, outcome.plan)
         is_counted = diagnosis.family in (Family.DATA, Family.NUMERIC)  # by the policy
         if not (outcome.rolled_back or is_cured or is_counted):
@@ -313,13 +309,9 @@ class FailedSteps:
         return is_cured and not outcome.rolled_back
 
     def halt_for(self, halt: HealingError, diagnosis: Diagnosis, error: Exception) -> HealingError:
-        """Return a halt with the exception that it is for.
-
-        Raises:
-            Exception: the same, if its cause is unknown: it is the caller's.
-        """
+        """Return a halt with the exception that it is for."""
         if diagnosis.cause is Cause.UNKNOWN:
-            raise error from None
+            raise error from None  # it is the caller's
         if diagnosis.cause.about.sent_as is None:
             halt = self._halt_of_others(halt)
         halt.__cause__ = error

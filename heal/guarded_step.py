@@ -66,12 +66,6 @@ class WatchedOptimizer(zclip.ClippedOptimizer):
     clipped, and NaN in them is seen only in the weights or in the loss. A step that is skipped is
     skipped for them too.
 
-    Args:
-        inner: the optimizer.
-        clipper: measures and clips.
-        note: called once for each parameter that cannot be guarded.
-        options: those of :class:`zclip.ClippedOptimizer`.
-
     Attributes:
         pull: added to the gradients before clipping, see :meth:`hold`; None for nothing.
         has_clipped: whether it clipped for a step that the inner optimizer has not begun yet.
@@ -302,12 +296,6 @@ def _as_tensor(loss: Any) -> Tensor:
     raise TypeError(f"loss: expected a tensor, a number or None, got {type(loss).__name__}")
 
 
-def loss_watch(factor: float, device: torch.device) -> LossWatch:
-    """Return what watches the loss: NaN and Inf skip the step, rises are left to the host."""
-    state = torch.zeros(NUM_LOSS_STATE, dtype=wide_dtype(device), device=device)
-    return LossWatch(state, (factor, 0, LOSS_DECAY, LOSS_WARMUP_STEPS))
-
-
 def scale_of(scaler: Any, optimizer: ClippedOptimizer) -> Tensor | None:
     """Return by what the gradients of an optimizer are yet to be divided; None if by nothing.
 
@@ -366,11 +354,8 @@ class GuardedStep:
 
     Args:
         optimizers: bare ones are wrapped; of those already clipped the clipper is kept.
-        config: clipping and the limits of the loss.
-        named_parameters: names to report.
         scaler: a GradScaler. Its scale backs off where it found NaN or Inf, and only there.
         process_group: the ranks that act alike; all if None.
-        note: called with what cannot be guarded.
         buffers: what forward writes beside the gradients; put back where the step is skipped.
 
     Raises:
@@ -413,11 +398,17 @@ class GuardedStep:
         width = NUM_VERDICT + 1 + (NUM_LANES if self.ranks.has_others else 0)
         self.mailbox = zclip.Mailbox(config.lag, width=width, room=TOGETHER)
         self.posted: list[float] | None = None
-        self.watch = loss_watch(config.loss_spike_factor, device)
+        # NaN and Inf skip the step, rises are left to the host.
+        limits = config.loss_spike_factor, 0, LOSS_DECAY, LOSS_WARMUP_STEPS
+        state = torch.zeros(NUM_LOSS_STATE, dtype=wide_dtype(device), device=device)
+        self.watch = LossWatch(state, limits)
         self._blamed = [o.clipper for o in self.optimizers]
         if self.ranks.has_others and self.optimizers:
-            # The first carries what ranks report; each judges gradients that all ranks share.
-            _add_record_group(self.optimizers[0].clipper, self.ranks)
+            # The first carries what ranks report; each judges gradients that all ranks share. It
+            # reaches all of them, also where gradients need no message.
+            clipper, groups = self.optimizers[0].clipper, self.optimizers[0].clipper.groups
+            if groups.record is None:
+                clipper.distribute(groups.process, groups.pipeline, self.ranks.record_group)
         first = self.optimizers[0]
         self._steps_at_once = (
             len(self.optimizers) == 1
@@ -495,10 +486,8 @@ class GuardedStep:
     ) -> list[ClipResult | None]:
         """Measure and clip all; None stands for an optimizer without gradients.
 
-        Args:
-            loss: of this rank.
-            lanes: what this rank reports to the others; None if there are none.
-            scales: for each optimizer what :func:`scale_of` returned; empty without a scaler.
+        ``lanes`` are what this rank reports to the others, ``scales`` what :func:`scale_of`
+        returned for each optimizer.
         """
         results = []
         for o, optimizer in enumerate(self.optimizers):
@@ -624,13 +613,6 @@ class GuardedStep:
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy to another device without a wait; only host memory is read as soon as it is there."""
     return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-def _add_record_group(clipper: Clipper, ranks: Ranks) -> None:
-    """Have the record reach all ranks, also where gradients need no message; keep other groups."""
-    groups = clipper.groups
-    if groups.record is None:
-        clipper.distribute(groups.process, groups.pipeline, ranks.record_group)
 
 
 class OtherSteps:

@@ -182,7 +182,6 @@ class Healer:
             self.durable,
             note,
             sleep,
-            [] if checkpoint_dir is None else [Path(checkpoint_dir)],
         )
 
         watch = Watch(config, ranks.has_others)
@@ -375,7 +374,7 @@ class Healer:
         self._capture_if_due()
         if self.durable is not None:
             # States that the user updates after ``step`` are complete only before the next one.
-            self._owes_checkpoint = self.training.has_added_states and self.stream.is_open
+            self._owes_checkpoint = bool(self.state.added) and self.stream.is_open
             if not self._owes_checkpoint:
                 self.durable.save_if_due(step, self.memory.values)
         if self.probes is not None and self.probes.are_due(step):
@@ -1054,7 +1053,7 @@ class Healer:
         for remedy in self._checkpoints().remedies(self.training.step):
             self.stream.leave_out(remedy.batches)
             if remedy.micro.get("pieces", 0) > self.training.micro_batches:
-                self.training.cut_as(remedy.micro)
+                self.micro.load_state(remedy.micro)
             done = "its batch is left out" if remedy.batches else "batches are cut finer"
             self.note(
                 f"rank {remedy.rank} could not take step {remedy.step} when the run was last "

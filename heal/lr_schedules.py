@@ -111,11 +111,6 @@ def _ratio(now: Any, before: Any) -> float:
     return new / old if old > 0.0 and new > 0.0 else 1.0
 
 
-def has_schedule_mark(optimizer: Optimizer) -> bool:
-    """Return whether a torch scheduler was made for it; a ReduceLROnPlateau leaves no mark."""
-    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
-
-
 def inner_of(scheduler: Any) -> Any:
     """Return the bare optimizer that a scheduler drives; None if it does not say."""
     optimizer = getattr(scheduler, "optimizer", None)
@@ -439,7 +434,7 @@ class Schedules:
 
     def _has_unknown(self, optimizer: ClippedOptimizer) -> bool:
         """Whether a torch scheduler drives an optimizer, and none was given that may be it."""
-        if not has_schedule_mark(optimizer.inner):
+        if not hasattr(optimizer.inner.step, "_wrapped_by_lr_sched"):  # plateaus leave no mark
             return False
         known = [s for s in self.all if inner_of(s) in (optimizer.inner, None)]
         return all(isinstance(s, ReduceLROnPlateau) for s in known)

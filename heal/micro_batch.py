@@ -49,7 +49,6 @@ class MicroBatcher:
     memory, as the last of an epoch, is cut into fewer pieces, not into smaller ones.
 
     Args:
-        model: what is trained.
         parameters: whose gradients are cleared after a failure.
         smallest: fewest samples in a piece; a batch that has fewer is not cut.
         grow_steps: clean steps after which pieces grow again; 0 for never.
@@ -95,11 +94,7 @@ class MicroBatcher:
     def backward(
         self, batches: Sequence[Any], train_step: TrainStep, scale: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Accumulate the gradient of the mean loss over the batches of one optimizer step.
-
-        ``scale`` is applied before backpropagating, as a GradScaler does. Returns the mean loss,
-        detached, on the device.
-        """
+        """Accumulate the gradient of the mean loss over the batches of a step; return that loss."""
         self.begin()
         for at in range(len(batches)):
             loss = self.add(batches[: at + 1], len(batches), train_step, scale)
@@ -125,9 +120,9 @@ class MicroBatcher:
         train_step: TrainStep,
         scale: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Accumulate the share of the last of ``batches``, those of a step so far.
+        """Accumulate the share of the last of ``batches``; return what there is of the mean loss.
 
-        ``count`` is how many the step has. Returns what there is of the mean loss.
+        ``batches`` are those of a step so far, which has ``count``; ``scale`` is as a GradScaler's.
         """
         if not self.largest_batch:
             self._measure(batches)
@@ -344,15 +339,15 @@ def checkpoint_activations(model: Module) -> bool:
     stacks = [m for m in model.modules() if isinstance(m, (ModuleList, Sequential)) and len(m) > 1]
     if not stacks:
         return False
-    blocks = [b for b in max(stacks, key=len) if _can_recompute(b)]
+    # Not those whose instance has a forward, ours or the user's, nor scripted ones.
+    blocks = [
+        block
+        for block in max(stacks, key=len)
+        if "forward" not in vars(block) and not isinstance(block, torch.jit.ScriptModule)
+    ]
     for block in blocks:
         _Recomputed(block).install()
     return bool(blocks)
-
-
-def _can_recompute(block: Module) -> bool:
-    """Not if its instance has a forward, ours or the user's, nor if it is scripted."""
-    return "forward" not in vars(block) and not isinstance(block, torch.jit.ScriptModule)
 
 
 class _Recomputed:

@@ -343,14 +343,8 @@ class Monitor:
     def note_step(self, done: int, facts: HostFacts, posted: bool, has_loss: bool) -> bool:
         """Keep what the host knows of the step just taken until its record arrives.
 
-        Args:
-            done: how many steps are done, this one included.
-            facts: of this step.
-            posted: whether it has a record.
-            has_loss: whether a loss is in it.
-
-        Returns:
-            Whether all is calm, so that records may wait for each other.
+        ``done`` steps are done, this one included; ``posted`` says whether it has a record. Returns
+        whether all is calm, so that records may wait for each other.
         """
         if self._watches_moments:
             for moments in self._moments:
@@ -442,11 +436,7 @@ class Monitor:
         self._calm.polled(self._run.step, newest, self.watch.calm_limits())
 
     def poll_checks(self, is_last: bool = False) -> Iterator[Seen]:
-        """Yield what checks of weights, optimizer state, other ranks and the hardware found.
-
-        Args:
-            is_last: check once more and read all checks, because no more steps will be taken.
-        """
+        """Yield what checks of state, ranks and hardware found; if last, check once more."""
         if is_last:
             self._check_last()
         for health in self.health.read(NEVER if is_last else self._run.step):

@@ -110,11 +110,7 @@ class Recovery:
         self._hook = hook
 
     def poll(self, is_last: bool = False) -> Iterator[Seen]:
-        """Yield what was found late, then what the monitor polls now.
-
-        Args:
-            is_last: poll all there is, because no more steps will be taken.
-        """
+        """Yield what was found late, then what the monitor polls now; if last, all there is."""
         late, self.late = self.late, []
         yield from late
         yield from self._monitor.poll(0 if is_last else None)

@@ -49,17 +49,14 @@ class SpillFile:
         size = max(1, self.num_bytes)
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         try:
-            self._reserve(size)
+            self._file.truncate(size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file.fileno(), 0, size)
             # Shared and written by others only: private maps would count as memory in use.
             self._map = mmap.mmap(self._file.fileno(), size)
         except BaseException:
             self._file.close()
             raise
-
-    def _reserve(self, size: int) -> None:
-        self._file.truncate(size)
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self._file.fileno(), 0, size)
 
     def fits(self, tensors: Mapping[Key, Tensor]) -> bool:
         """Return whether other tensors have the same layout, so that the file can be used again."""
@@ -125,10 +122,8 @@ class SpillFile:
 class BackgroundWrite:
     """A write beside the run. ``error`` is what ended it, once it has ended.
 
-    Args:
-        open_file: returns the file; called in the background, because reserving may take long.
-        tensors: on the host; they must stay as they are until the write has ended.
-        ready: waits until they are there.
+    Opening the file may take long, and is done there too. The tensors must stay as they are until
+    it has ended; ``ready`` waits until they are there.
     """
 
     def __init__(
@@ -197,15 +192,6 @@ def temporary_folders() -> list[Path]:
     except OSError:  # there is none that can be written
         chosen = []
     return [*chosen, Path("/var/tmp")]
-
-
-def free_bytes(folder: Path) -> int:
-    """Return how many bytes a folder has room for; 0 if it cannot be asked."""
-    try:
-        found = os.statvfs(folder)
-    except (OSError, AttributeError):  # AttributeError: a system without statvfs
-        return 0
-    return found.f_bavail * found.f_frsize
 
 
 def _memory_mounts(table: Path = Path("/proc/mounts")) -> dict[Path, bool]:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from heal.buffers import Key
-from heal.snapshot_files import BackgroundWrite, SpillFile, folder_on_disk, free_bytes
+from heal.checkpoint.files import free_bytes
+from heal.snapshot_files import BackgroundWrite, SpillFile, folder_on_disk
 from heal.state_checks import copy_on_host, count_bad, fingerprints
 from heal.training_state import available_bytes, copy_by_kind
 
@@ -87,7 +88,7 @@ class Snapshot:
         self._owners = [weakref.ref(param) for param in params]
 
     def is_of(self, params: Sequence[Tensor]) -> bool:
-        """Return whether it is of these parameters, and of no others of their shapes."""
+        """Return whether it is of these parameters; a new head of the same shape is another."""
         owners = [owner() for owner in self._owners]
         return len(owners) == len(params) and all(map(operator.is_, owners, params))
 
@@ -158,7 +159,7 @@ class SnapshotRing:
     written to the disk at once, and the run waits.
 
     Args:
-        interval: steps between snapshots; sets the scale of the ages.
+        interval: steps between snapshots.
         count: most snapshots to keep.
         memory_fraction: most host memory, as a multiple of one snapshot.
         quarantine_steps: clean steps before a snapshot is good.
@@ -258,7 +259,7 @@ class SnapshotRing:
             step: the step that comes next.
             tensors: all that steps may change.
             values: plain values; kept as they are.
-            is_proven: whether it needs no quarantine: no step has had the chance to spoil it.
+            is_proven: whether it needs no quarantine.
             without_nan: buffers in which NaN is a fault, see :func:`heal.state_checks.count_bad`.
         """
         num_bytes = sum([t.nbytes for t in tensors.values()])
@@ -388,11 +389,7 @@ class SnapshotRing:
             snapshot.is_good |= snapshot.step == step
 
     def take(self, step: int, is_proven: bool = True) -> Snapshot:
-        """Return the snapshot of a step, its bytes verified.
-
-        Args:
-            step: of the snapshot.
-            is_proven: whether it must be a good one.
+        """Return the snapshot of a step, its bytes verified; a good one if ``is_proven``.
 
         Raises:
             KeyError: there is none.
@@ -515,7 +512,11 @@ class SnapshotRing:
         held = self.disk_bytes()
         if held >= self.count * num_bytes:
             return self.count
-        return int((_share(free_bytes(self._folder)) + held) // num_bytes)
+        try:
+            free = free_bytes(self._folder)
+        except OSError:
+            free = 0
+        return int((_share(free) + held) // num_bytes)
 
     def _explain(self, in_memory: int, places: int, num_bytes: int) -> None:
         """Say what limits the snapshots, and what to do about it; once for each limit."""

@@ -4,7 +4,6 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +59,6 @@ class TorchRun:
         durable: "Durable | None",
         note: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
-        folders: Sequence[Path] = (),
     ) -> None:
         self.step = self.calls = 0
         self.buffers = state.buffers
@@ -68,6 +66,7 @@ class TorchRun:
         self.durable = durable
         self._held: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self._rollback_callbacks: list[Callable[[int], None]] = []
+        folders = [] if durable is None else [durable.store.directory]
         self.ring = SnapshotRing(
             config.snapshot_interval,
             max(LEAST_SNAPSHOTS, math.ceil(config.snapshot_memory_factor)),
@@ -172,13 +171,6 @@ class TorchRun:
             self.note(self.ring.degraded)
         return taken
 
-    def is_of_these_parameters(self, snapshot: Snapshot) -> bool:
-        """Return whether a snapshot is of the parameters that the run has now.
-
-        A head that was replaced may have the same shape, but its weights mean something else.
-        """
-        return snapshot.is_of(self.training_state.parameters())
-
     def learning_rate(self) -> float:
         """Return the first parameter group's learning rate, healing left out; NaN if unknown."""
         for optimizer in self.guarded.optimizers:
@@ -249,11 +241,6 @@ class TorchRun:
             if is_drawing and self.config.after_rollback == "replay_data":
                 returned.values["rng"].put_back()
 
-    @property
-    def has_added_states(self) -> bool:
-        """Whether the user has added a state."""
-        return bool(self.training_state.added)
-
     def state(self) -> dict[str, Any]:
         """Return what healing changed about the run, as plain values; see :meth:`resume`."""
         return {
@@ -296,10 +283,9 @@ class TorchRun:
         self.guarded.learn_names(self.training_state.model.named_parameters())
 
     def restore(self, step: int) -> None:
-        """Return to the good snapshot of ``step``, or to an older one if that fails.
+        """Return to the good snapshot of ``step``, or to an older one if that fails twice.
 
-        All ranks return to the same one, or none does. A copy that fails is undone and tried once
-        more. If it fails again, or if the bytes of a snapshot have changed, an older one is used.
+        All ranks return to the same one, or none does.
 
         Raises:
             HealingError: there is none, it does not fit, or none could be written. Nothing was
@@ -394,14 +380,11 @@ class TorchRun:
         return None if place is None else place.bad_numbers()
 
     def corruption(self, is_shared: bool, with_frozen: bool) -> Mapping[str, Any] | None:
-        """Look for NaN and Inf in weights, buffers and optimizer state; waits for the device.
+        """Return cause and tensor of NaN or Inf in the state, if any; waits for the device.
 
         Args:
             is_shared: whether every rank asks now; else ranks that have peers do not look.
             with_frozen: whether frozen weights are read too, which may be most of the model.
-
-        Returns:
-            The cause and the tensor; None if all is finite.
         """
         if self._ranks.has_others and not is_shared:
             return None
@@ -452,10 +435,6 @@ class TorchRun:
 
     def shrink_micro_batch(self) -> bool:
         return self._ranks.any_has(self.micro.shrink())
-
-    def cut_as(self, state: Mapping[str, int]) -> None:
-        """Cut batches as finely as another process found that it must; see MicroBatcher.state."""
-        self.micro.load_state(state)
 
     def checkpoint_activations(self) -> bool:
         return self._ranks.any_has(checkpoint_activations(self.training_state.model))

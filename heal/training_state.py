@@ -116,7 +116,6 @@ class TrainingState:
         model: its parameters and all its buffers count, the non-persistent ones too.
         optimizers: their state, and every setting of their parameter groups.
         schedulers: saved and loaded through their own ``state_dict``, where they have one.
-        scaler: a GradScaler, or None.
         extra: further tensors that belong to the run, under names of their own.
         buffers: knows which buffers move; the others are not among the tensors. Made if None.
         note: called with a text for each module whose extra state cannot be read or set.
