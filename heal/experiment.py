@@ -29,11 +29,9 @@ from heal.detectors.foreign_writes import WRITTEN_BY
 from heal.detectors.robust import SAME, STANDARD_ERRORS
 from heal.detectors.watch import Watch
 from heal.lr_schedules import number_of
-from heal.ranks import Ranks
 from heal.record import Record
 from heal.snapshots import Snapshot, SnapshotCorrupt
 from heal.training_run import TorchRun
-from heal.training_state import TrainingState
 from heal.trials import Trial
 
 CLEAR_NOISE, CLEAR_RATIO = 1.0, 1.5
@@ -235,32 +233,21 @@ class Experiment:
 
     Args:
         run: whose snapshots are used, and whose step counts.
-        state: the tensors that are swapped.
-        ranks: who try together; losses are averaged over them.
         watch: knows the level of the loss and its noise, and the highest rate that was held.
         patience: steps that weights found damaged are given to recover by themselves.
-        note: called with what cannot be tried.
 
     Attributes:
         forwards: passes that experiments have cost so far.
         settled: questions answered so far.
     """
 
-    def __init__(
-        self,
-        run: TorchRun,
-        state: TrainingState,
-        ranks: Ranks,
-        watch: Watch,
-        patience: int,
-        note: Callable[[str], None],
-    ) -> None:
+    def __init__(self, run: TorchRun, watch: Watch, patience: int) -> None:
         self._patience = patience
         self._run = run
-        self._state = state
-        self._ranks = ranks
+        self._state = run.training_state
+        self._ranks = run.guarded.ranks
         self._watch = watch
-        self._note = note
+        self._note = run.note
         self._question: _Question | None = None
         self._unprovable: set[Cause] = set()  # reported once for lack of a forward pass
         self._spent: deque[int] = deque()

@@ -312,17 +312,12 @@ class FailedSteps:
         """Return a halt with the exception that it is for."""
         if diagnosis.cause is Cause.UNKNOWN:
             raise error from None  # it is the caller's
-        if diagnosis.cause.about.sent_as is None:
-            halt = self._halt_of_others(halt)
+        if diagnosis.cause.about.sent_as is None and self._ranks.has_others:
+            left = last_message()  # of a rank that left: then a collective failed here
+            if left is not None and left.get("rank") != self._journal.rank:
+                halt = HealingError(str(left["reason"]), int(left["exit_code"]))
         halt.__cause__ = error
         return halt
-
-    def _halt_of_others(self, halt: HealingError) -> HealingError:
-        """Return the halt of the rank that left, if that is why a collective failed here."""
-        left = last_message() if self._ranks.has_others else None
-        if left is None or left.get("rank") == self._journal.rank:
-            return halt
-        return HealingError(str(left["reason"]), int(left["exit_code"]))
 
     def _is_cured(self, family: Family, plan: Plan) -> bool:
         """Whether the same batches may work now: a hook may leave out the cure, or repeat it."""

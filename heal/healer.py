@@ -185,14 +185,7 @@ class Healer:
         )
 
         watch = Watch(config, ranks.has_others)
-        self.experiment = Experiment(
-            self.training,
-            self.state,
-            ranks,
-            watch,
-            2 * config.loss_spike_patience,
-            note,
-        )
+        self.experiment = Experiment(self.training, watch, 2 * config.loss_spike_patience)
         self.trials = BodyTrials(self.experiment, self.guarded, self.schedules, forward, note)
         reported: deque[Flag] = deque()  # signal handlers and threads append while a step reads
         cluster = ClusterWatch(model, config, self.journal, reported.append, note, process_group)
@@ -395,7 +388,7 @@ class Healer:
         self._wants_snapshot = True
         if ring.is_suspect:
             return
-        if self.monitor.is_checking and self._num_waited < self.config.lag:
+        if self.monitor.health.is_under_way and self._num_waited < self.config.lag:
             self._num_waited += 1
             return
         self._wants_snapshot = False

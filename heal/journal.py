@@ -136,7 +136,9 @@ class Journal:
         warn: Callable[[str], None] | None = None,
     ) -> None:
         self.run_dir = None if run_dir is None else Path(run_dir)
-        self.rank = _environment_rank() if rank is None else rank
+        launched_as = os.environ.get("RANK", "")
+        own_rank = int(launched_as) if launched_as.isdecimal() else 0
+        self.rank = own_rank if rank is None else rank
         self.run_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         self.recoveries: list[dict[str, Any]] = []
         self.failed_writes = 0
@@ -269,11 +271,6 @@ class Journal:
             self._warn(text)
         except Exception:
             return  # there is no other way to report it
-
-
-def _environment_rank() -> int:
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() else 0
 
 
 BY_EXIT_CODE: dict[int, ExitReason] = {

@@ -412,11 +412,6 @@ class Monitor:
             interval = math.ceil(interval / CLOSE_WATCH)
         return interval
 
-    @property
-    def is_checking(self) -> bool:
-        """Whether weights were measured and the result was not read yet."""
-        return self.health.is_under_way
-
     def take_snapshot_request(self) -> bool:
         """Return whether a record has requested a snapshot since the last call, on any rank."""
         request, self._needs_snapshot = self._needs_snapshot, False
@@ -499,7 +494,11 @@ class Monitor:
         settled = seen.settled if record is None else self._experiment.observe(record)
         findings = self._known(seen.findings) if seen.findings else []
         if settled is not None:
-            findings += self._accept(settled)
+            if settled.answer is not Answer.DAMAGED:
+                self._run.ring.note_settled()
+            if settled.takes_level:
+                self.watch.rebase(settled.finding.cause)
+            findings += settled.findings
         is_clean = record is not None and self._judge_snapshots(record, findings)
         if seen.is_check and not are_suspect(findings):
             self._run.ring.note_checked(seen.step)
@@ -543,14 +542,6 @@ class Monitor:
                 finding = replace(finding, wants_proof=False)  # the step was skipped all the same
             known.append(finding)
         return known
-
-    def _accept(self, settled: Settled) -> list[Finding]:
-        """Follow the answer to a suspicion; return what is known now."""
-        if settled.answer is not Answer.DAMAGED:
-            self._run.ring.note_settled()
-        if settled.takes_level:
-            self.watch.rebase(settled.finding.cause)
-        return settled.findings
 
     def _judge_snapshots(self, record: Record, findings: Sequence[Finding]) -> bool:
         """Let a clean step prove the snapshots before it; return whether it was clean."""
@@ -600,11 +591,6 @@ class Monitor:
         if record.blocked or (record.flags is not NO_FLAG and record.has(Flag.SPIKE)):
             return record._replace(worst_name=self._guarded.name_of(record.worst))
         return record
-
-    @property
-    def polled_at(self) -> int:
-        """How many steps were done when records were last polled."""
-        return self._calm.polled_at
 
     @property
     def pending(self) -> Record | None:

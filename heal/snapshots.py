@@ -99,11 +99,6 @@ class Snapshot:
             landed.synchronize()
             self.landed = None
 
-    @property
-    def has_landed(self) -> bool:
-        """Whether the copies are there, so that there is nothing to wait for."""
-        return self.landed is None or bool(self.landed.query())
-
     def verify(self) -> None:
         """Raise unless every copy still has the bytes of its source.
 
@@ -416,7 +411,7 @@ class SnapshotRing:
                 continue
             if self._suspect_since is not None and snapshot.step > self._suspect_since:
                 continue
-            if not trust and not snapshot.has_landed:
+            if not trust and snapshot.landed is not None and not snapshot.landed.query():
                 continue
             snapshot.wait()
             if float(snapshot.num_bad) > 0:
