@@ -152,7 +152,7 @@ class HealingConfig:
         "",
         "Detectors that are switched off, by name, separated by commas: host_news, skipped_steps, "
         "gradient_explosion, loss, lr, plateau, not_learning, overfitting_gap, "
-        "throughput_collapse, health.",
+        "throughput_collapse, foreign_writes, health.",
     )
     alert_only_detectors: str = setting(
         "", "Detectors that report and change nothing, by name, separated by commas."

@@ -10,6 +10,7 @@ import pytest
 from heal import HealingConfig
 from heal.config import OLD
 from heal.config_fields import ConfigError, settings_of
+from heal.detectors.watch import Watch
 
 SETTINGS = settings_of(HealingConfig)
 
@@ -364,3 +365,9 @@ def test_settings_are_few_and_in_four_groups():
     assert list(dict.fromkeys(groups)) == ["budget", "detection", "cure", "durability"]
     assert groups == sorted(groups, key=list(dict.fromkeys(groups)).index)
     assert len(SETTINGS) <= 29
+
+
+def test_the_setting_lists_every_detector():
+    page = (Path(__file__).parents[2] / "docs/config.md").read_text()
+    (row,) = re.findall(r"^\| `disabled_detectors` \|.*separated by commas: (.*?)\.", page, re.M)
+    assert row.split(", ") == [*Watch(HealingConfig()).detectors, "health"]
