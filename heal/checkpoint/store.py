@@ -425,7 +425,7 @@ class CheckpointStore:
             try:
                 copies = HostCopies(held, self._memory)
                 self._memory, copied = copies.tensors, copies.wait
-            except Exception as error:  # it ends the writing, of which the other ranks hear
+            except Exception as error:  # it ends the writing, and the other ranks learn of it
                 copied = partial(_fail, error)
         return Job(
             folder,
