@@ -120,6 +120,13 @@ def test_headings_tables_and_controls_have_names(tmp_path):
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_can_be_chosen_where_there_are_several(tmp_path, ranks):
+    tags = Outline(make_page(read_run(sick_run(tmp_path, ranks)))).tags
+    (label,) = [a for tag, a in tags if tag == "label" and a.get("class") == "field"]
+    assert ("hidden" in label) == (ranks == 1)
+
+
 def test_a_run_with_nothing_but_an_ending_has_a_page(tmp_path):
     postmortem(tmp_path)
     text = Outline(make_page(read_run(tmp_path))).text
