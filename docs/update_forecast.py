@@ -51,7 +51,7 @@ def share_sentence() -> str:
     share = results("probes")["LyapunovMeter.observe"]["steps"]
     return (
         f"By the table below `LyapunovMeter.observe` costs {share:.2g} of a training step. It "
-        "follows 4096 weights however\nmany there are, and does not wait: call it every step where "
+        "follows 4096 weights however\nmany there are, and does not wait. Call it every step where "
         "steps are long, every tenth where they are short."
     )
 
