@@ -16,7 +16,7 @@ STEPS, ONSET = 12, 4
 
 def broken(kind, size, see):
     """Train with one fault and nobody who heals; return what ``see`` saw before each step."""
-    setup = regression(forecast=False)
+    setup = regression(forecast=False, disabled_detectors="foreign_writes")  # no trials
     healer = setup.healer()
     healer.on_instability(lambda diagnosis, plan: ())
     chaos = Chaos(healer, [Fault(kind, at=ONSET, times=STEPS, size=size)])
