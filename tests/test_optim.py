@@ -484,7 +484,7 @@ def test_wrap_takes_a_name_a_clipper_and_settings():
         zclip.wrap(optimizer)
     with pytest.raises(TypeError, match="optimizer: expected a torch Optimizer, got str"):
         zclip.wrap("adam")
-    with pytest.raises(TypeError, match=r"clipper: expected a zclip.Clipper, got float"):
+    with pytest.raises(TypeError, match=r"clipper: expected a zclip.Clipper or .* got float"):
         zclip.wrap(inner, 1.0)
 
 
@@ -517,3 +517,9 @@ def test_metrics_come_one_step_late():
         "zclip/total_clips",
         "zclip/total_skips",
     }
+
+
+def test_names_without_parameters_are_explained():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="expected pairs of name and parameter, got Parameter"):
+        zclip.wrap(torch.optim.SGD(model.parameters()), named_parameters=model.parameters())

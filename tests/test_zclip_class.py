@@ -222,3 +222,19 @@ def test_a_spike_can_be_refused_instead_of_clipped():
 
 def norm_of(model):
     return torch.stack([p.grad.double().norm() for p in model.parameters()]).norm().item()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"alpha": 1.5}, ValueError, "alpha: expected a number from 0 to 1, got 1.5"),
+        ({"alpha": "high"}, TypeError, "alpha: expected a number, got 'high'"),
+        ({"z_thresh": -1}, ValueError, "z_thresh: expected a number >= 0, got -1"),
+        ({"max_grad_norm": math.nan}, ValueError, "max_grad_norm: expected a number >= 0, got nan"),
+        ({"warmup_steps": 2.5}, ValueError, "warmup_steps: expected a whole number >= 0, got 2.5"),
+        ({"clip_factor": None}, TypeError, "clip_factor: expected a number, got None"),
+    ],
+)
+def test_wrong_settings_are_named_at_once(settings, error, message):
+    with pytest.raises(error, match=message):
+        zclip.ZClip(**settings)

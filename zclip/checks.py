@@ -5,6 +5,7 @@ walked here, in Python, to raise the error that names the index, what was expect
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,36 +64,63 @@ def check_writable(tensors: Sequence[Tensor], name: Name = PLACE) -> None:
             )
 
 
+def check_dense(tensors: Sequence[Tensor], name: Name = PLACE) -> None:
+    """Raise ValueError if the elements of a tensor do not fill one run of memory."""
+    for i, tensor in enumerate(tensors):
+        # A tensor made alike has the same strides only if there are no gaps to leave out.
+        if tensor.numel() > 1 and torch.empty_like(tensor).stride() != tensor.stride():
+            raise ValueError(
+                f"{name(i)} of shape {tuple(tensor.shape)}: expected elements that fill one run of "
+                f"memory, got the strides {tensor.stride()}; make it of a clone()"
+            )
+
+
 def check_limit(name: str, value: float) -> float:
     """Return ``value`` as a float if it can bound a norm.
 
     Raises:
+        TypeError: it is no number.
         ValueError: it is negative or NaN.
     """
-    value = float(value)
-    if not value >= 0.0:
-        raise ValueError(f"{name}: expected a number >= 0, got {value}")
-    return value
+    number = as_number(name, value)
+    if not number >= 0.0:
+        raise ValueError(f"{name}: expected a number >= 0, got {number}")
+    return number
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return ``value`` as a float.
+
+    Raises:
+        TypeError: it is no number.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number, got {value!r}") from None
 
 
 def check_fraction(name: str, value: float) -> float:
     """Return ``value`` as a float if it can weigh the past.
 
     Raises:
+        TypeError: it is no number.
         ValueError: it is not between 0 and 1.
     """
-    value = float(value)
-    if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name}: expected a number from 0 to 1, got {value}")
-    return value
+    number = as_number(name, value)
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{name}: expected a number from 0 to 1, got {number}")
+    return number
 
 
-def check_count(name: str, value: int) -> int:
+def check_count(name: str, value: int, least: int = 1) -> int:
     """Return ``value`` as an int if it can be the length of something.
 
     Raises:
-        ValueError: it is not a whole number >= 1.
+        TypeError: it is no number.
+        ValueError: it is not a whole number >= ``least``.
     """
-    if int(value) != value or value < 1:
-        raise ValueError(f"{name}: expected a whole number >= 1, got {value}")
-    return int(value)
+    number = as_number(name, value)
+    if not number.is_integer() or number < least:
+        raise ValueError(f"{name}: expected a whole number >= {least}, got {value}")
+    return int(number)

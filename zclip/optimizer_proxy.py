@@ -89,6 +89,12 @@ class OptimizerProxy(Optimizer):
         return closure is not None and closure.default is inspect.Parameter.empty
 
     def _check_names(self, named: list[tuple[str, Tensor]]) -> None:
+        odd = next((pair for pair in named if isinstance(pair, Tensor)), None)
+        if odd is not None:
+            raise TypeError(
+                "named_parameters: expected pairs of name and parameter, got "
+                f"{type(odd).__name__}; give model.named_parameters()"
+            )
         known = {id(param) for _, param in named}
         for group in self.param_groups:
             unnamed = [tuple(p.shape) for p in group["params"] if id(p) not in known]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from zclip.checks import check_fraction, check_limit
+from zclip.checks import check_count, check_fraction, check_limit
 from zclip.clippers.clipper import Clipper
 from zclip.clippers.state import COUNTERS
 from zclip.layout import ADAGC_SEEDS, GAMMA_COLUMN, ON_NONFINITE, SKIP_COUNT, STEPS
@@ -53,7 +53,7 @@ class AdaGC(Clipper):
         self.beta = check_fraction("beta", beta)
         self.lambda_abs = check_limit("lambda_abs", lambda_abs)
         self.eps = check_limit("eps", eps)
-        self.warmup_steps = int(check_limit("warmup_steps", warmup_steps))
+        self.warmup_steps = check_count("warmup_steps", warmup_steps, least=0)
         self.seed = seed
 
     def settings(self, group: Mapping[str, Any]) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from zclip import ops
-from zclip.checks import PLACE
+from zclip.checks import PLACE, check_count, check_fraction, check_limit
 from zclip.clippers.clipper import Clipper
 from zclip.clippers.result import ClipResult
 from zclip.layout import (
@@ -87,14 +87,16 @@ class ZClip(Clipper):
         per_group: bool = False,
     ) -> None:
         super().__init__(per_group=per_group, on_nonfinite=on_nonfinite)
-        self.alpha = alpha
-        self.z_thresh = z_thresh
+        self.alpha = check_fraction("alpha", alpha)
+        self.z_thresh = check_limit("z_thresh", z_thresh)
         self.max_grad_norm = max_grad_norm
-        self.eps = eps
-        self.warmup_steps = warmup_steps
+        if max_grad_norm is not None:
+            self.max_grad_norm = check_limit("max_grad_norm", max_grad_norm)
+        self.eps = check_limit("eps", eps)
+        self.warmup_steps = check_count("warmup_steps", warmup_steps, least=0)
         self.mode = mode.lower()
         self.clip_option: str | None = None  # it means nothing in mode "percentile"
-        self.clip_factor = clip_factor
+        self.clip_factor = check_limit("clip_factor", clip_factor)
         self.skip_update_on_spike = skip_update_on_spike
         self.skip_step_on_spike = skip_step_on_spike
         if self.mode not in ("zscore", "percentile"):

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from zclip.clippers import CLIPPERS, Clipper, ClipResult, LossWatch
+from zclip.clippers import Clipper, ClipResult, LossWatch, make_clipper
 from zclip.during_backward import Attachment
 from zclip.layout import BLOCKED, FLAGS, HAS_INF, HAS_NAN
 from zclip.mailbox import Mailbox
@@ -514,13 +514,4 @@ def wrap(
     of_wrapper = {
         name: settings.pop(name) for name in (*own, "scaler", *groups) if name in settings
     }
-    if isinstance(clipper, str):
-        if clipper not in CLIPPERS:
-            raise ValueError(f"clipper: expected one of {', '.join(CLIPPERS)}, got {clipper!r}")
-        clipper = CLIPPERS[clipper](**settings)
-    elif settings:
-        raise TypeError(
-            f"clipper: expected a name beside {', '.join(settings)}, got "
-            f"{type(clipper).__name__}; set these on it"
-        )
-    return ClippedOptimizer(optimizer, clipper, **of_wrapper)
+    return ClippedOptimizer(optimizer, make_clipper(clipper, settings), **of_wrapper)

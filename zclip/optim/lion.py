@@ -55,7 +55,7 @@ class Lion(FusedOptimizer):
         seed: int = 0,
         **clip_settings: Any,
     ) -> None:
-        check_limit("lr", float(lr))
+        check_limit("lr", lr)
         check_limit("weight_decay", weight_decay)
         for i, beta in enumerate(betas):
             check_fraction(f"betas[{i}]", beta)
