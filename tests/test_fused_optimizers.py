@@ -305,6 +305,53 @@ def test_groups_have_settings_of_their_own():
     assert_near(mine, other)
 
 
+CHANGES = [
+    (SGD, torch.optim.SGD, {}, {"momentum": 0.9, "dampening": 0.3}),
+    (SGD, torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0}),
+    (SGD, torch.optim.SGD, {"momentum": 0.9}, {"nesterov": True}),
+    (AdamW, torch.optim.AdamW, {"amsgrad": True}, {"amsgrad": False}),
+    (AdamW, torch.optim.AdamW, {}, {"weight_decay": 0.5, "betas": (0.5, 0.9), "maximize": True}),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "settings", "change"), CHANGES)
+def test_settings_of_a_group_may_change_in_the_middle_of_a_run(ours, theirs, settings, change):
+    trained = []
+    for kind in (ours, theirs):
+        model = make_model()
+        optimizer = kind(model.parameters(), lr=1e-2, **settings)
+        train(model, optimizer, 3)
+        optimizer.param_groups[0].update(change)
+        trained.append(train(model, optimizer, 4, start=3))
+    assert_near(*trained)
+
+
+def test_amsgrad_may_begin_in_the_middle_of_a_run():
+    """torch's raises a KeyError there; its maximum then starts from zero, as in a new run."""
+    ours, theirs = make_model(), make_model()
+    optimizer, other = AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters())
+    for model, each in ((ours, optimizer), (theirs, other)):
+        train(model, each, 3)
+        each.param_groups[0]["amsgrad"] = True
+    for state in other.state.values():
+        state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+    assert_near(train(ours, optimizer, 4, start=3), train(theirs, other, 4, start=3))
+
+
+def test_sgd_without_momentum_saves_no_state_as_torch_does():
+    model = make_model()
+    groups = [
+        {"params": layer.parameters(), "momentum": m}
+        for layer, m in ((model[0], 0), (model[2], 0.9))
+    ]
+    optimizer = SGD(groups)
+    train(model, optimizer, 2)
+    saved = optimizer.state_dict()
+    assert saved["state"].keys() == {2, 3}
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 1)
+
+
 def test_a_group_may_join_late():
     def run(kind):
         model = make_model()
@@ -550,8 +597,17 @@ def test_sparse_gradients_are_named():
     ("settings", "error", "message"),
     [
         ({"clipper": "zlcip"}, ValueError, "clipper: expected one of .*, got 'zlcip'"),
-        ({"clipper": 1.0}, TypeError, "clipper: expected a zclip.Clipper, .*, got float"),
-        ({"max_norm": 1.0}, TypeError, "got max_norm; set these on the clipper"),
+        ({"clipper": 1.0}, TypeError, "clipper: expected a zclip.Clipper .*, got float"),
+        ({"clipper": zclip.ZClip}, TypeError, "expected a zclip.Clipper .*, got <class .*ZClip'>"),
+        ({"clipper": "zclip", "z": 3}, TypeError, "ZClip: expected settings among alpha, .* got z"),
+        ({"clipper": zclip.ZClip(), "alpha": 0.9}, TypeError, "got ZClip; set these on it"),
+        ({"max_norm": 1.0}, TypeError, "AdamW: expected its arguments, or .* got max_norm"),
+        (
+            {"seed": 1.5},
+            ValueError,
+            r"seed: expected a whole number from 0 to .* got 1.5",
+        ),
+        ({"seed": 2**63}, ValueError, "seed: expected a whole number"),
         ({"differentiable": True}, ValueError, "differentiable of param_groups.0.: expected False"),
         ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
     ],
@@ -559,6 +615,41 @@ def test_sparse_gradients_are_named():
 def test_wrong_arguments_are_named(settings, error, message):
     with pytest.raises(error, match=message):
         AdamW(make_model().parameters(), **settings)
+
+
+def test_a_group_that_joins_is_checked_too():
+    optimizer = AdamW(make_model().parameters())
+    with pytest.raises(ValueError, match=r"differentiable of param_groups\[1\]: expected False"):
+        optimizer.add_param_group({"params": [torch.ones(2)], "differentiable": True})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("clipper", [None, "zclip"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: torch.ones(4, 12)[:, ::2],
+            r"w of shape \(4, 6\): expected elements that fill",
+        ),
+        (lambda: torch.ones(1).expand(5), r"w of shape \(5,\): expected memory of its own"),
+    ],
+)
+def test_a_parameter_that_cannot_be_updated_is_named(make, message, clipper):
+    param = nn.Parameter(make())
+    optimizer = AdamW([("w", param)], clipper=clipper)
+    param.grad = torch.ones(param.shape)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("clipper", [None, "zclip"])
+def test_a_float64_gradient_of_a_float32_parameter_is_named(clipper):
+    param = nn.Parameter(torch.ones(4))
+    param.grad_dtype = torch.float64
+    param.grad = torch.ones(4, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"gradient of w: expected .* got torch.float64 of"):
+        AdamW([("w", param)], clipper=clipper).step()
 
 
 def test_lion_names_wrong_arguments_too():

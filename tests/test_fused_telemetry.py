@@ -73,6 +73,66 @@ def test_a_change_from_outside_is_named_in_that_very_step(change, bit):
     assert int(step(model, optimizer).health_flags) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("factor", [2.0, 0.5, 1024.0, -1.0])
+@pytest.mark.parametrize(("key", "bit"), [(None, FOREIGN_WEIGHT), ("exp_avg", FOREIGN_FIRST)])
+def test_a_multiple_is_seen_whatever_the_number_of_elements(key, bit, factor, dtype):
+    """A power of two adds the same to all patterns, which a power of two of them would hide."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(1024, 64, dtype=dtype))
+    optimizer = AdamW([param])
+    param.grad = torch.randn_like(param)
+    optimizer.step()
+    (param.data if key is None else optimizer.state[param][key]).mul_(factor)
+    optimizer.step()
+    assert optimizer.result.foreign.tolist() == [bit]
+
+
+def apart(optimizer):
+    """Have it take the path of several devices and ranks."""
+    optimizer._step_natively = lambda loss, guard: optimizer._step_apart(loss, None, guard)
+
+
+@pytest.mark.parametrize("prepare", [lambda optimizer: None, apart], ids=["native", "apart"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_converted_model_is_not_compared_with_what_it_was(dtype, prepare):
+    model, optimizer = make()
+    prepare(optimizer)
+    step(model, optimizer)
+    model.to(dtype)
+    for is_seen in (False, True):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert (optimizer.result.first_foreign() is not None) == is_seen
+        model[0].weight.data.mul_(2)
+
+
+def test_a_parameter_of_another_dtype_in_the_same_memory_makes_a_new_plan():
+    """Conversions to and fro may reuse memory: bytes behind the smaller tensor belong to others."""
+    memory = torch.ones(64)
+    param = nn.Parameter(torch.empty(0))
+    param.data = memory
+    optimizer = AdamW([param])
+    param.grad = torch.ones(64)
+    optimizer.step()
+    memory.fill_(1.0)
+    param.data = memory.view(torch.bfloat16)[:64]
+    param.grad = torch.ones(64, dtype=torch.bfloat16)
+    optimizer.step()
+    assert torch.equal(memory[32:], torch.ones(32))
+    assert int(optimizer.result.health_flags) == 0
+
+
+def test_telemetry_may_be_switched_in_the_middle_of_a_run():
+    model, optimizer = make()
+    step(model, optimizer)
+    optimizer.telemetry = False
+    assert len(step(model, optimizer).rows) == 0
+    optimizer.telemetry = True
+    assert float(step(model, optimizer).weight_norm) > 0.0
+
+
 def test_an_infinite_moment_is_seen_in_the_step_it_happens():
     model, optimizer = make()
     step(model, optimizer)

@@ -152,7 +152,7 @@ BAD_WEIGHT, BAD_STATE, FOREIGN_WRITE = 1, 2, 4
 """Bits of ``summary[HEALTH_FLAGS]``."""
 
 STORED_WEIGHT, STORED_FIRST, STORED_SECOND, IS_KNOWN, UPDATES = range(5)
-"""Columns of the ledger, int64 [num_tensors, 5]: sums of the bit patterns that the last update
+"""Columns of the ledger, int64 [num_tensors, 5]: sums of the rotated bits that the last update
 stored (modulo 2^32, for float64 modulo 2^64), whether they are known, and updates taken."""
 
 NUM_LEDGER = 5

@@ -240,8 +240,8 @@ ZCLIP_ALWAYS_INLINE void find_changes(const Block<number_t, grad_t, value_t>& bl
       if (kFirst) first = load_pack<vec>(block.m + i);
       if (kSecond) second = load_pack<vec>(block.v + i);
       if (kMax) maximum = load_pack<vec>(block.largest + i);
-      if (kTelemetry && kFirst) sums.loaded[1] += (words)first;
-      if (kTelemetry && kSecond) sums.loaded[2] += (words)second;
+      if (kTelemetry && kFirst) sums.loaded[1] += pattern_from((words)first, value_t{});
+      if (kTelemetry && kSecond) sums.loaded[2] += pattern_from((words)second, value_t{});
       const vec gradient = load_number<vec>(block.g + i, &bits) * block.coef;
       const vec change = loop_update<kLoop>(gradient, weight, first, second, maximum, scalars);
       if (kFirst) store_pack(block.m + i, first);
@@ -276,18 +276,18 @@ ZCLIP_ALWAYS_INLINE void apply_changes(const Block<number_t, grad_t, value_t>& b
         const vec scaled = change * update_scale;
         update_squares[part] += scaled * scaled;
         weight_squares[part] += result * result;
-        sums.loaded[0] += before;
-        sums.stored[0] += after;
+        sums.loaded[0] += pattern_from(before, number_t{});
+        sums.stored[0] += pattern_from(after, number_t{});
         if (Traits::kHasFirst) {
           const words first = load_pack<words>(block.m + i);
-          sums.stored[1] += first;
+          sums.stored[1] += pattern_from(first, value_t{});
           if (Traits::kWatched == Watched::kFirst) {
             sums.largest = larger(sums.largest, first << 1 >> 1);
           }
         }
         if (Traits::kHasSecond) {
           const words second = load_pack<words>(block.v + i);
-          sums.stored[2] += second;
+          sums.stored[2] += pattern_from(second, value_t{});
           if (Traits::kWatched == Watched::kSecond) sums.largest = larger(sums.largest, second);
         }
       }
@@ -338,9 +338,9 @@ ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, grad_t, value_t>&
     Word<value_t> bits, grad_bits;
     const auto gradient = load_number<value_t>(block.g + i, &grad_bits);
     const auto weight = load_number<value_t>(block.p + i, &bits);
-    found.rest_loaded[0] += bits;
-    found.rest_loaded[1] += bits_of(first);
-    found.rest_loaded[2] += bits_of(second);
+    found.rest_loaded[0] += pattern_from(bits, number_t{});
+    found.rest_loaded[1] += pattern_of(first);
+    found.rest_loaded[2] += pattern_of(second);
     const value_t change =
         loop_update<kLoop>(gradient * block.coef, weight, first, second, maximum, s);
     const value_t result = store_number(weight - change, block.random + i, block.p + i, &bits);
@@ -352,9 +352,9 @@ ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, grad_t, value_t>&
     const value_t scaled = change * update_scale;
     weights[k] += static_cast<double>(result * result);
     updates[k] += static_cast<double>(scaled * scaled);
-    found.rest_stored[0] += bits;
-    found.rest_stored[1] += bits_of(first);
-    found.rest_stored[2] += bits_of(second);
+    found.rest_stored[0] += pattern_from(bits, number_t{});
+    found.rest_stored[1] += pattern_of(first);
+    found.rest_stored[2] += pattern_of(second);
     const auto watched = kWatched == Watched::kFirst ? bits_of(first) << 1 >> 1 : bits_of(second);
     found.largest[0] = larger<Word<value_t>>(found.largest[0], watched);
   }

@@ -139,6 +139,7 @@ UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimSta
                   "zclip::", op, ": Lion: expected firsts, got an empty list");
   strides_.resize(count);
   entries_.resize(count);
+  for (const Tensor& param : params_) dtypes_.push_back(param.scalar_type());
   const auto watch = [&](const Tensor& tensor) {
     watched_.push_back({tensor.get(), tensor.const_data_ptr()});
   };
@@ -194,6 +195,7 @@ bool UpdatePlan::are_current(int64_t begin, int64_t end) const {
     }
     const Tensor& param = params_[i];
     if (param.numel() != list_.spans()[i].numel) return false;
+    if (param.scalar_type() != dtypes_[i]) return false;  // to() may reuse the freed memory
     if (param.is_contiguous() != strides_[i].empty()) return false;
     if (strides_[i].empty()) continue;
     const auto strides = param.strides();
@@ -225,7 +227,8 @@ void UpdatePlan::check_gradients(const TensorList& grads, const char* op) const 
   }
 }
 
-void UpdatePlan::fill_rows(const StepNumbers& numbers) {
+// Raises if a parameter with a gradient lacks state that its settings ask for.
+void UpdatePlan::fill_rows(const TensorList& grads, const StepNumbers& numbers) {
   rows_.resize(params_.size());
   std::vector<Row>& rows = rows_;
   const auto* ledger = static_cast<const int64_t*>(ledger_.const_data_ptr());
@@ -254,6 +257,12 @@ void UpdatePlan::fill_rows(const StepNumbers& numbers) {
       }
       row.flags = flags;
       row.loop = loop_of(algorithm_, flags, entry.first != nullptr);
+      const bool is_complete = (entry.first != nullptr || algorithm_ == Algorithm::kSgd) &&
+                               (entry.second != nullptr || algorithm_ != Algorithm::kAdam) &&
+                               (entry.maximum != nullptr || row.loop != Loop::kAmsgrad);
+      STD_TORCH_CHECK(is_complete || grads.spans()[i].numel == 0,
+                      "zclip::optim_update_: state of params[", i,
+                      "]: expected all moments that its settings need, got an empty one");
       const double coef = numbers.coefs == nullptr ? kKeep : numbers.coefs[i];
       const double sign = (flags & kMaximize) ? -1.0 : 1.0;
       row.coef = coef == kRefuse ? 0.0 : sign * coef / numbers.grad_scale;
@@ -269,7 +278,7 @@ void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, dou
   const Isa isa = best_isa();
   {
     const FloatMode mode;
-    fill_rows(numbers);
+    fill_rows(grads, numbers);
   }
   const std::vector<Row>& rows = rows_;
   std::vector<UpdateSlot>& slots = slots_;

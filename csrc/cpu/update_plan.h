@@ -75,7 +75,7 @@ class UpdatePlan {
   };
 
   bool are_current(int64_t begin, int64_t end) const;  // the parameters in this range
-  void fill_rows(const StepNumbers& numbers);
+  void fill_rows(const TensorList& grads, const StepNumbers& numbers);
   void close(const TensorList& grads, const std::vector<UpdateSlot>& slots, double* telemetry,
              float* summary);
 
@@ -87,6 +87,7 @@ class UpdatePlan {
   bool telemetry_;
   TensorList list_;
   std::vector<Entry> entries_;
+  std::vector<torch::headeronly::ScalarType> dtypes_;
   std::vector<std::vector<int64_t>> strides_;  // of parameters that are not contiguous
   std::vector<Watched> watched_;               // each parameter, followed by its state
   std::vector<int64_t> first_watched_;         // of each parameter in that list, with the end last

@@ -112,7 +112,7 @@ __device__ __forceinline__ auto store_state(char* data, int i,
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
     few.numbers[k] = from[k];
-    sum += bits_of(from[k]);
+    sum += pattern_of(from[k]);
   }
   store_all<kCount>(data, i, few);
   return sum;

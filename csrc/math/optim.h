@@ -72,12 +72,35 @@ enum LedgerColumn : int {
   kNumLedger
 };
 
-// Sums of bit patterns are taken modulo this many bits: integers, so that the order of addition
-// does not matter, and one flipped bit always changes them.
-ZCLIP_HD uint32_t pattern_of(float x) { return bits_of(x); }
-ZCLIP_HD uint64_t pattern_of(double x) { return bits_of(x); }
-ZCLIP_HD uint32_t pattern_of(Bfloat16 x) { return x.bits; }
-ZCLIP_HD uint32_t pattern_of(Float16 x) { return x.bits; }
+// The bits of a number, or of a vector of them, rotated until those of its mantissa are the highest
+// of a word of 32 bits, of float64 of 64. Patterns are summed modulo that word: integers, so that
+// the order of addition does not matter, and one flipped bit always changes the sum. The exponent
+// stands lowest, or the modulus would cut off what multiplies many numbers by a power of two.
+template <int kMantissaBits, typename bits_t>
+ZCLIP_HD bits_t rotated(bits_t bits) {
+  constexpr int kWordBits = kMantissaBits > 23 ? 64 : 32;
+  return bits << (kWordBits - kMantissaBits) | bits >> kMantissaBits;
+}
+template <typename bits_t>
+ZCLIP_HD bits_t pattern_from(bits_t bits, float) {
+  return rotated<23>(bits);
+}
+template <typename bits_t>
+ZCLIP_HD bits_t pattern_from(bits_t bits, double) {
+  return rotated<52>(bits);
+}
+template <typename bits_t>
+ZCLIP_HD bits_t pattern_from(bits_t bits, Bfloat16) {
+  return rotated<7>(bits);
+}
+template <typename bits_t>
+ZCLIP_HD bits_t pattern_from(bits_t bits, Float16) {
+  return rotated<10>(bits);
+}
+ZCLIP_HD uint32_t pattern_of(float x) { return pattern_from(bits_of(x), x); }
+ZCLIP_HD uint64_t pattern_of(double x) { return pattern_from(bits_of(x), x); }
+ZCLIP_HD uint32_t pattern_of(Bfloat16 x) { return pattern_from(uint32_t{x.bits}, x); }
+ZCLIP_HD uint32_t pattern_of(Float16 x) { return pattern_from(uint32_t{x.bits}, x); }
 
 // What is the same for all elements of a tensor, worked out in float64 and rounded once.
 template <typename value_t>

@@ -21,6 +21,7 @@ def moments_like(param: Tensor) -> Tensor:
 class _AdamStep(FusedOptimizer):
     algorithm: ClassVar[int] = ADAM
     keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    decisive: ClassVar[str | None] = "amsgrad"
 
     def settings_of(self, group: Mapping[str, Any]) -> list[float]:
         beta1, beta2 = group["betas"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from zclip.clippers import AGC, CLIPPERS, Clipper, ClipResult, LossWatch
+from zclip.clippers import AGC, Clipper, ClipResult, LossWatch, make_clipper
 from zclip.layout import (
     FIRST_BAD_TENSOR,
     FIRST_FOREIGN,
@@ -78,11 +78,15 @@ class FusedOptimizer(Optimizer):
     keys: ClassVar[tuple[str, ...]]
     """Of the first moment, the second and its maximum in the state of a parameter."""
 
+    decisive: ClassVar[str | None] = None
+    """The setting of a group that decides which state its parameters need, if there is one."""
+
     lr_scale: float = 1.0
     result: StepResult | None = None
     state: Any  # a WatchedState, so that a step need not look at every entry
     _plans: list[tuple[Plan, list[int]]] | None = None
-    _kept: list[tuple[dict[str, Any], list[Tensor]]] | None = None
+    _kept: list[tuple[dict[str, Any], list[Tensor], bool]] | None = None
+    _made_for: tuple[bool, bool] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what the torch class takes, and what :meth:`_set_up` takes."""
@@ -97,33 +101,20 @@ class FusedOptimizer(Optimizer):
         seed: int,
         clip_settings: Mapping[str, Any],
     ) -> None:
-        if isinstance(clipper, str):
-            if clipper not in CLIPPERS:
-                raise ValueError(
-                    f"clipper: expected one of {', '.join(CLIPPERS)}, or a Clipper, got {clipper!r}"
-                )
-            clipper = CLIPPERS[clipper](**clip_settings)
+        if clipper is not None:
+            clipper = make_clipper(clipper, clip_settings)
         elif clip_settings:
-            unknown = ", ".join(clip_settings)
             raise TypeError(
-                f"{type(self).__name__}: expected settings of a clipper with its name only, got "
-                f"{unknown}; set these on the clipper"
+                f"{type(self).__name__}: expected its arguments, or a clipper by "
+                f"its name and settings of it, got {', '.join(clip_settings)}"
             )
-        if clipper is not None and not isinstance(clipper, Clipper):
-            raise TypeError(
-                f"clipper: expected a zclip.Clipper, a name or None, got {type(clipper).__name__}"
-            )
-        for i, group in enumerate(self.param_groups):
-            if group.get("differentiable"):
-                raise ValueError(
-                    f"differentiable of param_groups[{i}]: expected False, because a fused step "
-                    "has no graph, got True"
-                )
+        if not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(f"seed: expected a whole number from 0 to 2**63 - 1, got {seed!r}")
         self.clipper = clipper
         self.skip_nonfinite = skip_nonfinite
         self.telemetry = telemetry
         self.stochastic_rounding = stochastic_rounding
-        self.seed = int(seed)
+        self.seed = seed
         self._step_supports_amp_scaling = True
         self.state = WatchedState(self.state)
         if clipper is not None:
@@ -141,7 +132,16 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; what is known of the others stays."""
+        """Add a group; what is known of the others stays.
+
+        Raises:
+            ValueError: ``differentiable`` of the group is True.
+        """
+        if {**self.defaults, **param_group}.get("differentiable"):
+            raise ValueError(
+                f"differentiable of param_groups[{len(self.param_groups)}]: expected False, "
+                "because a fused step has no graph, got True"
+            )
         super().add_param_group(param_group)
         self._kept = None
 
@@ -247,6 +247,8 @@ class FusedOptimizer(Optimizer):
         scaler = self.__dict__
         grad_scale, found_inf = scaler.get("grad_scale"), scaler.get("found_inf")
         clip = coefs = None
+        if any(plan.is_converted for plan, _ in self._plans or []):
+            self._make_plans()
         clipper = self.clipper if guard is None else guard.clipper
         if clipper is not None:
             clip, coefs, grad_scale = self._clip(clipper, loss, extra, grad_scale)
@@ -380,10 +382,13 @@ class FusedOptimizer(Optimizer):
         kept, groups, state = self._kept, self.param_groups, self.state
         if kept is None or type(state) is not WatchedState or state.changed:
             return False
-        if len(groups) != len(kept):
+        if len(groups) != len(kept) or (self.telemetry, self.stochastic_rounding) != self._made_for:
             return False
-        for group, (known, params) in zip(groups, kept, strict=True):
+        key = self.decisive
+        for group, (known, params, needs) in zip(groups, kept, strict=True):
             if group is not known or not native.are_same(group["params"], params):
+                return False
+            if key is not None and (group[key] != 0) != needs:
                 return False
         return True
 
@@ -409,17 +414,20 @@ class FusedOptimizer(Optimizer):
                 [names[i] for i in members],
                 self.telemetry,
             )
-            plan.assume_begun([k for k, i in enumerate(members) if params[i] in begun])
-            for known, _ in old:
-                plan.inherit(known)
+            plan.inherit((known for known, _ in old), begun)
             plans.append((plan, members))
         self._plans = plans
-        self._kept = [(group, list(group["params"])) for group in self.param_groups]
+        key = self.decisive
+        self._kept = [
+            (group, list(group["params"]), key is not None and group[key] != 0)
+            for group in self.param_groups
+        ]
+        self._made_for = self.telemetry, self.stochastic_rounding
         self.state.changed = False
         return plans
 
     def _give_state(self) -> set[Tensor]:
-        """Make the state of parameters that have a gradient and none yet; return those that had."""
+        """Make state where it is missing; return the parameters that had a first moment before."""
         begun = set()
         for group in self.param_groups:
             for p in group["params"]:
@@ -492,7 +500,11 @@ class FusedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return what the torch class would, and the state of the clipper under "zclip"."""
         state = super().state_dict()
-        state["state"] = {key: dict(entry) for key, entry in state["state"].items()}
+        state["state"] = {
+            key: dict(entry)
+            for key, entry in state["state"].items()
+            if any(value is not None for value in entry.values())  # as torch's SGD without momentum
+        }
         if self.clipper is not None:
             state[CLIP_KEY] = self.clipper.state_dict()
         return state

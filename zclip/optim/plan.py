@@ -5,7 +5,7 @@ addresses in the operator itself, natively.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import is_not
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zclip.checks import check_tensors, check_writable
-from zclip.layout import NUM_LEDGER, UPDATES
+from zclip.checks import check_dense, check_tensors, check_writable
+from zclip.layout import IS_KNOWN, NUM_LEDGER, UPDATES
 from zclip.parallel.placement import has_dtensor, local_parts
 from zclip.reading import Reader, native
 
@@ -53,6 +53,7 @@ class Plan:
         self.names = names
         self.telemetry = telemetry
         self.device = params[0].device
+        self._dtypes = [p.dtype for p in params]
         self.lacking = [i for i, p in enumerate(params) if not state.get(p)]
         self._has_dtensor = has_dtensor(params)
         self._nothing = torch.empty(0, device=self.device)
@@ -80,18 +81,35 @@ class Plan:
         """Return what an error calls a gradient."""
         return f"the gradient of {self.names[i]}"
 
-    def inherit(self, old: "Plan") -> None:
-        """Take over what the ledger of another plan knows of the same parameters."""
-        known = {id(p): row for p, row in zip(old.params, old.ledger.unbind(), strict=True)}
-        rows = self.ledger.unbind()
-        for param, row in zip(self.params, rows, strict=True):
-            if id(param) in known:
-                row.copy_(known[id(param)])
+    @property
+    def is_converted(self) -> bool:
+        """Whether a parameter has another dtype now."""
+        return [p.dtype for p in self.params] != self._dtypes
 
-    def assume_begun(self, indices: Sequence[int]) -> None:
-        """Note that these parameters were updated before: their state was loaded."""
-        for i in indices:
-            self.ledger[i, UPDATES] = 1
+    def inherit(self, old: Iterable["Plan"], begun: Container[Tensor]) -> None:
+        """Take over what other plans know of the same parameters.
+
+        A parameter that was converted is not compared with what was stored: no bit is the same.
+
+        Args:
+            old: the other plans.
+            begun: parameters that have a first moment of an update; it was loaded if no plan
+                knows them.
+        """
+        known: dict[int, tuple[Tensor, torch.dtype]] = {}
+        for plan in old:
+            rows = zip(plan.ledger.unbind(), plan._dtypes, strict=True)
+            known.update(zip(map(id, plan.params), rows, strict=True))
+        for param, row, dtype in zip(self.params, self.ledger.unbind(), self._dtypes, strict=True):
+            if id(param) not in known:
+                row[UPDATES] = int(param in begun)
+                continue
+            before, old_dtype = known[id(param)]
+            row.copy_(before)
+            if dtype != old_dtype:
+                row[IS_KNOWN] = 0
+            if param not in begun:
+                row[UPDATES] = 0
 
     def gradients(self) -> list[Tensor] | None:
         """Return the gradients, an empty tensor where there is none; None if none has any.
@@ -145,22 +163,21 @@ class Plan:
             arguments: of the operator, after the plan.
         """
         op = torch.ops.zclip.fused_step_.default
-        if not self._handle:
-            self._handle = self._make()
         try:
+            if not self._handle:
+                self._make()
             results: tuple[Tensor, ...] = op(self._reading, self._handle, *arguments)
         except (RuntimeError, TypeError, ValueError):
             grads, self._reading = self._repaired(grads), 0
             results = op(self.read(grads), self._handle, *arguments)
         return results if results[-1].numel() else None
 
-    def _make(self) -> int:
+    def _make(self) -> None:
         lists = (*self._lists, self._steps, self.ledger)
-        handle: int = torch.ops.zclip.make_plan.default(
+        self._handle = torch.ops.zclip.make_plan.default(
             self._local, *lists, self.algorithm, self.sizes, self.telemetry
         )
-        weakref.finalize(self, torch.ops.zclip.drop_plan.default, handle)
-        return handle
+        weakref.finalize(self, torch.ops.zclip.drop_plan.default, self._handle)
 
     def _repaired(self, grads: list[Tensor]) -> list[Tensor]:
         """Return gradients that lie in memory as their parameters do, if an operator rejected them.
@@ -175,7 +192,13 @@ class Plan:
                     f"{self.name(i)}: expected {tuple(param.shape)}, the shape of the parameter, "
                     f"got {tuple(grad.shape)}"
                 )
-        check_writable(self._local, lambda i: self.names[i])
+            if grad.numel() and (grad.dtype == torch.float64) != (param.dtype == torch.float64):
+                raise TypeError(
+                    f"{self.name(i)}: expected a gradient and a parameter of float64, or neither, "
+                    f"got {grad.dtype} of {param.dtype}"
+                )
+        check_writable(self._local, self.names.__getitem__)
+        check_dense(self._local, self.names.__getitem__)
         repaired = self._in_line(grads)
         if all(a is b for a, b in zip(repaired, grads, strict=True)):
             raise  # the error of the operator, in whose handler this is called

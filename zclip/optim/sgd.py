@@ -22,6 +22,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
     algorithm: ClassVar[int] = layout.SGD
     keys: ClassVar[tuple[str, ...]] = ("momentum_buffer", "no_second_moment", "no_maximum")
+    decisive: ClassVar[str | None] = "momentum"
 
     def __init__(
         self,

@@ -229,14 +229,18 @@ def _scaled(grad: Tensor, coef: Tensor, flags: int, value: torch.dtype) -> Tenso
 
 
 def _pattern(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """Return the sum of the bit patterns, modulo 2^32; modulo 2^64 for float64."""
+    """Return the sum of the rotated bits, modulo 2^32; modulo 2^64 for float64."""
     if tensor is None:
         return torch.zeros((), dtype=torch.int64, device=like.device)
     if tensor.dtype == torch.float64:
-        return tensor.view(torch.int64).sum()
-    if tensor.element_size() == 2:
-        return (tensor.view(torch.int16).to(torch.int64) & 0xFFFF).sum() & _WORD
-    return tensor.view(torch.int32).sum(dtype=torch.int64) & _WORD
+        bits = tensor.view(torch.int64)
+        return ((bits << 12) | (bits >> 52 & 0xFFF)).sum()
+    if tensor.dtype == torch.float32:
+        bits, mantissa = tensor.view(torch.int32).to(torch.int64) & _WORD, 23
+    else:
+        bits = tensor.view(torch.int16).to(torch.int64) & 0xFFFF
+        mantissa = 7 if tensor.dtype == torch.bfloat16 else 10
+    return ((bits << (32 - mantissa)) | (bits >> mantissa)).sum() & _WORD
 
 
 def _row(

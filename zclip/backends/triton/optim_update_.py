@@ -142,16 +142,18 @@ def store_wide(address, i, value, here, DTYPE: tl.constexpr, FULL: tl.constexpr)
 
 @triton.jit
 def pattern_of(x, here, DTYPE: tl.constexpr):
-    """Return the bits of what lies in memory, int32, or int64 of float64; zero outside."""
+    """Return the rotated bits of what lies in memory, as ``csrc/math/optim.h``; zero outside."""
     if DTYPE == tl.float64:
-        bits = x.to(tl.int64, bitcast=True)
-    elif DTYPE == tl.float32:
-        bits = x.to(tl.int32, bitcast=True)
-    elif DTYPE == tl.bfloat16:  # travels as int16
-        bits = x.to(tl.int32) & 0xFFFF
+        bits = x.to(tl.uint64, bitcast=True)
+        turned = ((bits << 12) | (bits >> 52)).to(tl.int64, bitcast=True)
     else:
-        bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return tl.where(here, bits, 0)
+        MANTISSA: tl.constexpr = 23 if DTYPE == tl.float32 else 7 if DTYPE == tl.bfloat16 else 10
+        if DTYPE == tl.float32:
+            bits = x.to(tl.uint32, bitcast=True)
+        else:  # bfloat16 travels as int16
+            bits = x.to(tl.uint16, bitcast=True).to(tl.uint32)
+        turned = ((bits << (32 - MANTISSA)) | (bits >> MANTISSA)).to(tl.int32, bitcast=True)
+    return tl.where(here, turned, 0)
 
 
 @triton.jit
