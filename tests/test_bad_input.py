@@ -83,6 +83,16 @@ def test_what_is_not_a_tensor_is_named(function, junk):
         FUNCTIONS[function]([holding(torch.ones(2)), junk])
 
 
+def test_a_loss_that_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match="loss: expected a Tensor of one element, got float"):
+        zclip.SpikeSkip().step(holding(torch.ones(2)), loss=1.0)
+
+
+def test_a_state_without_groups_is_named():
+    with pytest.raises(ValueError, match="state: expected groups, got only clipper"):
+        zclip.ZClip().load_state_dict({"clipper": "ZClip"})
+
+
 def test_a_non_tensor_among_measured_tensors_is_named():
     with pytest.raises(TypeError, match=r"grads\[1\]: expected a Tensor, got str 'x'"):
         zclip.grad_stats([torch.ones(2), "x"])

@@ -1,4 +1,4 @@
-"""Says precisely what is wrong with a list of tensors. Not on the step path.
+"""Names precisely what is wrong with a list of tensors. Not on the step path.
 
 Compiled backends check as they read, in nanoseconds; only when one of them rejects it is the list
 walked here, in Python, to raise the error that names the index, what was expected and what it got.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from zclip import ops
-from zclip.checks import Name, check_limit, check_tensors, check_writable
+from zclip.checks import Name, as_number, check_limit, check_tensors, check_writable
 from zclip.layout import ERROR, INF, NAN, NONFINITE, PROPAGATE, SUMSQ, ZERO
 from zclip.parallel import Reduction, find_reduction
 from zclip.parallel.placement import has_dtensor, local_parts
@@ -250,7 +250,7 @@ def _raise_if_nonfinite(norm: Tensor, stats: Tensor, name: Name, shape: Name) ->
 
 
 def _check_norm_type(norm_type: float) -> float:
-    norm_type = float(norm_type)
+    norm_type = as_number("norm_type", norm_type)
     if not norm_type > 0.0:
         raise ValueError(f"norm_type: expected a positive number or inf, got {norm_type}")
     return norm_type

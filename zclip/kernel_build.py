@@ -48,7 +48,7 @@ print(json.dumps([os.path.dirname(torch.__file__), torch.version.cuda, flags or 
 
 
 class BuildError(RuntimeError):
-    """The library cannot be built; the message says what is missing or what the compiler said."""
+    """The library cannot be built; the message names what is missing, or is the compiler's."""
 
 
 @dataclass(frozen=True)

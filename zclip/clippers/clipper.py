@@ -119,9 +119,9 @@ class Clipper(ABC):
         pipeline_group: "ProcessGroup | None" = None,
         record_group: "ProcessGroup | None" = None,
     ) -> Self:
-        """Say with which ranks to add up, where the parameters do not; return self.
+        """Set the ranks to add up with, where the parameters do not show them; return self.
 
-        DTensors (FSDP2, HSDP, tensor parallelism) know it and need none of this; nor does plain
+        DTensors (FSDP2, HSDP, tensor parallelism) know theirs and need none of this; nor does plain
         DDP, where all gradients are equal already. ``docs/parallel.md`` has a recipe for each.
 
         Args:
@@ -219,6 +219,8 @@ class Clipper(ABC):
         """Return the loss where the rule can read it; None if it does not look."""
         if loss is None or not self.watches_loss:
             return None
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss: expected a Tensor of one element, got {type(loss).__name__}")
         return loss.detach().to(like.device, non_blocking=True)
 
     def step(
@@ -448,7 +450,7 @@ class Clipper(ABC):
         """Restore what :meth:`state_dict` returned; settings stay as they are.
 
         Raises:
-            ValueError: the state does not fit this clipper or its parameters; says what differs.
+            ValueError: the state does not fit this clipper or its parameters; names what differs.
                 If no parameters are known yet, theirs are compared in the first step.
 
         Where ranks add up and the parameters are known, every rank has to load, and all get what

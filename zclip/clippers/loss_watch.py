@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LossWatch(NamedTuple):
-    """Writes into the verdict of a step what its loss says; see the operator ``watch_loss_``.
+    """Writes into the verdict of a step what its loss shows; see the operator ``watch_loss_``.
 
     A loss that is NaN or Inf skips the step on the device; rises and spikes are flags.
 
@@ -20,7 +20,7 @@ class LossWatch(NamedTuple):
     settings: tuple[float, int, float, int]
 
     def judge(self, loss: Tensor, verdict: Tensor) -> None:
-        """Absorb the loss, and write what it says; nothing waits."""
+        """Absorb the loss, and write what it shows; nothing waits."""
         if loss.dim() and loss.numel() != 1:
             loss = loss.mean()
         if loss.device != self.state.device:

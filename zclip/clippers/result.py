@@ -121,7 +121,7 @@ def share_alarm(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def noted(result: ClipResult, record: Record | None, extra: Tensor | None) -> ClipResult:
-    """Return the result with what the ranks had to say besides."""
+    """Return the result with what the ranks exchanged besides."""
     if record is None:
         return result if extra is None else replace(result, extra=extra)
     result.verdict[FLAGS] += DESYNC * record.desynced

@@ -101,6 +101,8 @@ class ClipState:
             raise ValueError(
                 f"state: expected that of {type(self._owner).__name__}, got that of {kind}"
             )
+        if "groups" not in saved:
+            raise ValueError(f"state: expected groups, got only {', '.join(saved)}")
         before, fitted = self.__dict__.copy(), self.fitted
         device = self.states[0].device if self.states else torch.device("cpu")
         self.states = [self._unpacked(g, group) for g, group in enumerate(saved["groups"])]

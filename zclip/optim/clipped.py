@@ -339,9 +339,9 @@ class ClippedOptimizer(OptimizerProxy):
             return False
         return isinstance(self.inner, SGD) and self._momentum.prepare(self.inner)
 
-    def _guarded_step(self, result: ClipResult, refused: Tensor, grad_scale: Tensor | None) -> None:
+    def _guarded_step(self, result: ClipResult, skipped: Tensor, grad_scale: Tensor | None) -> None:
         inner: Any = self.inner
-        inner.found_inf = refused
+        inner.found_inf = skipped
         if self.apply == "grad_scale":
             coef = result.coefs[0]
             divisor = torch.where(coef < 0, 1.0, coef.reciprocal())  # skipped: it is not used
@@ -355,7 +355,7 @@ class ClippedOptimizer(OptimizerProxy):
             for name in ("found_inf", "grad_scale"):
                 inner.__dict__.pop(name, None)
 
-    def _waiting_step(self, refused: Tensor) -> None:
+    def _waiting_step(self, skipped: Tensor) -> None:
         """Step if the host, after a wait for the device, finds nothing against it."""
         if not self._warned:
             self._warned = True
@@ -370,7 +370,7 @@ class ClippedOptimizer(OptimizerProxy):
                 f"which on an accelerator means to wait for it. To avoid it: {cure}.",
                 stacklevel=5,
             )
-        if not bool(refused):
+        if not bool(skipped):
             with self.scaled_lr():
                 self.inner.step()
 
@@ -452,7 +452,7 @@ class ClippedOptimizer(OptimizerProxy):
         In the latter case the clipper keeps what it has learned.
 
         Raises:
-            ValueError: the state fits neither; says what differs. Nothing is changed then, unless
+            ValueError: the state fits neither; names what differs. Nothing is changed then, unless
                 it is the wrapped optimizer that rejects its part.
         """
         state_dict = dict(state_dict)

@@ -51,7 +51,7 @@ class Guard(NamedTuple):
     settings: tuple[float, int, float, int]
 
     def judge(self, loss: Tensor, verdict: Tensor) -> None:
-        """Add to a verdict what the loss says; nothing waits."""
+        """Add what the loss shows to a verdict; nothing waits."""
         LossWatch(self.watch, self.settings).judge(loss, verdict)
 
 

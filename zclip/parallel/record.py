@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What all ranks together had to say, the same on each; tensors on the device.
+    """What all ranks exchanged, the same on each; tensors on the device.
 
     Attributes:
         loss: 0-dim float64, the mean over the ranks that gave one; None if this rank gave None.
