@@ -75,7 +75,7 @@ def check_dense(tensors: Sequence[Tensor], name: Name = PLACE) -> None:
             )
 
 
-def check_limit(name: str, value: float) -> float:
+def check_limit(name: str, value: float | Tensor) -> float:
     """Return ``value`` as a float if it can bound a norm.
 
     Raises:
