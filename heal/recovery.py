@@ -394,11 +394,13 @@ class Recovery:
 
         Within the noise of then and of now: the loss of a run that is broken has noise to spare,
         and that of the first steps is hardly known. Where nothing was learned the loss from before
-        is that of weights that knew nothing: to be there again is no success.
+        is that of weights that knew nothing: to be there again is no success. The last few losses
+        count by themselves, because the level leaves out what has leapt above it.
         """
-        before, (loss, noise) = incident.loss_before, self._monitor.watch.loss_level()
-        if before is None or not incident.rollbacks or loss != loss:
+        before, (level, noise) = incident.loss_before, self._monitor.watch.loss_level()
+        if before is None or not incident.rollbacks or level != level:
             return
+        loss = max(level, self._monitor.watch.latest_loss())
         noise = min(noise, incident.noise)
         margin = max(RECOVERED_NOISE * noise, RECOVERED_SHARE * abs(before))
         is_of_chance = incident.first_step < FEWEST and self._monitor.watch.has_learned_nothing

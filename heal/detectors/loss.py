@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ class LossChange:
     that wanders by itself (critics, RL) is suspected each time it has wandered by some noise.
 
     Attributes:
+        latest: the last losses, those that are not learned as part of the level included.
         is_suspected: whether the level was called into question since it was last taken as usual.
     """
 
@@ -41,6 +43,7 @@ class LossChange:
 
     def __init__(self, config: HealingConfig) -> None:
         self.limit = self.LIMIT * config.loss_spike_factor
+        self.latest: deque[float] = deque(maxlen=FIRST)
         self.losses = Window(RECENT)
         self.block = Window(BLOCK)
         self.best = math.inf
@@ -56,10 +59,11 @@ class LossChange:
 
     def observe(self, record: Record) -> Finding | None:
         loss = record.loss
-        if not record.has_finite_loss or abs(loss) > LARGEST:
+        if not record.has_finite_loss or loss == 0.0:
+            return None  # zero: RL without advantages; says nothing of the level or noise to come
+        self.latest.append(loss)
+        if abs(loss) > LARGEST:
             return None
-        if loss == 0.0:
-            return None  # RL without advantages: says nothing of the level or the noise to come
         if len(self.first) < FIRST:
             self.first.append(loss)
         level, noise = self.level()
@@ -155,6 +159,7 @@ class LossChange:
         names = ("best_noise", "best_step", "leap", "climb", "leap_step", "ratio", "fewest")
         return {
             "first": list(self.first),
+            "latest": list(self.latest),
             "losses": self.losses.values(),
             "block": self.block.values(),
             "best": None if math.isinf(self.best) else self.best,
@@ -171,5 +176,6 @@ class LossChange:
         self.fewest = state.get("fewest", FIRST)
         self.best = math.inf if state["best"] is None else state["best"]
         self.first = list(state["first"])
+        self.latest = deque(state.get("latest", ()), maxlen=FIRST)
         for name in ("best_noise", "best_step", "leap", "climb", "leap_step", "ratio"):
             setattr(self, name, state[name])

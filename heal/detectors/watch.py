@@ -7,6 +7,7 @@ returns with it, so that after a rollback nothing is remembered of steps that di
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from heal.causes import Cause, Finding, Severity
@@ -140,6 +141,10 @@ class Watch:
         """Return up to where losses and norms are no sign of trouble, as far as it is known."""
         level, noise = self._loss.level()
         return CalmLimits(level + LossChange.SLACK * noise, self._explosion.limit())
+
+    def latest_loss(self) -> float:
+        """Return the median of the last few losses, whether they fit the level or not."""
+        return median(self._loss.latest) if self._loss.latest else math.nan
 
     def loss_level(self) -> tuple[float, float]:
         """Return the level of the loss and its noise; NaN while they are not known."""

@@ -3,7 +3,7 @@
 import json
 import math
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
@@ -636,6 +636,26 @@ def test_a_loss_that_stayed_high_is_not_healed_though_the_first_noise_was_a_gues
     healer.recovery.history.incidents.append(incident)
     healer.run(lambda b: 0 * setup.train_step(b) + 1.5, setup.loader, 40, progress=False)
     (outcome,) = events("outcome")
+    assert not outcome["healed"]
+
+
+def test_a_loss_that_has_leapt_again_in_the_last_steps_is_not_healed():
+    """Its level leaves out what lies far above it: a median of good losses would be reported."""
+    setup = damaged(regression(), 60, scale_weights)
+    healer = setup.healer(run_dir=Path.cwd())
+    for batch in chain.from_iterable(healer.batches(setup.loader) for _ in range(20)):
+        if healer.last_step == 117 and not healer.trials.is_open:
+            with torch.no_grad():
+                scale_weights(setup)
+        loss = setup.train_step(batch)
+        loss.backward()
+        healer.step(loss)
+        setup.optimizer.zero_grad()
+        if healer.last_step == 120:
+            break
+    healer.close()
+    (outcome,) = events("outcome")
+    assert outcome["loss"] > 10 * outcome["loss_before"]
     assert not outcome["healed"]
 
 
