@@ -226,7 +226,7 @@ class Job:
                     shard.check()
             write_file(path / manifest_name(rank), [manifest.to_bytes()])
         except BaseException as error:
-            self._give_up(error)
+            self.give_up(error)
             raise
 
     def commit(self) -> None:
@@ -251,7 +251,7 @@ class Job:
             with contextlib.suppress(OSError):
                 remove_folder(self.folder)
 
-    def _give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Remove the files of a failed save, and mark it failed, so that no rank waits for it.
 
         If the disk fails at that too, other ranks wait until their time is over.
@@ -261,6 +261,7 @@ class Job:
             for name in (manifest_name(rank), shard_name(rank)):
                 (path / name).unlink(missing_ok=True)
             if self.manifest.world_size > 1:
+                make_folder(path)
                 write_file(path / f"failed-{rank:05d}", [repr(error)[:1000].encode()])
             else:
                 remove_folder(self.folder)

@@ -464,6 +464,7 @@ class CheckpointStore:
         try:
             thread.start()
         except RuntimeError as error:  # no more threads: this save fails, and the next may not
+            job.give_up(error)
             raise SaveFailed(f"step {job.manifest.step} was not saved: {error}") from error
         self._thread, self._begun = thread, job.manifest.step
 

@@ -255,6 +255,17 @@ def test_a_rank_that_fails_leaves_a_mark_and_nothing_else(tmp_path, monkeypatch)
     assert [path.name for path in (tmp_path / "step-000001").iterdir()] == ["failed-00000"]
 
 
+def test_a_rank_that_cannot_start_a_thread_leaves_a_mark(tmp_path, monkeypatch):
+    def no_more(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    store = CheckpointStore(tmp_path, asynchronous=True, ranks=HalfOfTwo())
+    with pytest.raises(SaveFailed, match="step 1 was not saved: can't start new thread"):
+        saver(run().train(1), store)(1)
+    assert [path.name for path in (tmp_path / "step-000001").iterdir()] == ["failed-00000"]
+
+
 LEAVING = """
 import atexit, sys
 from heal.checkpoint import CheckpointStore, saving
