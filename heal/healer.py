@@ -308,7 +308,7 @@ class Healer:
             HealingError: the run must stop.
         """
         step = self.training.step + 1
-        if not posted:
+        if has_loss and not posted:
             self.note(NO_GRADIENTS)
         is_calm = self.monitor.note_step(step, facts, posted, has_loss)
         self.training.advance()
