@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zclip
 from zclip.layout import FLAGS, LOSS, LOSS_NAN, LOSS_RATIO, NUM_LOSS_STATE
@@ -350,6 +351,23 @@ def test_sgd_without_momentum_saves_no_state_as_torch_does():
     assert saved["state"].keys() == {2, 3}
     optimizer.load_state_dict(saved)
     train(model, optimizer, 1)
+
+
+def test_a_distributed_checkpoint_goes_on_with_the_state_of_the_clipper_beside_it():
+    saved_from, loaded_into = make_model(), make_model()
+    optimizer, other = (
+        AdamW(m.parameters(), lr=1e-2, clipper="zclip", warmup_steps=3)
+        for m in (saved_from, loaded_into)
+    )
+    train(saved_from, optimizer, 6)
+    weights, state = copy.deepcopy(get_state_dict(saved_from, optimizer))
+    clip_state = optimizer.clipper.state_dict()
+    set_state_dict(loaded_into, other, model_state_dict=weights, optim_state_dict=state)
+    other.clipper.load_state_dict(clip_state)
+    train(saved_from, optimizer, 4, start=6)
+    train(loaded_into, other, 4, start=6)
+    assert torch.equal(flat(saved_from), flat(loaded_into))
+    assert torch.equal(optimizer.result.clip.verdict, other.result.clip.verdict)
 
 
 def test_a_group_may_join_late():

@@ -466,6 +466,10 @@ def test_stochastic_rounding_has_the_same_bits_everywhere():
         (lambda c: setattr(c, "grads", [c.grads[0][1:]]), r"grads\[0\]: expected .* got 69"),
         (lambda c: setattr(c, "grads", []), "grads: expected one for each of 1 params, got 0"),
         (lambda c: setattr(c, "steps", []), "Adam: expected firsts, seconds and steps"),
+        (
+            lambda c: c.settings.__setitem__(-1, float(AMSGRAD)),
+            r"state of params\[0\]: expected all moments that its settings need, got an empty one",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
