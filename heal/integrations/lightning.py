@@ -17,7 +17,7 @@ from heal.config import HealingConfig
 from heal.data.split import own_copy
 from heal.diagnose import Diagnosis
 from heal.exit_codes import ExitCode
-from heal.healer import Healer
+from heal.healer import Healer, checked_config
 from heal.integrations.patches import Patches, hold_models_of
 from heal.integrations.trackers import Level, make_trackers
 from heal.lr_schedules import number_of
@@ -35,8 +35,8 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
     state of clipping and healing.
 
     Args:
-        config: settings; ``after_rollback="replay_data"`` is not possible, because Lightning owns
-            the loader.
+        config: settings, or a dict of some; ``after_rollback="replay_data"`` is not possible,
+            because Lightning owns the loader.
         run_dir: where the journal goes; without it only the postmortem of a failure is written.
         trackers: names or objects, see :func:`heal.integrations.trackers.make_trackers`.
         log_to_loggers: send our numbers to the Trainer's loggers as well.
@@ -46,6 +46,7 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
         healer: of the present or last fit; None before the first.
 
     Raises:
+        ConfigError: a setting has an unknown name or a wrong value.
         ValueError: when training starts: a setting, a strategy or another callback does not fit.
 
     Example:
@@ -55,7 +56,7 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
 
     def __init__(
         self,
-        config: HealingConfig | None = None,
+        config: HealingConfig | Mapping[str, Any] | None = None,
         *,
         run_dir: str | Path | None = None,
         trackers: Any = None,
@@ -63,7 +64,7 @@ class SelfHealingLightningCallback(Callback):  # type: ignore[misc]  # its type 
         eval_loss: str = "val_loss",
     ) -> None:
         super().__init__()
-        self.config = config if config is not None else HealingConfig()
+        self.config = checked_config(config)
         self.run_dir = run_dir
         self.trackers = make_trackers(trackers)
         self.log_to_loggers = log_to_loggers

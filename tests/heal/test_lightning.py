@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import zclip
 from heal import HealingConfig
 from heal.actions import HealingError, Rollback
+from heal.config import ConfigError
 from heal.guarded_step import GuardedStep, WatchedOptimizer
 from heal.integrations.lightning import HealedSteps, SelfHealingLightningCallback
 from heal.report.collect import read_run
@@ -569,6 +570,12 @@ class Two(Module):
 def test_what_cannot_be_healed_is_said_before_the_first_step(module, callbacks, message):
     with pytest.raises(ValueError, match=message):
         fit(module(), *callbacks)
+
+
+def test_settings_may_be_a_dict_and_are_checked_at_once():
+    assert SelfHealingLightningCallback({"zclip_enabled": False}).config.zclip_enabled is False
+    with pytest.raises(ConfigError, match="zclip_enable"):
+        SelfHealingLightningCallback({"zclip_enable": False})
 
 
 def test_an_unknown_tracker_is_refused_at_once():
