@@ -74,5 +74,4 @@ __all__ = [
     "SpikeSkip",
     "ZClip",
     "apply_in_place_clipping",
-    "make_clipper",
 ]
