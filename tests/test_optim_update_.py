@@ -171,6 +171,32 @@ def test_all_cpu_paths_have_the_same_bits(algorithm, flags, dtype, damage):
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(results, found[0], strict=True))
 
 
+@pytest.mark.parametrize("path", CPU_PATHS)
+@pytest.mark.parametrize(("algorithm", "flags"), [*CASES[2:4], CASES[-1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_that_outgrows_the_caches_has_the_bits_of_small_ones(
+    path, algorithm, flags, dtype
+):
+    part = 24 * 16384
+    large = Case(algorithm, flags, (3 * part - 37,), dtype)
+    small = [Case(algorithm, flags, (0,), dtype) for _ in range(3)]
+    names = ("params", "grads", "firsts", "seconds", "maxima")
+    for i, case in enumerate(small):
+        for name in names:
+            tensors = getattr(large, name)
+            setattr(case, name, [t[i * part : (i + 1) * part].clone() for t in tensors])
+        case.run(CPU_PATHS[path])
+    large.run(CPU_PATHS[path])
+    for name in names:
+        parts = zip(*(getattr(case, name) for case in small), strict=True)
+        for whole, pieces in zip(getattr(large, name), parts, strict=True):
+            assert torch.equal(whole, torch.cat(pieces))
+    patterns = sum(case.ledger[0, :3] for case in small) % 2**32
+    assert torch.equal(large.ledger[0, :3], patterns)
+    rows, _ = large.run(CPU_PATHS[path])
+    assert rows[0, FOREIGN] == 0  # what it loads is what it stored
+
+
 def test_squares_of_gradients_of_any_size_are_rounded_once(backend):
     """Also those that round to zero, which the vectors of AVX-512 never compute."""
     exponents = torch.arange(255, dtype=torch.int32) << 23  # all but those of NaN and Inf

@@ -2,10 +2,10 @@
 // instruction set, and gives the same bits on each, because the build forbids contraction and every
 // sum has a fixed order.
 //
-// Elements are passed over twice. The first loop ends with square root and division, whose results
-// are long in coming: whatever waits for them fills the queues of the processor, so that fewer
-// vectors are under way at a time. The second does the rest from the first-level cache, where
-// nothing waits: rounding, and what the telemetry wants.
+// Square root and division are long in coming. Whatever waits for them fills the queues of the
+// processor, so that fewer vectors are under way at a time. So changes are found some rows of
+// elements before they are applied: rounded, stored and measured. They wait in the first-level
+// cache.
 
 #pragma once
 
@@ -31,12 +31,15 @@ constexpr int kSums = sizeof(value_t) == 8 ? 8 : 16;
 template <typename value_t>
 constexpr int64_t kGroup = 8 * kSums<value_t>;
 
-// So many elements are passed over by one loop before the other follows. The second leaves memory
-// idle: runs of 1,024 make float32 Adam a quarter slower where memory is the limit. Runs of 128 are
-// a third slower in the caches.
-constexpr int64_t kUpdateRun = 256;
-static_assert(kWide == 8 && kUpdateRun % kGroup<float> == 0 && kUpdateBlock % kUpdateRun == 0,
-              "whole groups");
+static_assert(kWide == 8 && kUpdateBlock % kGroup<float> == 0, "whole groups");
+
+// So many elements ahead of those that are applied, changes are found. In the caches more are
+// quicker, up to these. Where memory is the limit, whatever waits in the first-level cache is in
+// the way of what is being fetched: 16 rows take 13 % longer than two. Rounding takes a third.
+template <typename value_t>
+constexpr int64_t kAheadInCaches = 16 * kSums<value_t>;
+template <typename value_t, typename number_t>
+constexpr int64_t kAheadInMemory = (sizeof(number_t) == 2 ? 3 : 2) * kSums<value_t>;
 
 // What an update of a tensor found in a run of its elements.
 template <typename value_t, int kWidth>
@@ -68,6 +71,7 @@ struct Block {
   value_t* update;  // what was subtracted
   value_t coef;     // of the gradient
   int64_t len;
+  int64_t ahead;      // changes of so many elements are found before the first is applied
   RandomBits random;  // for rounding
 };
 
@@ -216,11 +220,17 @@ struct Sums {
   Pack<double, kWide> updates;
 };
 
-// Updates the moments, and notes what is to be subtracted from the parameters.
+// Sums of squares of one group.
+template <typename value_t, int kWidth>
+struct Squares {
+  Pack<value_t, kWidth> weights[kSums<value_t> / kWidth] = {};
+  Pack<value_t, kWidth> updates[kSums<value_t> / kWidth] = {};
+};
+
+// Updates the moments of a row, and notes what is to be subtracted from the parameters.
 template <Loop kLoop, bool kTelemetry, int kWidth, typename number_t, typename grad_t,
           typename value_t>
-ZCLIP_ALWAYS_INLINE void find_changes(const Block<number_t, grad_t, value_t>& block, int64_t begin,
-                                      int64_t end,
+ZCLIP_ALWAYS_INLINE void find_changes(const Block<number_t, grad_t, value_t>& block, int64_t row,
                                       const UpdateScalars<Pack<value_t, kWidth>>& scalars,
                                       Sums<value_t, kWidth>& sums) {
   using Traits = LoopTraits<kLoop>;
@@ -228,73 +238,52 @@ ZCLIP_ALWAYS_INLINE void find_changes(const Block<number_t, grad_t, value_t>& bl
   constexpr bool kMax = Traits::kHasMaximum;
   using vec = Pack<value_t, kWidth>;
   using words = Pack<Word<value_t>, kWidth>;
-  constexpr int kParts = kSums<value_t> / kWidth;
-  for (int64_t row = begin; row < end; row += kSums<value_t>) {
-    prefetch_row<kFirst, kSecond>(block, row);
+  prefetch_row<kFirst, kSecond>(block, row);
 #pragma GCC unroll 2
-    for (int part = 0; part < kParts; ++part) {
-      const int64_t i = row + part * kWidth;
-      vec first = {}, second = {}, maximum = {};
-      words bits;
-      const vec weight = load_number<vec>(block.p + i, &bits);
-      if (kFirst) first = load_pack<vec>(block.m + i);
-      if (kSecond) second = load_pack<vec>(block.v + i);
-      if (kMax) maximum = load_pack<vec>(block.largest + i);
-      if (kTelemetry && kFirst) sums.loaded[1] += pattern_from((words)first, value_t{});
-      if (kTelemetry && kSecond) sums.loaded[2] += pattern_from((words)second, value_t{});
-      const vec gradient = load_number<vec>(block.g + i, &bits) * block.coef;
-      const vec change = loop_update<kLoop>(gradient, weight, first, second, maximum, scalars);
-      if (kFirst) store_pack(block.m + i, first);
-      if (kSecond) store_pack(block.v + i, second);
-      if (kMax) store_pack(block.largest + i, maximum);
-      store_pack(block.update + i, change);
+  for (int64_t i = row; i < row + kSums<value_t>; i += kWidth) {
+    vec first = {}, second = {}, maximum = {};
+    words bits;
+    const vec weight = load_number<vec>(block.p + i, &bits);
+    if (kFirst) first = load_pack<vec>(block.m + i);
+    if (kSecond) second = load_pack<vec>(block.v + i);
+    if (kMax) maximum = load_pack<vec>(block.largest + i);
+    if (kTelemetry && kFirst) sums.loaded[1] += pattern_from((words)first, value_t{});
+    if (kTelemetry && kSecond) sums.loaded[2] += pattern_from((words)second, value_t{});
+    const vec gradient = load_number<vec>(block.g + i, &bits) * block.coef;
+    const vec change = loop_update<kLoop>(gradient, weight, first, second, maximum, scalars);
+    if (kFirst) store_pack(block.m + i, first);
+    if (kSecond) store_pack(block.v + i, second);
+    if (kMax) store_pack(block.largest + i, maximum);
+    store_pack(block.update + i, change);
+    if (!kTelemetry) continue;
+    if (kFirst) sums.stored[1] += pattern_from((words)first, value_t{});
+    if (kSecond) sums.stored[2] += pattern_from((words)second, value_t{});
+    if (Traits::kWatched == Watched::kFirst) {
+      sums.largest = larger(sums.largest, (words)first << 1 >> 1);
     }
+    if (Traits::kWatched == Watched::kSecond) sums.largest = larger(sums.largest, (words)second);
   }
 }
 
 // Subtracts what find_changes() noted.
-template <typename Traits, bool kTelemetry, int kWidth, typename number_t, typename grad_t,
-          typename value_t>
-ZCLIP_ALWAYS_INLINE void apply_changes(const Block<number_t, grad_t, value_t>& block, int64_t begin,
-                                       int64_t end, value_t update_scale,
+template <bool kTelemetry, int kWidth, typename number_t, typename grad_t, typename value_t>
+ZCLIP_ALWAYS_INLINE void apply_changes(const Block<number_t, grad_t, value_t>& block, int64_t row,
+                                       value_t update_scale, Squares<value_t, kWidth>& squares,
                                        Sums<value_t, kWidth>& sums) {
   using vec = Pack<value_t, kWidth>;
-  using words = Pack<Word<value_t>, kWidth>;
-  constexpr int kParts = kSums<value_t> / kWidth;
-  for (int64_t group = begin; group < end; group += kGroup<value_t>) {
-    vec weight_squares[kParts] = {}, update_squares[kParts] = {};
-    const int64_t group_end = std::min(group + kGroup<value_t>, end);
-    for (int64_t row = group; row < group_end; row += kSums<value_t>) {
 #pragma GCC unroll 2
-      for (int part = 0; part < kParts; ++part) {
-        const int64_t i = row + part * kWidth;
-        words before, after;
-        const vec change = load_pack<vec>(block.update + i);
-        const vec weight = load_number<vec>(block.p + i, &before) - change;
-        const vec result = store_number(weight, block.random + i, block.p + i, &after);
-        if (!kTelemetry) continue;
-        const vec scaled = change * update_scale;
-        update_squares[part] += scaled * scaled;
-        weight_squares[part] += result * result;
-        sums.loaded[0] += pattern_from(before, number_t{});
-        sums.stored[0] += pattern_from(after, number_t{});
-        if (Traits::kHasFirst) {
-          const words first = load_pack<words>(block.m + i);
-          sums.stored[1] += pattern_from(first, value_t{});
-          if (Traits::kWatched == Watched::kFirst) {
-            sums.largest = larger(sums.largest, first << 1 >> 1);
-          }
-        }
-        if (Traits::kHasSecond) {
-          const words second = load_pack<words>(block.v + i);
-          sums.stored[2] += pattern_from(second, value_t{});
-          if (Traits::kWatched == Watched::kSecond) sums.largest = larger(sums.largest, second);
-        }
-      }
-    }
+  for (int part = 0; part < kSums<value_t> / kWidth; ++part) {
+    const int64_t i = row + part * kWidth;
+    Pack<Word<value_t>, kWidth> before, after;
+    const vec change = load_pack<vec>(block.update + i);
+    const vec weight = load_number<vec>(block.p + i, &before) - change;
+    const vec result = store_number(weight, block.random + i, block.p + i, &after);
     if (!kTelemetry) continue;
-    add_group<value_t, kWidth>(weight_squares, sums.weights);
-    add_group<value_t, kWidth>(update_squares, sums.updates);
+    const vec scaled = change * update_scale;
+    squares.updates[part] += scaled * scaled;
+    squares.weights[part] += result * result;
+    sums.loaded[0] += pattern_from(before, number_t{});
+    sums.stored[0] += pattern_from(after, number_t{});
   }
 }
 
@@ -317,12 +306,23 @@ ZCLIP_ALWAYS_INLINE void update_elements(const Block<number_t, grad_t, value_t>&
   }
   sums.largest = found.largest;
   const value_t update_scale = found.update_scale;
-  const int64_t whole = block.len - block.len % kSums<value_t>;
+  constexpr int64_t kRow = kSums<value_t>;
+  const int64_t whole = block.len - block.len % kRow;
   const auto in_lanes = spread<Pack<value_t, kWidth>>(s);
-  for (int64_t begin = 0; begin < whole; begin += kUpdateRun) {
-    const int64_t end = std::min(begin + kUpdateRun, whole);
-    find_changes<kLoop, kTelemetry>(block, begin, end, in_lanes, sums);
-    apply_changes<Traits, kTelemetry>(block, begin, end, update_scale, sums);
+  const int64_t ahead = std::min(block.ahead, whole);
+  for (int64_t row = 0; row < ahead; row += kRow) {
+    find_changes<kLoop, kTelemetry>(block, row, in_lanes, sums);
+  }
+  for (int64_t group = 0; group < whole; group += kGroup<value_t>) {
+    Squares<value_t, kWidth> squares;
+    const int64_t end = std::min(group + kGroup<value_t>, whole);
+    for (int64_t row = group; row < end; row += kRow) {
+      if (row < whole - ahead) find_changes<kLoop, kTelemetry>(block, row + ahead, in_lanes, sums);
+      apply_changes<kTelemetry>(block, row, update_scale, squares, sums);
+    }
+    if (!kTelemetry) continue;
+    add_group<value_t, kWidth>(squares.weights, sums.weights);
+    add_group<value_t, kWidth>(squares.updates, sums.updates);
   }
   for (int k = 0; k < 3; ++k) {
     found.loaded[k] = sums.loaded[k];

@@ -35,8 +35,9 @@ struct ChunkUpdate {
   double coef;  // of the gradient, with its sign
   bool drops_nonfinite;
   bool stochastic;
-  uint32_t key;   // of stochastic rounding
-  int64_t first;  // number of the chunk's first element in its tensor
+  uint32_t key;    // of stochastic rounding
+  int64_t first;   // number of the chunk's first element in its tensor
+  bool is_cached;  // the step fits the caches
 };
 
 // Calls visit with a typed pointer to element `begin`.
@@ -125,6 +126,7 @@ ZCLIP_ALWAYS_INLINE void update_from(const grad_t* source, value_t coef, const C
       notes.update,
       coef,
       len,
+      chunk.is_cached ? kAheadInCaches<value_t> : kAheadInMemory<value_t, number_t>,
       {chunk.key, static_cast<uint32_t>(chunk.first + start)}};
   update_block<kTelemetry, kWidth>(chunk.loop, block, s, notes.found);
 }

@@ -21,6 +21,11 @@ struct UpdatePlan::Row {
   int flags;
   double coef;
   uint32_t key;
+  uint32_t scalars;  // where its scalars stand
+};
+
+// What is the same for all tensors of a group that are as old as each other.
+struct UpdatePlan::Scalars {
   UpdateScalars<float> narrow;
   UpdateScalars<double> wide;
 };
@@ -28,6 +33,7 @@ struct UpdatePlan::Row {
 namespace {
 
 constexpr int64_t kParamsPerThread = 4096;  // whose addresses are worth a thread
+constexpr int64_t kCacheBytes = 1 << 23;    // a step of more does not stay in the caches
 constexpr int64_t kTensorsAhead = 12;       // of the one that is looked at, to fetch from memory
 
 bool has(const std::vector<Tensor>& list, size_t i) { return !list.empty() && list[i].numel() > 0; }
@@ -170,6 +176,15 @@ UpdatePlan::UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimSta
     }
   }
   first_watched_.push_back(static_cast<int64_t>(watched_.size()));
+  int64_t bytes = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const Entry& entry = entries_[i];
+    const int64_t states =
+        (entry.first != nullptr) + (entry.second != nullptr) + (entry.maximum != nullptr);
+    const int64_t size = bytes_per_element(list_.spans()[i].format);
+    bytes += list_.spans()[i].numel * (2 * size + std::max(size, int64_t{4}) * states);
+  }
+  is_cached_ = bytes <= kCacheBytes;
 }
 
 UpdatePlan::~UpdatePlan() = default;
@@ -230,7 +245,7 @@ void UpdatePlan::check_gradients(const TensorList& grads, const char* op) const 
 // Raises if a parameter with a gradient lacks state that its settings ask for.
 void UpdatePlan::fill_rows(const TensorList& grads, const StepNumbers& numbers) {
   rows_.resize(params_.size());
-  std::vector<Row>& rows = rows_;
+  scalars_.clear();
   const auto* ledger = static_cast<const int64_t*>(ledger_.const_data_ptr());
   size_t i = 0;
   for (size_t group = 0; group < sizes_.size(); ++group) {
@@ -238,23 +253,21 @@ void UpdatePlan::fill_rows(const TensorList& grads, const StepNumbers& numbers) 
     const int flags = static_cast<int>(settings[kOptimFlags]);
     const double lr = numbers.rates == nullptr ? settings[kLr] : numbers.rates[group];
     double last = -1.0;
-    size_t last_row = 0;
     for (int64_t k = 0; k < sizes_[group]; ++k, ++i) {
       const Entry& entry = entries_[i];
+      const auto ahead = std::min(static_cast<int64_t>(i) + kTensorsAhead, count() - 1);
+      __builtin_prefetch(entries_[ahead].step);
       const double updates =
           entry.step == nullptr  ? static_cast<double>(ledger[i * kNumLedger + kUpdates])
           : entry.step_is_double ? *static_cast<const double*>(entry.step)
                                  : static_cast<double>(*static_cast<const float*>(entry.step));
-      Row& row = rows[i];
-      if (k > 0 && updates == last) {  // powers are slow, and most tensors are as old as the others
-        row.narrow = rows[last_row].narrow;
-        row.wide = rows[last_row].wide;
-      } else {
-        row.narrow = scalars_of<float>(algorithm_, settings, lr, updates);
-        row.wide = scalars_of<double>(algorithm_, settings, lr, updates);
+      if (k == 0 || updates != last) {  // powers are slow, and most tensors are equally old
+        scalars_.push_back({scalars_of<float>(algorithm_, settings, lr, updates),
+                            scalars_of<double>(algorithm_, settings, lr, updates)});
         last = updates;
-        last_row = i;
       }
+      Row& row = rows_[i];
+      row.scalars = static_cast<uint32_t>(scalars_.size() - 1);
       row.flags = flags;
       row.loop = loop_of(algorithm_, flags, entry.first != nullptr);
       const bool is_complete = (entry.first != nullptr || algorithm_ == Algorithm::kSgd) &&
@@ -280,14 +293,12 @@ void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, dou
     const FloatMode mode;
     fill_rows(grads, numbers);
   }
-  const std::vector<Row>& rows = rows_;
-  std::vector<UpdateSlot>& slots = slots_;
-  slots.assign(list_.chunks().size(), {});
+  slots_.resize(list_.chunks().size());
   for_each_chunk(list_, [&](int64_t c, const Chunk& chunk) {
     const auto t = static_cast<size_t>(chunk.tensor);
     const Span &param = list_.spans()[t], &grad = grads.spans()[t];
     if (grad.numel == 0) return;
-    const Row& row = rows[t];
+    const Row& row = rows_[t];
     const Entry& entry = entries_[t];
     const int64_t size = param.format == Format::kFloat64 ? 8 : 4;
     const auto at = [&](char* state) -> void* {
@@ -306,25 +317,26 @@ void UpdatePlan::update(const TensorList& grads, const StepNumbers& numbers, dou
                               (row.flags & kDropNonFinite) != 0,
                               (row.flags & kStochastic) != 0,
                               row.key,
-                              chunk.begin};
-    slots[c] = param.format == Format::kFloat64 ? update_on(work, row.wide, telemetry_, isa)
-                                                : update_on(work, row.narrow, telemetry_, isa);
+                              chunk.begin,
+                              is_cached_};
+    const Scalars& scalars = scalars_[row.scalars];
+    slots_[c] = param.format == Format::kFloat64 ? update_on(work, scalars.wide, telemetry_, isa)
+                                                 : update_on(work, scalars.narrow, telemetry_, isa);
   });
   const FloatMode mode;
-  close(grads, slots, telemetry, summary);
+  close(grads, telemetry, summary);
 }
 
 // Slots are added in index order, whichever thread filled them.
-void UpdatePlan::close(const TensorList& grads, const std::vector<UpdateSlot>& slots,
-                       double* telemetry, float* summary) {
+void UpdatePlan::close(const TensorList& grads, double* telemetry, float* summary) {
   auto* ledger = static_cast<int64_t*>(ledger_.mutable_data_ptr());
   size_t c = 0;
   double weights = 0.0, updates = 0.0, first_bad = -1.0, first_foreign = -1.0;
   int flags = 0;
   for (size_t i = 0; i < params_.size(); ++i) {
     UpdateSlot sum = {};
-    for (; c < slots.size() && list_.chunks()[c].tensor == static_cast<int32_t>(i); ++c) {
-      const UpdateSlot& slot = slots[c];
+    for (; c < slots_.size() && list_.chunks()[c].tensor == static_cast<int32_t>(i); ++c) {
+      const UpdateSlot& slot = slots_[c];
       sum.weight_sumsq += slot.weight_sumsq;
       sum.update_sumsq += slot.update_sumsq;
       for (int k = 0; k < 3; ++k) {

@@ -37,7 +37,7 @@ class UpdatePlan {
   // Raises if a tensor cannot be served; `op` names the place in the message.
   UpdatePlan(Algorithm algorithm, std::vector<Tensor> params, OptimState state, Tensor ledger,
              std::vector<int64_t> sizes, bool telemetry, const char* op);
-  ~UpdatePlan();  // where Row is known
+  ~UpdatePlan();  // where Row and Scalars are known
 
   // Whether all tensors are where they were.
   bool is_current() const;
@@ -56,6 +56,7 @@ class UpdatePlan {
 
  private:
   struct Row;  // of one tensor
+  struct Scalars;
 
   // Where the state of one parameter lies; null for what it does not have. Looked up once: asking
   // a tensor for its address costs more than updating a small one.
@@ -76,8 +77,7 @@ class UpdatePlan {
 
   bool are_current(int64_t begin, int64_t end) const;  // the parameters in this range
   void fill_rows(const TensorList& grads, const StepNumbers& numbers);
-  void close(const TensorList& grads, const std::vector<UpdateSlot>& slots, double* telemetry,
-             float* summary);
+  void close(const TensorList& grads, double* telemetry, float* summary);
 
   Algorithm algorithm_;
   std::vector<Tensor> params_;
@@ -85,13 +85,15 @@ class UpdatePlan {
   Tensor ledger_;
   std::vector<int64_t> sizes_;
   bool telemetry_;
+  bool is_cached_;  // what a step reads and writes fits the caches
   TensorList list_;
   std::vector<Entry> entries_;
   std::vector<torch::headeronly::ScalarType> dtypes_;
   std::vector<std::vector<int64_t>> strides_;  // of parameters that are not contiguous
   std::vector<Watched> watched_;               // each parameter, followed by its state
   std::vector<int64_t> first_watched_;         // of each parameter in that list, with the end last
-  std::vector<Row> rows_;                      // these two are filled in every step
+  std::vector<Row> rows_;                      // these three are filled in every step
+  std::vector<Scalars> scalars_;
   std::vector<UpdateSlot> slots_;
 };
 
