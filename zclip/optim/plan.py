@@ -102,14 +102,15 @@ class Plan:
             known.update(zip(map(id, plan.params), rows, strict=True))
         for param, row, dtype in zip(self.params, self.ledger.unbind(), self._dtypes, strict=True):
             if id(param) not in known:
-                row[UPDATES] = int(param in begun)
+                if param in begun:
+                    row[UPDATES].fill_(1)  # an assignment would wait for the device
                 continue
             before, old_dtype = known[id(param)]
             row.copy_(before)
             if dtype != old_dtype:
-                row[IS_KNOWN] = 0
+                row[IS_KNOWN].fill_(0)
             if param not in begun:
-                row[UPDATES] = 0
+                row[UPDATES].fill_(0)
 
     def gradients(self) -> list[Tensor] | None:
         """Return the gradients, an empty tensor where there is none; None if none has any.
