@@ -102,14 +102,11 @@ def pure_python(documents):
 
 
 def healing(loop):
-    """Return in words what a healer adds to whole loops, from the lines of ``loop.md``."""
+    """Return as a table what a healer adds to whole loops, from the lines of ``loop.md``."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in loop.splitlines()]
     added = {row[0]: row[2].strip("+ %") for row in rows if len(row) > 2 and row[1] == "healed"}
-    parts = [
-        f"{share} % ({work.replace(' already there', 'es already in memory')})"
-        for work, share in added.items()
-    ]
-    return f"On one core, a healer with ZClip adds to a whole training loop: {'; '.join(parts)}."
+    head = ["| on one core | a healer with ZClip adds |", "|---|---:|"]
+    return "\n".join([*head, *(f"| {work} | {share} % |" for work, share in added.items())])
 
 
 def figures(folder):
