@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from heal.actions import Backoff, Plan, Rollback, action_to_json, changes_training, is_custom
+from heal.actions import (
+    Action,
+    Backoff,
+    Plan,
+    Rollback,
+    action_to_json,
+    changes_training,
+    is_custom,
+)
 from heal.causes import UNTRAINED, Cause, Family, Finding, Severity
 from heal.config import HealingConfig
 
@@ -51,6 +59,10 @@ class Incident:
     def was_tried(self, plan: Plan) -> bool:
         """Return whether this very plan was carried out in this incident."""
         return [action_to_json(action) for action in plan] in self.plans
+
+    def was_applied(self, action: Action) -> bool:
+        """Return whether a plan of this incident had this very action."""
+        return any(action_to_json(action) in plan for plan in self.plans)
 
     def count(self, action: type) -> int:
         """Return how many plans had such an action."""

@@ -242,7 +242,10 @@ def _rungs(case: _Case) -> Iterator[Plan]:
     target = usable[min(tried, 1, len(usable) - 1)]
     back: Plan = (Rollback(target), *_skip(case, target, tried), *_held_rate(diagnosis))
     is_new_fact = about.is_found_late and diagnosis.cause.value not in case.known
-    if not tried or is_new_fact:  # a transient fault or bad data needs no lower rate
+    # A transient fault or bad data needs no lower rate. Where one did not help, the next try is an
+    # older state alone, because the rate may not be the fault: by turns.
+    is_older = case.incident is None or not case.incident.was_applied(back[0])
+    if not tried or is_new_fact or (is_older and tried % 2 == 0):
         yield back
     yield (*back, scale)
     yield (*back, scale, TightenClip(CLIP_FACTOR))
